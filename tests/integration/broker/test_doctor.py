@@ -36,6 +36,7 @@ from tests.broker_fixtures import (
     running_broker,
     serving,
     start_training,
+    started_job,
     tasks_for,
     write_prompts,
 )
@@ -85,8 +86,7 @@ def problems(findings: list[Finding]) -> list[str]:
 
 async def train_dully(ledger: Ledger, pool: str, num_iterations: int = 5) -> str:
     """Make a job whose groups all had equal rewards, and whose responses were all cut."""
-    job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": num_iterations})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": num_iterations})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
     for iteration in range(num_iterations):
         await open_iteration(ledger, job_id, iteration, num_groups=2)
@@ -152,8 +152,7 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Le
 
 
 async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
     await open_iteration(ledger, job_id, 0)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     claims = await claim_all(ledger, job_id, "rollout-a", 6)
@@ -182,8 +181,7 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
 
 
 async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
     place = {"group_id": "0-5", "episode": 5}
@@ -224,8 +222,7 @@ async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger,
 async def test_unclaimed_prompts_say_why(
     ledger: Ledger, pool: str, rollouts: list[tuple[str, str, bool]], reason: str
 ) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     for worker, state, is_ours in rollouts:
         await beat_rollout(ledger, pool, worker, state, job_id=job_id if is_ours else "job-other")
@@ -236,8 +233,7 @@ async def test_unclaimed_prompts_say_why(
 
 
 async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     await claim_all(ledger, job_id, "rollout-gone", 1)
     *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
@@ -256,8 +252,7 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: 
 
 
 async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
     await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
@@ -272,8 +267,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
 
 
 async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": 1})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 1})
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
@@ -306,8 +300,7 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: s
 
 
 async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
     await open_iteration(ledger, job_id, 0)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     assert problems(await explain_job(ledger, job_id)) == []
@@ -332,8 +325,7 @@ async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger: Ledger
 
 
 async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledger, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, pool=pool)
     await ledger.jobs.move(job_id, JobState.PAUSED)
     findings = await explain_job(ledger, job_id)
     assert "and stays paused without a limit: `onbeat jobs resume" in sentence_of(findings[0])
@@ -523,8 +515,7 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledg
 
 
 async def test_trainer_reports_what_it_does_with_its_lease(ledger: Ledger, redis_url: str, pool: str) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, pool=pool)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = Background(), threading.Event()
     own = background.run(connect_to(redis_url))
@@ -564,8 +555,7 @@ async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledg
 
 
 async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, pool: str, tmp_path: Path) -> None:
-    job_id = await create_job(ledger, pool=pool)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool=pool)
     await beat_rollout(ledger, pool, "good", "generating", job_id=job_id)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     for name in (keys.workers(pool), keys.trainers(pool)):

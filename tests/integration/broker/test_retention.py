@@ -30,7 +30,7 @@ from tests.broker_fixtures import (
     job_body,
     make_group,
     running_broker,
-    start_training,
+    started_job,
     tasks_for,
     write_prompts,
 )
@@ -49,8 +49,7 @@ async def keys_of(ledger: Ledger, job_id: str) -> set[str]:
 
 async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> tuple[str, str]:
     """A job that has used every key there is, all iterations committed; returns (job id, epoch)."""
-    job_id = await create_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await ledger.versions.announce(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)
         await ledger.versions.engine_ready(job_id, iteration, "w1", UPDATE)
@@ -274,8 +273,7 @@ async def kept_groups(ledger: Ledger, job_id: str) -> list[str]:
 async def interleaved_job(ledger: Ledger) -> tuple[str, str]:
     """Bounded, keeps 1: entries of iterations 1 and 2 alternate in the stream. 0 and 1 are committed, 2 is drained."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
-    job_id = await create_job(ledger, schedule=bounded, retention={"rollout_iterations": 1})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule=bounded, retention={"rollout_iterations": 1})
     claims = []
     for iteration in range(3):
         assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""

@@ -30,6 +30,7 @@ from tests.broker_fixtures import (
     make_group,
     serving,
     start_training,
+    started_job,
     tasks_for,
     wait_open,
 )
@@ -65,8 +66,7 @@ def text_of(task: PromptTask) -> str:
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:
     """A job that no broker goes on with: its iterations have these prompts. Returns (job id, epoch)."""
     sections.setdefault("schedule", {"num_iterations": len(prompts)})
-    job_id = await create_job(ledger, **sections)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, **sections)
     for iteration, texts in enumerate(prompts):
         tasks = tasks_for(iteration, len(texts))
         for task, text in zip(tasks, texts, strict=True):
@@ -87,8 +87,7 @@ async def find_alike(broker: httpx.AsyncClient, job_id: str, group_id: str) -> l
 
 
 async def test_samples_have_their_place_and_advantages_once_trained(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
     before = (await get(broker, f"{job_id}/samples"))["samples"]
@@ -144,8 +143,7 @@ def with_tokens(group: RolloutGroup) -> None:
 
 
 async def test_group_is_shown_token_by_token(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     await submit_open(ledger, job_id, with_tokens)
     await commit(ledger, job_id, epoch, 0)
@@ -174,8 +172,7 @@ async def test_advantages_of_other_groups_are_not_read_for_one(
 
 
 async def test_group_that_failed_says_why(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
@@ -186,8 +183,7 @@ async def test_group_that_failed_says_why(broker: httpx.AsyncClient, ledger: Led
 
 
 async def test_group_that_is_not_there_is_told_apart(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     for path in ("", "/alike"):
         assert "has not been accepted yet" in (await get(broker, f"{job_id}/groups/0-0{path}", 404))["detail"]
@@ -213,8 +209,7 @@ async def test_tokens_of_a_huge_group_are_cut_by_whole_responses(
 
 
 async def test_logprob_that_is_no_number_leaves_the_answer_valid(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
 
     def spoil(group: RolloutGroup) -> None:
@@ -241,8 +236,7 @@ async def test_what_is_no_longer_kept_is_gone_and_not_alike(broker: httpx.AsyncC
 async def test_iterations_that_lie_mixed_in_the_stream_go_one_by_one(ledger: Ledger) -> None:
     """In `bounded`: what is gone does not show because something newer was accepted before it."""
     schedule = {"mode": "bounded", "max_staleness": 1, "num_iterations": 2}
-    job_id = await create_job(ledger, schedule=schedule, retention={"rollout_iterations": 1})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule=schedule, retention={"rollout_iterations": 1})
     claims = []
     for iteration in range(2):
         assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
@@ -282,8 +276,7 @@ async def test_client_reads_samples_groups_and_what_is_alike(ledger: Ledger, tmp
 
 
 async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     place = (job_id, epoch, 0, 1, "d1", {}, "used", True)
     with pytest.raises(AssertionError, match="iteration 0 is open"):
@@ -296,8 +289,7 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger: L
 
 
 async def test_commit_may_have_no_advantages(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
     assert await ledger.trainer.commit(job_id, epoch, 0, 1, "d1", {}, "used")
@@ -456,8 +448,9 @@ async def test_deleted_job_is_forgotten(ledger: Ledger, broker: httpx.AsyncClien
 
 async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
-    job_id = await create_job(ledger, evaluation=held_out | {"every_iterations": 1}, schedule={"num_iterations": 2})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(
+        ledger, evaluation=held_out | {"every_iterations": 1}, schedule={"num_iterations": 2}
+    )
     for iteration in range(3):
 
         async def is_done(number: int = iteration) -> bool:

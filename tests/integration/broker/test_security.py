@@ -9,8 +9,7 @@ import re
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,7 +31,7 @@ from services.broker.app import create_app
 from services.broker.auth import MAX_BUCKETS, KeyRing, RateLimit
 from services.broker.middleware import FAILURE_BURST
 from services.broker.settings import Settings
-from tests.broker_fixtures import Keys, bearer, job_body, running_broker, write_prompts
+from tests.broker_fixtures import Keys, bearer, broker_process, job_body, running_broker, start_service, write_prompts
 from tests.conftest import free_port
 from tests.integration.authority import Authority
 from tests.waiting import eventually
@@ -439,6 +438,9 @@ async def test_web_page_cannot_use_a_broker_without_keys(
 ) -> None:
     async with running_broker(ledger, tmp_path) as broker:
         assert (await broker.post("/v1/jobs/job-none:cancel", headers=headers)).status_code == status
+        for path in ("/", "/assets/app.js"):
+            assert (await broker.get(path, headers=headers)).status_code == (403 if status == 403 else 200)
+        assert (await broker.get("/livez", headers=headers)).status_code == 200  # probes come as they come
 
 
 async def test_broker_opened_to_everybody_takes_any_name(ledger: Ledger, tmp_path: Path) -> None:
@@ -447,14 +449,6 @@ async def test_broker_opened_to_everybody_takes_any_name(ledger: Ledger, tmp_pat
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
-
-
-def start(service: str, folder: Path, **env: str) -> "subprocess.Popen[str]":
-    """A service as its users start it; its log goes to a file."""
-    names = {f"ONBEAT_{name}": value for name, value in env.items()} | {"ONBEAT_DATA_DIR": str(folder)}
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", f"services.{service}"]
-        return subprocess.Popen(command, env=os.environ | names, stdout=log, stderr=log, text=True)
 
 
 WRONG_SETTINGS = [
@@ -480,43 +474,21 @@ def test_broker_without_protection_or_secrets_does_not_start(
 
 
 def test_process_with_wrong_settings_says_so_and_exits_with_two(tmp_path: Path) -> None:
-    broker = start("broker", tmp_path, HOST="0.0.0.0")
+    broker = start_service("broker", tmp_path, HOST="0.0.0.0")
     assert broker.wait(DEADLINE_S) == 2
     log = (tmp_path / "log").read_text()
     assert log.startswith("the broker's settings are wrong: ONBEAT_HOST is 0.0.0.0")
     assert len(log.splitlines()) == 1
 
 
-def until_ready(broker: "subprocess.Popen[str]", folder: Path, is_ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_ready():
-        assert broker.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < deadline, (folder / "log").read_text()
-        time.sleep(0.05)
-
-
 @pytest.fixture
-def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority) -> Any:
+def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority) -> Iterator[str]:
     """The URL of a broker process with TLS and keys."""
     cert, key = authority.issue("localhost", "127.0.0.1")
-    write_prompts(tmp_path)
-    port = free_port()
     files = {"TLS_CERT": str(cert), "TLS_KEY": str(key), "API_KEYS_FILE": str(keys.path)}
-    broker = start("broker", tmp_path, REDIS_URL=redis_url, PORT=str(port), LOG_FORMAT="json", **files)
     trusted = ssl.create_default_context(cafile=authority.cert)
-
-    def is_ready() -> bool:
-        try:
-            return httpx.get(f"https://127.0.0.1:{port}/readyz", verify=trusted, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        until_ready(broker, tmp_path, is_ready)
-        yield f"https://127.0.0.1:{port}"
-    finally:
-        broker.terminate()
-        broker.wait(DEADLINE_S)
+    with broker_process(tmp_path, redis_url, trusted, LOG_FORMAT="json", **files) as (url, _):
+        yield url
 
 
 async def test_client_and_command_speak_tls_with_a_key(
@@ -581,7 +553,7 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
 )
 def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path: Path, service: str, user_info: str) -> None:
     url = f"redis://{user_info}@127.0.0.1:{free_port()}/0"
-    process = start(service, tmp_path, REDIS_URL=url, REDIS_RETRY_S="1", LOG_LEVEL="DEBUG")
+    process = start_service(service, tmp_path, REDIS_URL=url, REDIS_RETRY_S="1", LOG_LEVEL="DEBUG")
     try:
         assert process.wait(180) in (1, 2)
     finally:
