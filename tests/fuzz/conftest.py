@@ -1,10 +1,7 @@
 """One real broker, a process of its own on a Redis of its own, for all that is thrown at its REST API."""
 
 import asyncio
-import os
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
-from tests.broker_fixtures import commit, drain, job_body, start_training, wait_open, write_prompts
+from tests.broker_fixtures import broker_process, commit, drain, job_body, start_training, wait_open
 from tests.conftest import free_port, start_redis
 from tests.waiting import eventually
 
@@ -45,37 +42,15 @@ class LiveBroker:
 @pytest.fixture(scope="package")
 def live_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBroker]:
     folder = tmp_path_factory.mktemp("broker")
-    write_prompts(folder)
-    redis_port, port = free_port(), free_port()
-    redis = start_redis(redis_port, str(folder))
-    redis_url, log = f"redis://127.0.0.1:{redis_port}", folder / "broker.log"
-    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(port), "ONBEAT_DATA_DIR": str(folder)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.broker"], env=os.environ | settings, stdout=output, stderr=output
-        )
+    redis = start_redis(redis_port := free_port(), str(folder))
+    redis_url = f"redis://127.0.0.1:{redis_port}"
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process, log)
-        asyncio.run(seed(redis_url))
-        yield LiveBroker(url, port, process, log)
+        with broker_process(folder, redis_url) as (url, process):
+            asyncio.run(seed(redis_url))
+            yield LiveBroker(url, int(url.rpartition(":")[2]), process, folder / "log")
     finally:
-        for child in (process, redis):
-            child.terminate()
-            child.wait(30)
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, "the broker is not ready"
-        try:
-            if httpx.get(f"{url}/readyz").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
+        redis.terminate()
+        redis.wait(30)
 
 
 async def seed(redis_url: str) -> None:
