@@ -16,7 +16,7 @@ from services.broker.datasets.process import DatasetPool, DatasetProcess
 async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
     """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1. Raises DatasetError."""
     num_prompts = config.rollout.num_prompts_per_iteration
-    items = await process.read(DatasetSpec.of_job(config), iteration * num_prompts, num_prompts)
+    items, _ = await process.read(DatasetSpec.of_job(config), iteration * num_prompts, num_prompts)
     return build_tasks(config, iteration, items)
 
 
@@ -62,9 +62,10 @@ async def read_set(
 ) -> list[PromptItem]:
     """Read the first prompts of a held-out set. Raises DatasetError."""
     try:
-        return await process.read(DatasetSpec.of_evaluation(held_out, job_seed), 0, num_prompts)
+        items, _ = await process.read(DatasetSpec.of_evaluation(held_out, job_seed), 0, num_prompts)
     except DatasetError as error:
         raise DatasetError(f"{held_out.field}.{error.field}", error.message) from error
+    return items
 
 
 def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[PromptItem]) -> list[PromptTask]:

@@ -96,7 +96,7 @@ class Admission:
         """Open all data, and add to the notes. Return the first thing that is wrong with each, and the first prompt."""
         complaints, first = [], None
         try:
-            (first,), note = await self._process.read_noted(DatasetSpec.of_job(config), 0, 1)
+            (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
             notes += [note] * bool(note)
         except DatasetError as error:
             complaints.append((error.field, error.message))

@@ -35,12 +35,9 @@ class DatasetProcess:
         self._stderr: IO[bytes] | None = None
         self._is_mid_exchange = False  # a cancelled caller left a request without its answer
 
-    async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
-        """Read items `first` to `first + count - 1`. Raises DatasetError, also when a time or memory limit is hit."""
-        return (await self.read_noted(spec, first, count))[0]
-
-    async def read_noted(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
-        """Read items, and what the job's events should say about the data ('' for nothing). Raises DatasetError."""
+    async def read(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
+        """Read items `first` to `first + count - 1`, and what the job's events should say about the data ('' for
+        nothing). Raises DatasetError, also when a time or memory limit is hit."""
         answer = await self._ask({"spec": spec.model_dump(mode="json"), "first": first, "count": count})
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
@@ -139,17 +136,14 @@ class DatasetPool:
         for process in processes:
             self._free.put_nowait(process)
 
-    async def read_noted(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
-        """Read as `DatasetProcess.read_noted`, once a process is free."""
+    async def read(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
+        """Read as `DatasetProcess.read`, once a process is free."""
         async with self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext():
             process = await self._free.get()
             try:
-                return await process.read_noted(spec, first, count)
+                return await process.read(spec, first, count)
             finally:
                 self._free.put_nowait(process)
-
-    async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
-        return (await self.read_noted(spec, first, count))[0]
 
     async def close(self) -> None:
         for process in self._processes:

@@ -612,15 +612,15 @@ def file_spec() -> DatasetSpec:
 async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path: Path) -> None:
     write_prompts(tmp_path)
     process = DatasetProcess(tmp_path, timeout_s=1.0, memory_mb=1024)
-    assert len(await process.read(file_spec(), 0, 3)) == 3
+    assert len((await process.read(file_spec(), 0, 3))[0]) == 3
     endless = ReasoningGymData(task="chain_sum", options={"min_terms": 10**9, "max_terms": 10**9})
     with pytest.raises(DatasetError, match=r"longer than 1 s|more than 1024 MB"):
         await process.read(DatasetSpec(data=endless, seed=0, num_items=1), 0, 1)
-    assert len(await process.read(file_spec(), 3, 2)) == 2
+    assert len((await process.read(file_spec(), 3, 2))[0]) == 2
     assert process._child
     process._child.kill()
     await process._child.wait()
-    assert len(await process.read(file_spec(), 5, 1)) == 1
+    assert len((await process.read(file_spec(), 5, 1))[0]) == 1
     await process.close()
 
 
@@ -630,7 +630,7 @@ async def test_idle_data_process_ends_and_starts_again(tmp_path: Path) -> None:
     await process.read(file_spec(), 0, 3)
     assert (first := process._child)
     assert await asyncio.wait_for(first.wait(), 10) == 0
-    assert len(await process.read(file_spec(), 3, 2)) == 2
+    assert len((await process.read(file_spec(), 3, 2))[0]) == 2
     await process.close()
 
 
@@ -642,7 +642,7 @@ async def test_cancelled_request_does_not_answer_the_next_one(process: DatasetPr
     await asyncio.sleep(0)
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
-    assert len(await process.read(spec, 0, 2)) == 2
+    assert len((await process.read(spec, 0, 2))[0]) == 2
 
 
 async def test_data_process_ends_with_its_broker(tmp_path: Path) -> None:

@@ -437,7 +437,7 @@ async def test_files_are_opened_side_by_side_hub_splits_one_by_one(data: Any, ex
     num_now, most = 0, 0
 
     class Process:
-        async def read_noted(self, *_: object) -> tuple[list[Any], str]:
+        async def read(self, *_: object) -> tuple[list[Any], str]:
             nonlocal num_now, most
             num_now += 1
             most = max(most, num_now)
