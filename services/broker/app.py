@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -137,14 +137,14 @@ class BackgroundWork:
     def start(self) -> None:
         if self._is_read_only:
             return
-        self._begin("conductor", self._conductor.run(), self._on_end)
-        self._begin("retention", self._retention.run(), self._on_end)
+        self._tasks = [
+            asyncio.create_task(self._conductor.run(), name="conductor"),
+            asyncio.create_task(self._retention.run(), name="retention"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(lambda ended: report_end(ended, self._on_end))
         if self._tracer:
-            self._begin("traces", self._tracer.run(), lambda: None)
-
-    def _begin(self, name: str, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        self._tasks.append(asyncio.create_task(work, name=name))
-        self._tasks[-1].add_done_callback(lambda ended: report_end(ended, on_end))
+            self._tracer.start()
 
     def is_conducting(self) -> bool:
         return self._is_read_only or (bool(self._tasks) and not self._tasks[0].done())
@@ -159,7 +159,7 @@ class BackgroundWork:
 
 
 def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer | None":
-    if settings.otlp_endpoint is None or settings.is_read_only:
+    if settings.otlp_endpoint is None:
         return None
     from services.broker.tracing.exporter import Tracer  # only then: it needs packages of OpenTelemetry
 

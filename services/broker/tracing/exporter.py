@@ -65,8 +65,9 @@ class Collector:
         self.url = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
         self._timeout_s = settings.otlp_timeout_s
         system, session = ssl.get_default_verify_paths(), requests.Session()
-        # No proxy between us and this machine.
-        session.trust_env = not is_loopback(urlsplit(settings.otlp_endpoint).hostname or "")
+        session.trust_env = False  # else .netrc and REQUESTS_CA_BUNDLE could replace key and authority
+        if not is_loopback(urlsplit(self.url).hostname or ""):
+            session.proxies = requests.utils.get_environ_proxies(self.url)
         session.hooks["response"].append(self._note)
         self._exporter = OTLPSpanExporter(
             self.url,
@@ -113,26 +114,38 @@ class Collector:
 
 
 class Tracer:
-    """The exporter of one broker. No failure here ends the broker; `close` comes after the end of `run`."""
+    """The exporter of one broker. No failure here ends the broker."""
 
     def __init__(self, ledger: Ledger, settings: Settings, meters: TraceMeters) -> None:
         self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
         self._settled: set[str] = set()  # jobs that have nothing left to export
         self._retry_at = 0.0  # by time.monotonic()
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
+    def start(self) -> None:
         logger.info("traces go to %s", self._collector.url)
-        while True:
-            await self.step()
-            await asyncio.sleep(LOOK_S)
+        self._task = asyncio.create_task(self._run(), name="traces")
+        self._task.add_done_callback(log_crash)
 
     async def close(self) -> None:
         """Export the last committed iterations, if that is quick, and leave the rest to other brokers."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self.step()
+        self._stopping.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self._collector.close()
+
+    async def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._stopping.is_set()
+            await self.step()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._stopping.wait()
 
     async def step(self) -> None:
         """Look at every job once, unless the retry delay is not over."""
@@ -181,3 +194,8 @@ class Tracer:
                 return "refused"
         logger.info("job %s: iteration %d is trace %s", job_id, iteration, trace_id(job_id, iteration))
         return "exported"
+
+
+def log_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s: crashed", task.get_name(), exc_info=error)

@@ -88,12 +88,10 @@ class Exporter:
 @asynccontextmanager
 async def exporting(ledger: Ledger, url: str, **settings: Any) -> AsyncIterator[Exporter]:
     exporter = Exporter(ledger, url, **settings)
-    running = asyncio.create_task(exporter.tracer.run())
+    exporter.tracer.start()
     try:
         yield exporter
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await exporter.tracer.close()
 
 
