@@ -88,8 +88,17 @@ async def get_dashboard(request: Request) -> Response:
     return answer(request, assets()[INDEX])
 
 
-@router.api_route("/assets/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def get_asset(name: str, request: Request) -> Response:
+    return answer_asset(name, request)
+
+
+@router.api_route(f"/assets/{VENDOR}/{{name}}", methods=["GET", "HEAD"], include_in_schema=False)
+async def get_vendored_asset(name: str, request: Request) -> Response:
+    return answer_asset(f"{VENDOR}/{name}", request)
+
+
+def answer_asset(name: str, request: Request) -> Response:
     asset = assets().get(name)
     if asset is None or name == INDEX:
         raise HTTPException(404, f"there is no asset {name[:100]!r}")

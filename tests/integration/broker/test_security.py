@@ -66,7 +66,7 @@ def every_route() -> list[tuple[str, str]]:
     return found
 
 
-FILES = ("/", "/assets/{name:path}")
+FILES = ("/", "/assets/{name}", "/assets/vendor/{name}")
 DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in FILES}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 MOVES = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
