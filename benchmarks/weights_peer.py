@@ -23,9 +23,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # processes share few cores
 import grpc
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.client import WeightsClient
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
 from onbeat.weights.server import CHUNK_BYTES, PayloadServer
+from onbeat.weights.wire import Peer
 from services.rollout.puller import WeightsPuller
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Trainer:
         """Serve with these limits, as if nothing had been pulled before."""
         from services.trainer.weights.relay_tree import Sources
 
-        self._server.sources = Sources([Peer("trainer", self._address, "trainer")], egress, fanout)
+        root = Peer(worker_id="trainer", address=self._address, host_id="trainer")
+        self._server.sources = Sources([root], egress, fanout)
         return {}
 
     async def publish(self, share: float | None = None) -> Answer:
@@ -190,7 +192,7 @@ class Puller:
         async def find_trainer() -> str:
             return trainer
 
-        peer = Peer(worker_id, host_id=worker_id)
+        peer = Peer(worker_id=worker_id, host_id=worker_id)
         self._host = host
         self._puller = WeightsPuller(connect, find_trainer, peer, Path(tempfile.gettempdir()))
         self._relay = PayloadServer(JOB, self._puller)

@@ -31,9 +31,10 @@ from harness import save, temporary_folder
 from weights_peer import BARE_METHOD, JOB, Process
 from xxhash import xxh3_128_digest
 
-from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.client import WeightsClient
 from onbeat.weights.pull import PullStats
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
+from onbeat.weights.wire import Peer
 from services.rollout.puller import WeightsPuller
 
 SERVER_CORE, PULLER_CORE = 0, 1
@@ -53,7 +54,7 @@ class Host:
         async def find_trainer() -> str:
             return address
 
-        peer = Peer("bench", host_id="bench")
+        peer = Peer(worker_id="bench", host_id="bench")
         self._make = lambda: WeightsPuller(
             lambda source: WeightsClient(source, JOB, security), find_trainer, peer, Path(tempfile.gettempdir())
         )

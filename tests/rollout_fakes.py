@@ -8,9 +8,9 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Itinerary, ModelDescription, Peer
+from onbeat.weights.client import Itinerary, ModelDescription
 from onbeat.weights.host import full_plan
-from onbeat.weights.wire import Manifest, PayloadKey, Plan, TensorEntry
+from onbeat.weights.wire import Manifest, PayloadKey, Peer, Plan, Tensor
 from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 
 TOKENS_PER_RESPONSE = 3
@@ -23,8 +23,8 @@ def weights_of(version: int) -> bytes:
 
 def manifest_of(version: int) -> Manifest:
     content = weights_of(version)
-    digest, checksum = blake3(content).digest(), xxh3_128_digest(content)
-    return Manifest(version, (TensorEntry("version", "I64", (1,), len(content), digest, checksum),))
+    checks = {"digest": blake3(content).digest(), "checksum": xxh3_128_digest(content)}
+    return Manifest(version, (Tensor(name="version", dtype="I64", shape=[1], size_bytes=len(content), **checks),))
 
 
 def read_weights(path: Path) -> int:

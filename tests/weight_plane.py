@@ -11,12 +11,12 @@ from blake3 import blake3
 from safetensors.torch import load
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.client import WeightsClient
 from onbeat.weights.pull import Pull
 from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import PayloadKey, read_key
+from onbeat.weights.wire import PayloadKey, Peer, read_key
 from services.rollout.puller import WeightsPuller
 from services.trainer.weights import relay_tree as sources
 from services.trainer.weights.relay_tree import Sources
@@ -109,7 +109,8 @@ class Trainer:
     async def start(self, port: int = 0) -> None:
         port = await self.server.start("127.0.0.1", port)
         self.address = f"127.0.0.1:{port}"
-        self.server.sources = Sources([Peer("", self.address, "trainer's host")], self._egress, self._fanout)
+        root = Peer(address=self.address, host_id="trainer's host")
+        self.server.sources = Sources([root], self._egress, self._fanout)
 
     async def restart(self, port: int = 0) -> None:
         await self.server.stop()
@@ -226,7 +227,7 @@ class Plane:
         async def find_trainer() -> str:
             return self.trainer.address
 
-        peer = Peer(worker_id, "", host or f"host of {worker_id}", zone)
+        peer = Peer(worker_id=worker_id, host_id=host or f"host of {worker_id}", zone=zone)
         puller = WeightsPuller(
             lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer, self._folder
         )

@@ -10,6 +10,7 @@ from onbeat.errors import JobNotFound
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.event_log import to_event
+from onbeat.streams.ledger.scripts import as_text, group_states
 from onbeat.types import Event
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
@@ -59,20 +60,15 @@ async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evalua
     """Return group id -> entry of the prompts stream, for the groups of an iteration or evaluation not accepted yet."""
     job = JobKeys(job_id)
     states = await ledger.redis.hgetall(job.evaluation_groups(number) if is_evaluation else job.groups(number))
-    return {
-        group_id.decode(): state.decode().removeprefix("waiting:")
-        for group_id, state in states.items()
-        if state.startswith(b"waiting:")
-    }
+    waiting = {name: state for name, state in as_text(states).items() if state.startswith("waiting:")}
+    return {group_id: state.removeprefix("waiting:") for group_id, state in waiting.items()}
 
 
 async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[int, str]]) -> list[str | None]:
     """Return the entry of the rollouts stream for each (iteration, group id); None where it is not accepted."""
     job = JobKeys(job_id)
-    pipeline = ledger.redis.pipeline(transaction=False)
-    for iteration, group_id in groups:
-        pipeline.hget(job.groups(iteration), group_id)
-    states = [(state or b"").decode() for state in await pipeline.execute()] if groups else []
+    places = [(job.groups(iteration), group_id) for iteration, group_id in groups]
+    states = [(state or b"").decode() for state in await group_states(ledger.redis, places)]
     return [state.removeprefix("accepted:") if state.startswith("accepted:") else None for state in states]
 
 
@@ -130,10 +126,6 @@ async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) 
             busy_s = {worker: float(seconds) for worker, seconds in as_text(busy).items()}
             hashes.append(IterationHashes(as_text(fields), busy_s))
     return hashes
-
-
-def as_text(fields: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
 
 
 async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:

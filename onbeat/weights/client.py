@@ -16,22 +16,16 @@ import grpc
 import grpc.aio
 
 from onbeat.errors import WeightsError
-from onbeat.weights.security import PLAIN, WireSecurity, create_channel
+from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message
 
 Answer = TypeVar("Answer")
 
 MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a live source that has nothing to send sends a sign of life
-MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
 PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that receives less than this in this time is aborted
 FILE_NAME = re.compile(r"\w[\w .+-]{0,199}")  # names of the model's files: never a path
 CALL_DEADLINE_S = 60.0  # for calls with a single answer
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client waits out the growing retry delays of older clients
-    ("grpc.max_reconnect_backoff_ms", 3_000),  # the default is 2 minutes
-]
 
 
 @dataclass(frozen=True)
@@ -43,32 +37,12 @@ class ModelDescription:
 
 
 @dataclass(frozen=True)
-class DeltaStep:
-    """A delta from a base version to a version."""
-
-    policy_version: int
-    base_version: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class Itinerary:
     """A version and the deltas that lead to it from the base in the request. Without steps it is pulled in full."""
 
     manifest: Manifest
-    steps: tuple[DeltaStep, ...] = ()
+    steps: tuple[weights_pb2.Step, ...] = ()
     age_s: float = 0.0  # since the version's optimizer step began
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A host that pulls, and where others can pull from it. With an empty address it serves no others; an empty host or
-    zone is unknown."""
-
-    worker_id: str
-    address: str = ""
-    host_id: str = ""
-    zone: str = ""
 
 
 class WeightsClient:
@@ -77,7 +51,7 @@ class WeightsClient:
     def __init__(self, address: str, job_id: str, security: WireSecurity = PLAIN) -> None:
         self.address = address
         self.job_id = job_id
-        self._channel = create_channel(address, security, CHANNEL_OPTIONS)
+        self._channel, self._metadata = create_channel(address, security), call_metadata(security)
         self._stub = weights_pb2_grpc.WeightsServiceStub(self._channel)
         self._pull: Callable[..., Any] = self._channel.unary_stream(  # its answers are bytes
             f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString
@@ -86,7 +60,7 @@ class WeightsClient:
     async def describe(self) -> ModelDescription:
         request = weights_pb2.DescribeRequest(job_id=self.job_id)
         with self._as_weights_error("describe the model"):
-            answer = checked(await self._stub.Describe(request, timeout=CALL_DEADLINE_S))
+            answer = await self._ask(self._stub.Describe, request)
             for file in answer.files:
                 if not FILE_NAME.fullmatch(file.name):
                     raise WeightsError(f"a model file is named {file.name[:80]!r}: expected a plain file name")
@@ -99,22 +73,21 @@ class WeightsClient:
         """
         request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
         with self._as_weights_error(f"get the manifest of version {version}"):
-            answer = checked(await self._stub.GetManifest(request, timeout=CALL_DEADLINE_S))
+            answer = await self._ask(self._stub.GetManifest, request)
             manifest = read_manifest(answer)
             if not 0 <= answer.age_s < math.inf:
                 raise WeightsError(f"the answer says that the version is {answer.age_s} s old")
         if manifest.policy_version != version:
             raise WeightsError(f"{self.address} sent the manifest of version {manifest.policy_version}, not {version}")
-        steps = tuple(DeltaStep(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
-        return Itinerary(manifest, steps, answer.age_s)
+        return Itinerary(manifest, tuple(answer.steps), answer.age_s)
 
-    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
+    async def locate(self, key: PayloadKey, puller: weights_pb2.Peer, failed: Sequence[str]) -> str:
         """Return the address to pull from; `failed` lists the addresses that did not deliver."""
         request = weights_pb2.LocateRequest(
-            job_id=self.job_id, key=key_message(key), puller=weights_pb2.Peer(**vars(puller)), failed_addresses=failed
+            job_id=self.job_id, key=key_message(key), puller=puller, failed_addresses=failed
         )
         with self._as_weights_error(f"locate {key}"):
-            return checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S)).address
+            return (await self._ask(self._stub.Locate, request)).address
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """Report that the pull has ended. `is_complete`: this shard of the version is now held here in full."""
@@ -122,7 +95,7 @@ class WeightsClient:
             job_id=self.job_id, key=key_message(key), worker_id=worker_id, is_complete=is_complete
         )
         with self._as_weights_error(f"finish {key}"):
-            checked(await self._stub.Finish(request, timeout=CALL_DEADLINE_S))
+            await self._ask(self._stub.Finish, request)
 
     async def pull(
         self, key: PayloadKey, offset_bytes: int = 0, slowest_s: float = math.inf
@@ -130,7 +103,7 @@ class WeightsClient:
         """Yield the plan, then the payload's bytes from the offset on. Raise WeightsError, also after long silence, and
         when the source is so slow that they would take longer than `slowest_s`."""
         request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
-        call = self._pull(request)
+        call = self._pull(request, metadata=self._metadata)
         try:
             with self._as_weights_error(f"pull {key}"):
                 messages = aiter(call)
@@ -168,11 +141,15 @@ class WeightsClient:
     async def watch(self) -> AsyncIterator[int]:
         """Yield the current version, then each newer one. Raise WeightsError when the server is gone."""
         with self._as_weights_error("watch for versions"):
-            async for answer in self._stub.Watch(weights_pb2.WatchRequest(job_id=self.job_id)):
+            request = weights_pb2.WatchRequest(job_id=self.job_id)
+            async for answer in self._stub.Watch(request, metadata=self._metadata):
                 yield checked(answer).policy_version
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def _ask(self, method: "grpc.aio.UnaryUnaryMultiCallable[Any, Answer]", request: Any) -> Answer:
+        return checked(await method(request, timeout=CALL_DEADLINE_S, metadata=self._metadata))
 
     @contextlib.contextmanager
     def _as_weights_error(self, doing: str) -> Iterator[None]:
@@ -199,7 +176,7 @@ class WeightsClient:
 class Connections:
     """The clients of a host, one for each address. `peer` is how the host presents itself to others."""
 
-    def __init__(self, connect: Callable[[str], WeightsClient], peer: Peer) -> None:
+    def __init__(self, connect: Callable[[str], WeightsClient], peer: weights_pb2.Peer) -> None:
         self.connect, self.peer = connect, peer
         self._clients: dict[str, WeightsClient] = {}
         self._background: set[asyncio.Task[None]] = set()

@@ -18,7 +18,7 @@ from typing import Any
 from onbeat.errors import WeightsError
 from onbeat.weights.delta import Encoding
 from onbeat.weights.server import Payload
-from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry
+from onbeat.weights.wire import Manifest, PayloadKey, Plan
 
 EXPECT_DEADLINE_S = 10.0  # how long a peer waits for the plan of a payload that is on its way here
 
@@ -62,12 +62,8 @@ class HostWeights:
     def begin(self, reason: str) -> None:
         """Stop holding the version, and end the streams of peers that still pull it with this reason."""
         self.manifest = None
-        for coming in self._payloads.values():
-            if not coming.done():
-                coming.cancel()
-            elif not coming.cancelled():
-                coming.result().give_up(reason)
-        self._payloads.clear()
+        for key in list(self._payloads):
+            self.drop(key, reason)
 
     def settle(self, manifest: Manifest) -> None:
         """Start holding the manifest's version. All tensors have been verified."""
@@ -149,7 +145,7 @@ def host_id() -> str:
 def full_plan(manifest: Manifest, shard: int) -> Plan:
     """Return the plan that sends every tensor of the shard unencoded."""
     tensors = manifest.shards[shard]
-    return Plan(tuple(PlanEntry(index, Encoding.RAW, manifest.tensors[index].size_bytes) for index in tensors))
+    return Plan.of((index, Encoding.RAW, manifest.tensors[index].size_bytes) for index in tensors)
 
 
 def check_plan(key: PayloadKey, plan: Plan, layout: Manifest) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +27,6 @@ from onbeat.network import OptionalFile, check_certificate, host_of, is_loopback
 
 logger = logging.getLogger(__name__)
 
-Options = Sequence[tuple[str, Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # None: there is no such method
 
 API_KEY = "ONBEAT_WEIGHTS_API_KEY"
@@ -37,6 +36,7 @@ TLS_CA = "ONBEAT_WEIGHTS_TLS_CA"
 TLS_SERVER_NAME = "ONBEAT_WEIGHTS_TLS_SERVER_NAME"
 
 MAX_REQUEST_BYTES = 1 << 20  # requests are names and numbers; no caller needs to make a server allocate more
+MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
 # These options are for both sides: a peer that vanished silently is noticed within 30 s, and its calls end.
 LIVENESS_OPTIONS: dict[str, Any] = {
     "grpc.keepalive_time_ms": 20_000,
@@ -45,9 +45,17 @@ LIVENESS_OPTIONS: dict[str, Any] = {
 }
 SERVER_OPTIONS: dict[str, Any] = {
     **LIVENESS_OPTIONS,
+    "grpc.max_receive_message_length": MAX_REQUEST_BYTES,
+    "grpc.max_send_message_length": MAX_ANSWER_BYTES,
     "grpc.http2.min_ping_interval_without_data_ms": 5_000,  # by default pings on a quiet call count as abuse: 100 s
     "grpc.so_reuseport": 0,  # otherwise two servers share a port silently, and each gets some of the calls
     "grpc.server_handshake_timeout_ms": 10_000,  # for a connection that sends nothing
+}
+CHANNEL_OPTIONS: dict[str, Any] = {
+    **LIVENESS_OPTIONS,
+    "grpc.max_receive_message_length": MAX_ANSWER_BYTES,
+    "grpc.use_local_subchannel_pool": 1,  # otherwise a new client waits out the growing retry delays of older clients
+    "grpc.max_reconnect_backoff_ms": 3_000,  # the default is 2 minutes
 }
 
 
@@ -135,16 +143,10 @@ def reachable_host(host: str, advertise: str = "") -> str:
     return advertise or (socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host)
 
 
-def create_server(security: WireSecurity, *, max_concurrent_calls: int, options: Options = ()) -> grpc.aio.Server:
-    """Create a server whose every method requires the key and counts against one limit.
-
-    `options` overrides SERVER_OPTIONS, but not the limit on requests (1 MiB).
-    """
-    if max_concurrent_calls < 1:
-        raise ValueError(f"max_concurrent_calls is {max_concurrent_calls}; a server needs at least 1")
-    merged = {**SERVER_OPTIONS, **dict(options), "grpc.max_receive_message_length": MAX_REQUEST_BYTES}
-    gate = _Gate(security.api_key, max_concurrent_calls)
-    return grpc.aio.server(interceptors=[gate], options=list(merged.items()))
+def create_server(security: WireSecurity, max_concurrent_calls: int) -> grpc.aio.Server:
+    """Create a server whose every method requires the key and counts against one limit."""
+    gate = _Gate(dict(call_metadata(security)).get("authorization"), max_concurrent_calls)
+    return grpc.aio.server(interceptors=[gate], options=list(SERVER_OPTIONS.items()))
 
 
 def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
@@ -165,28 +167,30 @@ def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
         ) from error
 
 
-def create_channel(address: str, security: WireSecurity, options: Options = ()) -> grpc.aio.Channel:
-    """Create a channel to `host:port`; calls of one request (unary-unary and unary-stream) carry the key.
+def create_channel(address: str, security: WireSecurity) -> grpc.aio.Channel:
+    """Create a channel to `host:port`. Its calls carry the key only if they send `call_metadata`.
 
-    `options` overrides LIVENESS_OPTIONS. A TLS problem shows at the first call: UNAVAILABLE, with the handshake's error
-    in its details.
+    A TLS problem shows at the first call: UNAVAILABLE, with the handshake's error in its details.
     """
-    merged = {**LIVENESS_OPTIONS, **dict(options)}
+    options = list(CHANNEL_OPTIONS.items())
     if security.tls_server_name:
-        merged["grpc.ssl_target_name_override"] = security.tls_server_name
-    arguments = list(merged.items())
-    interceptors = [_KeyOnUnary(security.api_key), _KeyOnStream(security.api_key)] if security.api_key else []
+        options.append(("grpc.ssl_target_name_override", security.tls_server_name))
     if security.has_tls:
-        return grpc.aio.secure_channel(address, _channel_credentials(security), arguments, interceptors=interceptors)
+        return grpc.aio.secure_channel(address, _channel_credentials(security), options)
     _warn_if_key_in_clear(security, address)
-    return grpc.aio.insecure_channel(address, arguments, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address, options)
+
+
+def call_metadata(security: WireSecurity) -> tuple[tuple[str, str], ...]:
+    """Return what every call has to send: the key, if there is one. gRPC takes call credentials with TLS only."""
+    return (("authorization", f"Bearer {security.api_key}"),) if security.api_key else ()
 
 
 class _Gate(grpc.aio.ServerInterceptor):
     """A gate that admits a call when it has the key and a slot is free. It runs on the server's event loop only."""
 
-    def __init__(self, api_key: str, max_calls: int) -> None:
-        self._expected = hashlib.sha256(_authorization(api_key).encode()).digest() if api_key else None
+    def __init__(self, authorization: str | None, max_calls: int) -> None:
+        self._expected = None if authorization is None else hashlib.sha256(authorization.encode()).digest()
         self._max_calls = max_calls
         self._num_calls = 0
 
@@ -227,39 +231,6 @@ def _refusal(code: grpc.StatusCode, detail: str) -> Handler:
         await context.abort(code, detail)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-class _KeyOnUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    """An interceptor that adds the key. gRPC refuses call credentials on plain connections."""
-
-    def __init__(self, api_key: str) -> None:
-        self._api_key = api_key
-
-    async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(_with_key(client_call_details, self._api_key), request)
-
-
-class _KeyOnStream(grpc.aio.UnaryStreamClientInterceptor):
-    """An interceptor for streams: a channel takes an interceptor for one kind of call only."""
-
-    def __init__(self, api_key: str) -> None:
-        self._api_key = api_key
-
-    async def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(_with_key(client_call_details, self._api_key), request)
-
-
-def _with_key(call: grpc.aio.ClientCallDetails, api_key: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(call.metadata or ()), ("authorization", _authorization(api_key)))
-    return grpc.aio.ClientCallDetails(call.method, call.timeout, metadata, call.credentials, call.wait_for_ready)
-
-
-def _authorization(api_key: str) -> str:
-    return f"Bearer {api_key}"
 
 
 def _server_credentials(security: WireSecurity) -> grpc.ServerCredentials:

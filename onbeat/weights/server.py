@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
@@ -17,12 +17,13 @@ from google.protobuf import message_factory
 from google.protobuf.message import DecodeError
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import MAX_ANSWER_BYTES
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, PayloadKey, Plan, data_message, plan_message, read_key
 
 logger = logging.getLogger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of a call
 
 CHUNK_BYTES = 1 << 20  # messages of about 1 MiB are the sweet spot of gRPC from Python
 # A source that waits for its own source sends signs of life, and its pullers stay; without one they look elsewhere.
@@ -31,7 +32,6 @@ GROWTH_DEADLINE_S = 60.0  # a source that got nothing for this long ends its pul
 STOP_GRACE_S = 1.0
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS_A_PAYLOAD = 64  # at least: a relay passes whole messages on, so 64 hops take about as long as the payload itself
-SERVER_OPTIONS = [("grpc.max_send_message_length", MAX_ANSWER_BYTES)]
 
 
 class PayloadGivenUp(WeightsError):
@@ -124,9 +124,7 @@ class PayloadServer:
 
     async def start(self, host: str, port: int) -> int:
         """Start to serve and return the port (0: the system chooses). Raise WeightsError when the port is taken."""
-        self._server = create_server(
-            self._security, max_concurrent_calls=self._max_concurrent_calls, options=SERVER_OPTIONS
-        )
+        self._server = create_server(self._security, self._max_concurrent_calls)
         self._server.add_generic_rpc_handlers((service_handler(self),))
         bound = bind(self._server, self._security, f"{host}:{port}")
         await self._server.start()
@@ -136,14 +134,13 @@ class PayloadServer:
         if self._server is not None:
             await self._server.stop(grace=STOP_GRACE_S)
 
-    async def Pull(self, request, context) -> AsyncIterator[bytes]:  # type: ignore[no-untyped-def]
+    async def Pull(self, request: weights_pb2.PullRequest, context: Context) -> AsyncIterator[bytes]:
         await self._check_job(request, context)
         key, offset = read_key(request.key), request.offset_bytes
         payload = await self._owner.payload(key)
         if payload is None:
             detail = f"{key} is not held here; versions held: {self._owner.versions()}"
             await context.abort(grpc.StatusCode.NOT_FOUND, detail)
-            raise AssertionError("abort raises")
         size = payload.plan.size_bytes
         if offset > size:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"{key} has {size} bytes, not {offset}")
@@ -167,7 +164,7 @@ class PayloadServer:
         except WeightsError as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
 
-    async def _check_job(self, request, context) -> None:  # type: ignore[no-untyped-def]
+    async def _check_job(self, request: Any, context: Context) -> None:
         if request.job_id != self._job_id:
             detail = f"this address serves job {self._job_id}, not {request.job_id[:80]}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)

@@ -5,12 +5,12 @@ are XXH3-128: they find faults in a fraction of the time, but collisions can be 
 the process that sent the checksums.
 
 The data of a pull is framed by hand, byte for byte as protobuf would: a parser would copy every megabyte once more, and
-halve the speed.
+halve the speed. All else is the generated messages, which only this package and the weight server know.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,6 +20,9 @@ from google.protobuf.message import DecodeError
 
 from onbeat.errors import WeightsError
 from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.v1.weights_pb2 import Entry, Peer, Step, Tensor
+
+__all__ = ["Entry", "Peer", "Step", "Tensor"]  # the generated messages that other modules import from here
 
 SERVICE = "onbeat.weights.v1.WeightsService"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
@@ -32,21 +35,9 @@ DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a version, in the checkpoint's own name and layout."""
-
-    name: str
-    dtype: str  # safetensors names: "BF16", "F32", ...
-    shape: tuple[int, ...]
-    size_bytes: int
-    digest: bytes  # BLAKE3 over the raw little-endian bytes
-    checksum: bytes  # XXH3-128 over the same bytes; empty if there is none
-
-
-@dataclass(frozen=True)
 class Manifest:
     policy_version: int
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[Tensor, ...]  # in the checkpoint's own names and layout; nobody changes them
     shard_starts: tuple[int, ...] = ()  # index of the first tensor of each shard except the first
 
     @property
@@ -71,14 +62,14 @@ class Manifest:
         """
         whole = blake3()
         for tensor in self.tensors:
-            whole.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+            whole.update(json.dumps([tensor.name, tensor.dtype, list(tensor.shape)]).encode())
             whole.update(tensor.digest)
         return whole.digest()
 
     @property
     def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """The names, dtypes and shapes: the same for all versions of a model, whatever the number of trainer ranks."""
-        return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+        return tuple((tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors)
 
 
 # ---- a payload: one shard of a version, in full or as the delta from a base ------------------------------------------
@@ -98,17 +89,20 @@ class PayloadKey:
 
 
 @dataclass(frozen=True)
-class PlanEntry:
-    tensor_index: int  # in the manifest
-    encoding: int  # delta.Encoding
-    size_bytes: int  # encoded
-
-
-@dataclass(frozen=True)
 class Plan:
     """The division of the payload's bytes into encoded tensors, back to back."""
 
-    entries: tuple[PlanEntry, ...]
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int, int, int]]) -> "Plan":
+        """Return the plan with these (tensor index, `delta.Encoding`, encoded size in bytes)."""
+        return cls(
+            tuple(
+                Entry(tensor_index=index, encoding=encoding, size_bytes=size_bytes)  # type: ignore[arg-type]
+                for index, encoding, size_bytes in parts
+            )
+        )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -122,7 +116,7 @@ class Plan:
     def digest(self, key: PayloadKey) -> bytes:
         whole = blake3(repr(key).encode())
         for entry in self.entries:
-            whole.update(repr((entry.tensor_index, int(entry.encoding), entry.size_bytes)).encode())
+            whole.update(repr((entry.tensor_index, entry.encoding, entry.size_bytes)).encode())
         return whole.digest()
 
 
@@ -136,11 +130,8 @@ def data_message(pieces: Sequence[memoryview]) -> bytes:
 
 
 def plan_message(key: PayloadKey, plan: Plan) -> bytes:
-    entries = [
-        weights_pb2.Entry(tensor_index=entry.tensor_index, encoding=int(entry.encoding), size_bytes=entry.size_bytes)  # type: ignore[arg-type]
-        for entry in plan.entries
-    ]
-    return weights_pb2.PullResponse(plan=weights_pb2.Plan(entries=entries, digest=plan.digest(key))).SerializeToString()
+    message = weights_pb2.Plan(entries=plan.entries, digest=plan.digest(key))
+    return weights_pb2.PullResponse(plan=message).SerializeToString()
 
 
 def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
@@ -156,8 +147,7 @@ def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
         plan = weights_pb2.PullResponse.FromString(message).plan
     except DecodeError as error:
         raise WeightsError(f"{key}: a message is neither a plan nor data: {error}") from error
-    entries = tuple(PlanEntry(entry.tensor_index, entry.encoding, entry.size_bytes) for entry in plan.entries)
-    found = Plan(entries)
+    found = Plan(tuple(plan.entries))
     if found.digest(key) != plan.digest:
         raise WeightsError(f"{key}: the plan contradicts its digest")
     return found
@@ -191,26 +181,9 @@ def read_key(message: weights_pb2.PayloadKey) -> PayloadKey:
     return PayloadKey(message.policy_version, base, message.shard)
 
 
-def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
-    return [
-        weights_pb2.Tensor(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            size_bytes=tensor.size_bytes,
-            digest=tensor.digest,
-            checksum=tensor.checksum,
-        )
-        for tensor in manifest.tensors
-    ]
-
-
 def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
     """Return the manifest. Raise WeightsError when it contradicts its digest or itself."""
-    tensors = tuple(
-        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest, tensor.checksum)
-        for tensor in answer.tensors
-    )
+    tensors = tuple(answer.tensors)
     manifest = Manifest(answer.policy_version, tensors, tuple(answer.shard_starts))
     if manifest.digest != answer.digest:
         raise WeightsError(f"the manifest of version {answer.policy_version} contradicts its digest")
@@ -223,7 +196,7 @@ def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
         if tensor.dtype not in DTYPE_BYTES:
             raise WeightsError(f"the manifest says that {tensor.name} is of dtype {tensor.dtype!r}, unknown here")
         if tensor.size_bytes != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
-            shape = f"{tensor.dtype} of shape {tensor.shape}"
+            shape = f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise WeightsError(f"the manifest says that {tensor.name}, {shape}, has {tensor.size_bytes} bytes")
     bounds = (0, *manifest.shard_starts, len(tensors))
     if list(bounds) != sorted(bounds):

@@ -14,11 +14,12 @@ from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
 from onbeat.temporary import private_folder
 from onbeat.types import WeightUpdate
-from onbeat.weights.client import ModelDescription, Peer, WeightsClient
+from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
+from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
@@ -76,7 +77,7 @@ class Attachment:
     async def create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
         """Create the puller and the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
-        peer = Peer(settings.worker_id, "", host_id(), settings.zone)
+        peer = Peer(worker_id=settings.worker_id, host_id=host_id(), zone=settings.zone)
         is_relay = settings.weights_relay and security.can_serve
         is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
         puller = WeightsPuller(self._connect, self._find_address, peer, staging_dir, is_kept=is_kept)

@@ -14,15 +14,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Connections, ModelDescription, Peer, WeightsClient
+from onbeat.weights.client import Connections, ModelDescription, WeightsClient
 from onbeat.weights.host import HostWeights
 from onbeat.weights.pull import Pull
 from onbeat.weights.server import Payload
-from onbeat.weights.wire import Manifest, PayloadKey
+from onbeat.weights.wire import Manifest, PayloadKey, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +202,7 @@ class WeightsPuller:
 
     def serve_at(self, address: str) -> None:
         """Announce this address to the trainer from now on."""
-        self.connections.peer = replace(self.connections.peer, address=address)
+        self.connections.peer.address = address
 
     async def payload(self, key: PayloadKey) -> Payload | None:
         return None if self.host is None else await self.host.payload(key)

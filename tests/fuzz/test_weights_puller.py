@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
-from onbeat.weights.client import CHANNEL_OPTIONS
+from onbeat.weights.security import CHANNEL_OPTIONS
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import DTYPE_BYTES, SERVICE, Manifest, TensorEntry, data_message
+from onbeat.weights.wire import DTYPE_BYTES, SERVICE, Manifest, data_message
 from tests.fuzz import fuzzed
 from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, weights
 
@@ -61,7 +61,7 @@ async def lied_to(way: str) -> AsyncIterator[tuple[Rollout, Liar]]:
                 await rollout.pull(0, DEADLINE_S)
                 base = 0
             await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
-            liar, server = Liar(), grpc.aio.server(options=CHANNEL_OPTIONS)
+            liar, server = Liar(), grpc.aio.server(options=list(CHANNEL_OPTIONS.items()))
             server.add_generic_rpc_handlers((liar,))
             liar.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
@@ -189,11 +189,6 @@ def size_of(dtype: str, shape: list[int]) -> int:
     return min(2**64 - 1, math.prod(shape) * DTYPE_BYTES.get(dtype, 0))
 
 
-def digest_of(tensors: Iterable[Any]) -> bytes:
-    entries = tuple(TensorEntry(t.name, t.dtype, tuple(t.shape), t.size_bytes, t.digest, t.checksum) for t in tensors)
-    return Manifest(1, entries).digest
-
-
 @pytest.mark.parametrize("way", ["in full", "delta"])
 def test_consistent_but_unreasonable_manifest_is_refused(way: str) -> None:
     """Its digest is right; sizes, names, dtypes and shards are whatever they are."""
@@ -212,7 +207,7 @@ def test_consistent_but_unreasonable_manifest_is_refused(way: str) -> None:
                     del answer.tensors[:]
                 answer.tensors.extend(tensors)
                 answer.shard_starts.extend(shard_starts)
-                answer.digest = digest_of(answer.tensors)
+                answer.digest = Manifest(1, tuple(answer.tensors)).digest
                 liar.answers["GetManifest"] = [answer.SerializeToString()]
                 await assert_refused(rollout, liar)
 

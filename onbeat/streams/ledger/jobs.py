@@ -75,10 +75,10 @@ class Jobs(LedgerPart):
 
     async def fields(self, job_id: str) -> dict[str, str]:
         """Return the job hash as text. Raise JobNotFound."""
-        fields = await self.redis.hgetall(JobKeys(job_id).job)
-        if b"state" not in fields:
+        fields = await self._texts(JobKeys(job_id).job)
+        if "state" not in fields:
             raise JobNotFound(job_id)
-        return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+        return fields
 
     async def read(self, job_ids: Sequence[str]) -> list[bytes | None]:
         """Return the hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""

@@ -47,7 +47,11 @@ class LedgerPart:
 
     async def _texts(self, key: str) -> dict[str, str]:
         """Return a hash as text; empty when there is none."""
-        return {name.decode(): value.decode() for name, value in (await self.redis.hgetall(key)).items()}
+        return as_text(await self.redis.hgetall(key))
+
+
+def as_text(fields: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
 
 
 def place_of(job: JobKeys, unit: PromptTask | RolloutGroup) -> tuple[str, str]:

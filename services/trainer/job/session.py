@@ -1,13 +1,12 @@
 """A live job as its training loop sees it: groups come in, weights go out, and iterations are committed."""
 
-import json
 import time
 from typing import Any
 
 from onbeat.types import JobState, PublishedWeights
-from onbeat.weights.client import Peer
 from onbeat.weights.host import host_id
 from onbeat.weights.security import reachable_host
+from onbeat.weights.wire import Peer
 from services.trainer.job.groups import GroupSource
 from services.trainer.job.interface import Commit
 from services.trainer.job.lease import Lease
@@ -71,8 +70,10 @@ class JobSession:
         bound = self.lease.run(server.start(settings.weights_host, port))
         self._server = server
         self._address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{bound}"
-        own = Peer(settings.trainer_id, self._address, host_id(), settings.zone)
-        roots = [Peer(**json.loads(message)) for message in shards.all_gather_bytes(json.dumps(vars(own)).encode())]
+        own = Peer(
+            worker_id=settings.trainer_id, address=self._address, host_id=host_id(), zone=settings.zone
+        ).SerializeToString()
+        roots = [Peer.FromString(message) for message in shards.all_gather_bytes(own)]
         server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
 
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:

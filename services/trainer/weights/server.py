@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from onbeat.weights.client import Peer
 from onbeat.weights.host import host_id
 from onbeat.weights.security import PLAIN, WireSecurity
-from onbeat.weights.server import PayloadServer
+from onbeat.weights.server import Context, PayloadServer
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import read_key, tensor_messages
+from onbeat.weights.wire import Peer, read_key
 from services.trainer.weights.relay_tree import Sources
-from services.trainer.weights.store import Snapshot, WeightStore
+from services.trainer.weights.store import WeightStore
 
 
 class WeightServer(PayloadServer):
@@ -36,7 +35,7 @@ class WeightServer(PayloadServer):
     async def start(self, host: str, port: int) -> int:
         """Start as `PayloadServer` does, as the only source; set `sources` if other ranks serve shards."""
         bound = await super().start(host, port)
-        self.sources = Sources([Peer("", f"{host}:{bound}", host_id())])
+        self.sources = Sources([Peer(address=f"{host}:{bound}", host_id=host_id())])
         return bound
 
     async def announce(self) -> None:
@@ -44,45 +43,50 @@ class WeightServer(PayloadServer):
         async with self._changed:
             self._changed.notify_all()
 
-    async def Describe(self, request, context):
+    async def Describe(self, request: weights_pb2.DescribeRequest, context: Context) -> weights_pb2.DescribeResponse:
         await self._check_job(request, context)
-        newest = await self._newest(context)
+        newest = self._store.newest()
+        if newest is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no version is published now; try again")
         files = [weights_pb2.File(name=name, content=content) for name, content in self._model_files.items()]
         version = newest.manifest.policy_version
         return weights_pb2.DescribeResponse(job_id=self._job_id, files=files, policy_version=version)
 
-    async def GetManifest(self, request, context):
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
         await self._check_job(request, context)
-        snapshot = await self._find(request.policy_version, context)
+        version, snapshot = request.policy_version, self._store.get(request.policy_version)
+        if snapshot is None:
+            detail = f"version {version} is not held here; held: {self._store.versions()}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, detail)
         manifest = snapshot.manifest
-        steps = (
-            self._store.steps(request.base_version, manifest.policy_version) if request.HasField("base_version") else ()
-        )
         return weights_pb2.GetManifestResponse(
-            policy_version=manifest.policy_version,
-            tensors=tensor_messages(manifest),
+            policy_version=version,
+            tensors=manifest.tensors,
             digest=manifest.digest,
             shard_starts=manifest.shard_starts,
-            steps=[weights_pb2.Step(**vars(step)) for step in steps],
+            steps=self._store.steps(request.base_version, version) if request.HasField("base_version") else (),
             age_s=time.monotonic() - snapshot.started_at,
         )
 
-    async def Locate(self, request, context):
+    async def Locate(self, request: weights_pb2.LocateRequest, context: Context) -> weights_pb2.LocateResponse:
         await self._check_job(request, context)
         key, puller = read_key(request.key), request.puller
         if key.shard >= self.sources.num_shards or not puller.worker_id:
             detail = f"nobody here serves {key} to {puller.worker_id[:80]!r}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
-        peer = Peer(**{name: getattr(puller, name) for name in Peer.__dataclass_fields__})
-        address = self.sources.locate(key, peer, set(request.failed_addresses))
+        address = self.sources.locate(key, puller, set(request.failed_addresses))
         return weights_pb2.LocateResponse(address=address)
 
-    async def Finish(self, request, context):
+    async def Finish(self, request: weights_pb2.FinishRequest, context: Context) -> weights_pb2.FinishResponse:
         await self._check_job(request, context)
         self.sources.finish(read_key(request.key), request.worker_id, request.is_complete)
         return weights_pb2.FinishResponse()
 
-    async def Watch(self, request, context) -> AsyncIterator[weights_pb2.WatchResponse]:
+    async def Watch(
+        self, request: weights_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.WatchResponse]:
         await self._check_job(request, context)
         seen = -1
         while True:
@@ -93,18 +97,3 @@ class WeightServer(PayloadServer):
                 continue
             async with self._changed:
                 await self._changed.wait()
-
-    async def _newest(self, context) -> Snapshot:
-        newest = self._store.newest()
-        if newest is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "no version is published now; try again")
-            raise AssertionError("abort raises")
-        return newest
-
-    async def _find(self, version: int, context) -> Snapshot:
-        snapshot = self._store.get(version)
-        if snapshot is None:
-            detail = f"version {version} is not held here; held: {self._store.versions()}"
-            await context.abort(grpc.StatusCode.NOT_FOUND, detail)
-            raise AssertionError("abort raises")
-        return snapshot

@@ -1,6 +1,5 @@
 """The published weights in host memory, by policy version: the newest in full, and the deltas that lead to them."""
 
-import json
 import threading
 import time
 from bisect import bisect_left
@@ -16,10 +15,10 @@ from xxhash import xxh3_128_digest
 
 from onbeat.config import JobConfig
 from onbeat.weights import delta
-from onbeat.weights.client import DeltaStep
 from onbeat.weights.host import full_plan
 from onbeat.weights.server import Payload
-from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry, TensorEntry
+from onbeat.weights.v1.weights_pb2 import GetManifestResponse
+from onbeat.weights.wire import Manifest, PayloadKey, Plan, Step, Tensor
 from services.trainer.world import ALONE, World
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
@@ -49,10 +48,10 @@ class Snapshot:
         for entry, buffer in zip(self.entries, self.buffers, strict=True):
             dtype = TORCH_DTYPES[entry.dtype]
             flat = torch.frombuffer(buffer.obj, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
-            yield entry.name, flat.view(entry.shape)
+            yield entry.name, flat.view(tuple(entry.shape))
 
     @property
-    def entries(self) -> tuple[TensorEntry, ...]:
+    def entries(self) -> tuple[Tensor, ...]:
         """The manifest's entries of this shard."""
         tensors = self.manifest.shards[self.shard]
         return self.manifest.tensors[tensors.start : tensors.stop]
@@ -91,7 +90,7 @@ class SnapshotWriter:
         self._started_at = time.monotonic()
         self._buffers: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}  # dtype, shape, bytes
         self._encoded: dict[str, Future[Encoded]] = {}
-        self._held: dict[str, tuple[TensorEntry, memoryview | None]] = {}  # the base's, with its bytes if they are here
+        self._held: dict[str, tuple[Tensor, memoryview | None]] = {}  # the base's, with its bytes if they are here
         if base is not None:
             entries = zip(base.entries, base.buffers, strict=True)
             self._held = {entry.name: (entry, None if is_in_place else buffer) for entry, buffer in entries}
@@ -120,7 +119,8 @@ class SnapshotWriter:
         for index, name in enumerate(self._encoded if order is None else order):
             dtype, shape, buffer = self._buffers[name]
             encoded = self._encoded[name].result()
-            entries.append(TensorEntry(name, dtype, shape, len(buffer), encoded.digest, encoded.checksum))
+            checks = {"digest": encoded.digest, "checksum": encoded.checksum}
+            entries.append(Tensor(name=name, dtype=dtype, shape=shape, size_bytes=len(buffer), **checks))
             if encoded.encoding is not delta.Encoding.UNCHANGED:
                 encoded_sizes.append((index, encoded.encoding, len(encoded.change)))
                 segments.append(encoded.change)
@@ -130,7 +130,7 @@ class SnapshotWriter:
         change = None
         if self._base is not None and self._base.manifest.layout == manifest.layout:
             key = PayloadKey(self._version, self._base.policy_version, world.rank)
-            plan = Plan(tuple(PlanEntry(first + index, encoding, size) for index, encoding, size in encoded_sizes))
+            plan = Plan.of((first + index, encoding, size) for index, encoding, size in encoded_sizes)
             change = Payload(key, plan, segments)
         buffers = tuple(self._buffers[entry.name][2] for entry in entries)
         return Snapshot(manifest, buffers, world.rank, change, self._encode_s, self._started_at)
@@ -150,22 +150,12 @@ class SnapshotWriter:
         return Encoded(digest, checksum, encoding, change)
 
 
-def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manifest:
+def join_shards(version: int, entries: list[Tensor], world: World) -> Manifest:
     """Join the entries of all ranks into one manifest."""
-    own = json.dumps(
-        [
-            [entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex(), entry.checksum.hex()]
-            for entry in entries
-        ]
-    )
-    shards = [json.loads(message) for message in world.all_gather_bytes(own.encode())]
-    tensors = [
-        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest), bytes.fromhex(checksum))
-        for shard in shards
-        for name, dtype, shape, size_bytes, digest, checksum in shard
-    ]
+    own = GetManifestResponse(tensors=entries).SerializeToString()
+    shards = [GetManifestResponse.FromString(message).tensors for message in world.all_gather_bytes(own)]
     *starts, _ = accumulate(len(shard) for shard in shards)
-    return Manifest(version, tuple(tensors), tuple(starts))
+    return Manifest(version, tuple(tensor for shard in shards for tensor in shard), tuple(starts))
 
 
 def split_evenly(sizes: list[int], num_shards: int) -> list[range]:
@@ -213,7 +203,7 @@ class WeightStore:
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
-        self._deltas: dict[int, tuple[DeltaStep, Payload]] = {}  # by the version that they lead to; of this shard
+        self._deltas: dict[int, tuple[Step, Payload]] = {}  # by the version that they lead to; of this shard
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:
@@ -226,7 +216,7 @@ class WeightStore:
                 key = snapshot.delta.key
                 assert key.base_version is not None
                 size_bytes = snapshot.delta.plan.size_bytes if delta_bytes is None else delta_bytes
-                step = DeltaStep(key.policy_version, key.base_version, size_bytes)
+                step = Step(policy_version=key.policy_version, base_version=key.base_version, size_bytes=size_bytes)
                 self._deltas[key.policy_version] = step, snapshot.delta
             self._drop_deltas(snapshot.manifest.size_bytes)
 
@@ -246,7 +236,7 @@ class WeightStore:
             payloads = [snapshot.full for snapshot in self._snapshots.values()]
             self._snapshots.clear()
             for version, (_, change) in list(self._deltas.items()):
-                if any(entry.encoding is delta.Encoding.RAW for entry in change.plan.entries):
+                if any(entry.encoding == delta.Encoding.RAW for entry in change.plan.entries):
                     payloads.append(change)
                     del self._deltas[version]
         for payload in payloads:
@@ -264,9 +254,9 @@ class WeightStore:
         with self._lock:
             return sorted(self._snapshots)
 
-    def steps(self, base_version: int, version: int) -> tuple[DeltaStep, ...]:
+    def steps(self, base_version: int, version: int) -> tuple[Step, ...]:
         """Return the deltas from the base to the version if all are here and smaller than the whole; else ()."""
-        steps: list[DeltaStep] = []
+        steps: list[Step] = []
         with self._lock:
             size = self._snapshots[version].manifest.size_bytes if version in self._snapshots else 0
             while version > base_version and version in self._deltas:

@@ -25,7 +25,8 @@ from onbeat.config import JobConfig
 from onbeat.hardware.cores import available_cores
 from onbeat.streams.codec import PromptTask
 from onbeat.types import JobState
-from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.client import WeightsClient
+from onbeat.weights.wire import Peer
 from services.rollout.puller import WeightsPuller
 from services.trainer.job.groups import GroupSource
 from services.trainer.job.lease import ClaimedJob
@@ -259,7 +260,7 @@ class Follower:
 
         if self._puller is None:
             connect = functools.partial(WeightsClient, job_id=job_id)
-            self._puller = WeightsPuller(connect, find_trainer, Peer("follower"), self._folder)
+            self._puller = WeightsPuller(connect, find_trainer, Peer(worker_id="follower"), self._folder)
         pull = self._puller.start(version, 30)
         await pull.complete()
         self.weights[version] = load_file(self._puller.host.path)

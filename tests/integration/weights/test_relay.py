@@ -11,11 +11,11 @@ from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
 from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
-from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.client import WeightsClient
 from onbeat.weights.host import full_plan
 from onbeat.weights.security import WireSecurity
 from onbeat.weights.server import Payload
-from onbeat.weights.wire import Manifest, PayloadKey
+from onbeat.weights.wire import Manifest, PayloadKey, Peer
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.store import WeightStore
 from tests.waiting import until
@@ -293,7 +293,7 @@ async def restart_in_two_shards(trainer):
     trainer.store, trainer._published = TwoShards(), None
     trainer.server = trainer._create_server()
     await trainer.start()
-    root = Peer("", trainer.address, "trainer's host")
+    root = Peer(address=trainer.address, host_id="trainer's host")
     trainer.server.sources = Sources([root, root])
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
@@ -21,6 +22,7 @@ from onbeat.weights.security import (
     WireSecurity,
     WireSettings,
     bind,
+    call_metadata,
     create_channel,
     create_server,
     reachable_host,
@@ -50,11 +52,10 @@ def mutual_server(authority, tls_server):
 
 
 class Weights(weights_pb2_grpc.WeightsServiceServicer):
-    """Describe returns the metadata `version`. Watch sends one version; of the job `endless` it then stays open."""
+    """Watch sends one version; of the job `endless` it then stays open."""
 
     async def Describe(self, request, context):
-        version = int(dict(context.invocation_metadata()).get("version", 0))
-        return weights_pb2.DescribeResponse(job_id=request.job_id, policy_version=version)
+        return weights_pb2.DescribeResponse(job_id=request.job_id)
 
     async def Watch(self, request, context):
         yield weights_pb2.WatchResponse(policy_version=7)
@@ -68,21 +69,25 @@ class Wire:
     def __init__(self, stack):
         self._stack = stack
 
-    async def serve(self, security, max_concurrent_calls=8, options=()):
-        server = create_server(security, max_concurrent_calls=max_concurrent_calls, options=options)
+    async def serve(self, security, max_concurrent_calls=8):
+        server = create_server(security, max_concurrent_calls)
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(Weights(), server)
         port = bind(server, security, "127.0.0.1:0")
         await server.start()
         self._stack.push_async_callback(server.stop, None)
         return f"127.0.0.1:{port}"
 
-    def channel(self, address, security, options=()):
-        channel = create_channel(address, security, options)
+    def channel(self, address, security):
+        channel = create_channel(address, security)
         self._stack.push_async_callback(channel.close)
         return channel
 
-    def stub(self, address, security, options=()):
-        return weights_pb2_grpc.WeightsServiceStub(self.channel(address, security, options))
+    def stub(self, address, security):
+        """Its calls send what those of a `WeightsClient` send."""
+        stub = weights_pb2_grpc.WeightsServiceStub(self.channel(address, security))
+        metadata = call_metadata(security)
+        stub.Describe, stub.Watch = partial(stub.Describe, metadata=metadata), partial(stub.Watch, metadata=metadata)
+        return stub
 
 
 @pytest.fixture
@@ -171,13 +176,6 @@ async def test_a_server_without_a_key_ignores_the_callers(wire):
     await assert_is_answered(wire.stub(await wire.serve(PLAIN), WireSecurity(api_key=KEY)))
 
 
-async def test_the_metadata_of_a_call_goes_out_beside_the_key(wire):
-    stub = wire.stub(await wire.serve(WireSecurity(api_key=KEY)), WireSecurity(api_key=KEY))
-    request = weights_pb2.DescribeRequest(job_id="job")
-    answer = await stub.Describe(request, timeout=DEADLINE_S, metadata=(("version", "5"),))
-    assert answer.policy_version == 5
-
-
 def test_the_key_is_not_in_the_repr():
     assert KEY not in repr(WireSecurity(api_key=KEY))
 
@@ -228,50 +226,52 @@ def test_server_on_all_interfaces_is_named_after_its_machine(monkeypatch):
 # TLS
 
 
-async def test_tls_answers_who_trusts_the_authority(wire, tls_server, authority):
+@pytest.fixture(scope="module")
+def sides(authority, stranger, tls_server, mutual_server):
+    """Both ends of a wire, by name."""
+    cert, key = authority.issue("weights.test")
+    ours, theirs = authority.issue("rollout"), stranger.issue("rollout")
+    trusting = WireSecurity(tls_ca=authority.cert)
+    return {
+        "plain": PLAIN,
+        "tls": tls_server,
+        "tls of another name": WireSecurity(tls_cert=cert, tls_key=key),
+        "mutual": mutual_server,
+        "trusting": trusting,
+        "trusting by name": replace(trusting, tls_server_name="weights.test"),
+        "trusting another authority": WireSecurity(tls_ca=stranger.cert),
+        "certified": replace(trusting, tls_cert=ours[0], tls_key=ours[1]),
+        "certified by another authority": replace(trusting, tls_cert=theirs[0], tls_key=theirs[1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "problem"),
+    [
+        ("tls", "trusting", None),
+        ("tls", "trusting another authority", "CERTIFICATE_VERIFY_FAILED"),
+        ("tls", "plain", ""),
+        ("tls of another name", "trusting", ""),
+        ("tls of another name", "trusting by name", None),
+        ("mutual", "certified", None),
+        ("mutual", "trusting", ""),
+        ("mutual", "certified by another authority", ""),
+        ("plain", "trusting", ""),
+    ],
+)
+async def test_only_sides_that_trust_each_other_talk_over_tls(wire, sides, server, client, problem):
+    stub = wire.stub(await wire.serve(sides[server]), sides[client])
+    if problem is None:
+        await assert_is_answered(stub)
+    else:
+        await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE, problem)
+
+
+async def test_over_tls_the_key_is_asked_for_as_well(wire, tls_server, authority):
     address = await wire.serve(replace(tls_server, api_key=KEY))
     await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY, tls_ca=authority.cert)))
     wrong = wire.stub(address, WireSecurity(api_key="wrong", tls_ca=authority.cert))
     await assert_is_refused(wrong, grpc.StatusCode.UNAUTHENTICATED)
-
-
-async def test_a_certificate_for_another_name_needs_tls_server_name(wire, authority):
-    cert, key = authority.issue("weights.test")
-    address = await wire.serve(WireSecurity(tls_cert=cert, tls_key=key))
-    trusting = WireSecurity(tls_ca=authority.cert)
-    await assert_is_refused(wire.stub(address, trusting), grpc.StatusCode.UNAVAILABLE)
-    await assert_is_answered(wire.stub(address, replace(trusting, tls_server_name="weights.test")))
-
-
-async def test_a_server_of_another_authority_is_not_believed(wire, tls_server, stranger):
-    stub = wire.stub(await wire.serve(tls_server), WireSecurity(tls_ca=stranger.cert))
-    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE, "CERTIFICATE_VERIFY_FAILED")
-
-
-async def test_a_tls_client_at_a_plain_server_fails_soon(wire, authority):
-    stub = wire.stub(await wire.serve(PLAIN), WireSecurity(tls_ca=authority.cert))
-    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
-
-
-async def test_a_plain_client_at_a_tls_server_fails_soon(wire, tls_server):
-    await assert_is_refused(wire.stub(await wire.serve(tls_server), PLAIN), grpc.StatusCode.UNAVAILABLE)
-
-
-async def test_mutual_tls_answers_a_client_of_the_authority(wire, mutual_server, authority):
-    cert, key = authority.issue("rollout")
-    stub = wire.stub(await wire.serve(mutual_server), replace(mutual_server, tls_cert=cert, tls_key=key))
-    await assert_is_answered(stub)
-
-
-async def test_mutual_tls_refuses_a_client_without_a_certificate(wire, mutual_server, authority):
-    stub = wire.stub(await wire.serve(mutual_server), WireSecurity(tls_ca=authority.cert))
-    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
-
-
-async def test_mutual_tls_refuses_a_client_of_another_authority(wire, mutual_server, stranger):
-    cert, key = stranger.issue("rollout")
-    stub = wire.stub(await wire.serve(mutual_server), replace(mutual_server, tls_cert=cert, tls_key=key))
-    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
 
 
 async def test_server_that_accepts_and_is_silent_ends_at_the_deadline(wire, authority):
@@ -349,9 +349,7 @@ async def test_calls_that_end_by_themselves_free_their_slots(wire):
 
 
 async def test_stream_abandoned_by_its_reader_frees_its_slot(wire):
-    """With a key, so that calls go through the interceptors of the channel."""
-    security = WireSecurity(api_key=KEY)
-    stub = wire.stub(await wire.serve(security, max_concurrent_calls=1), security)
+    stub = wire.stub(await wire.serve(PLAIN, max_concurrent_calls=1), PLAIN)
     stream = aiter(stub.Watch(weights_pb2.WatchRequest(job_id="endless")))
     await asyncio.wait_for(anext(stream), DEADLINE_S)
     with pytest.raises(TimeoutError):
@@ -382,10 +380,11 @@ for answer in stub.Watch(weights_pb2.WatchRequest(job_id="endless")):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_client_that_is_gone_leaves_its_place_to_the_next(wire, how):
+async def test_a_client_that_is_gone_leaves_its_place_to_the_next(wire, how, monkeypatch):
     """Frozen: the connection stays, but nobody answers on it, as when a machine is cut off."""
-    options = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 500)]
-    address = await wire.serve(PLAIN, max_concurrent_calls=1, options=options)
+    monkeypatch.setitem(module.SERVER_OPTIONS, "grpc.keepalive_time_ms", 1000)
+    monkeypatch.setitem(module.SERVER_OPTIONS, "grpc.http2.ping_timeout_ms", 500)
+    address = await wire.serve(PLAIN, max_concurrent_calls=1)
     holder = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, address, stdout=asyncio.subprocess.PIPE)
     try:
         assert await asyncio.wait_for(holder.stdout.readline(), 30) == b"open\n"
@@ -400,10 +399,8 @@ async def test_a_client_that_is_gone_leaves_its_place_to_the_next(wire, how):
 
 
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "compressed"])
-async def test_oversized_request_is_refused_whatever_the_options(wire, compression):
-    options = [("grpc.max_receive_message_length", 256 << 20)]
-    address = await wire.serve(PLAIN, options=options)
-    stub = wire.stub(address, PLAIN, options)
+async def test_oversized_request_is_refused_also_if_compressed(wire, compression):
+    stub = wire.stub(await wire.serve(PLAIN), PLAIN)
     request = weights_pb2.DescribeRequest(job_id="x" * (2 << 20))
     with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as refused:
         await stub.Describe(request, timeout=DEADLINE_S, compression=compression)
@@ -416,11 +413,6 @@ async def test_a_port_that_is_taken_is_an_error_not_a_shared_port(wire, tls_serv
     for security in (PLAIN, tls_server):
         with pytest.raises(WeightsError, match=f"cannot listen on {address}"):
             bind(create_server(security, max_concurrent_calls=1), security, address)
-
-
-async def test_a_server_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="max_concurrent_calls is 0"):
-        create_server(PLAIN, max_concurrent_calls=0)
 
 
 # Settings

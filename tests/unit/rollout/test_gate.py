@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Peer
 from onbeat.weights.host import full_plan
+from onbeat.weights.wire import Peer
 from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
 from services.rollout.engines.interface import Sampling
@@ -29,7 +29,7 @@ class Rig:
         self.address = self.trainer.address
         self.engine = FakeEngine()
         self.puller = WeightsPuller(
-            self.trainer.connect, self.find_address, Peer("worker"), staging_dir, is_kept=is_kept
+            self.trainer.connect, self.find_address, Peer(worker_id="worker"), staging_dir, is_kept=is_kept
         )
         self.ready: list[int] = []
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), GateLimits(load_s=60.0))

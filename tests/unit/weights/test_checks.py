@@ -5,6 +5,7 @@
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
-from onbeat.weights.client import DeltaStep, Itinerary, Peer
+from onbeat.weights.client import Itinerary
 from onbeat.weights.host import full_plan
-from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey
+from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey, Peer, Step, Tensor
 from services.rollout.puller import WeightsPuller
 from services.trainer.weights.store import take_snapshot
 
@@ -38,13 +39,17 @@ def inverted(content, start, end):
     return content[:start] + bytes(255 ^ byte for byte in content[start:end]) + content[end:]
 
 
-def with_checksums_of(manifest, content):
+def with_checksums(manifest, checksums):
     """The digests are those of the manifest's own bytes."""
-    tensors = [
-        replace(tensor, checksum=xxh3_128_digest(content[start : start + tensor.size_bytes]))
-        for tensor, start in zip(manifest.tensors, manifest.starts, strict=False)
-    ]
-    return replace(manifest, tensors=tuple(tensors))
+    tensors = tuple(Tensor.FromString(tensor.SerializeToString()) for tensor in manifest.tensors)
+    for tensor, checksum in zip(tensors, checksums, strict=True):
+        tensor.checksum = checksum
+    return replace(manifest, tensors=tensors)
+
+
+def with_checksums_of(manifest, content):
+    parts = [content[start:end] for start, end in pairwise(manifest.starts)]
+    return with_checksums(manifest, map(xxh3_128_digest, parts))
 
 
 SNAPSHOT = take_snapshot(1, weights(0).items())
@@ -120,7 +125,7 @@ async def pulled(tmp_path):
 
     async def pull(network, version=1):
         if id(network) not in pullers:
-            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer("r0"), tmp_path)
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"), tmp_path)
         puller = pullers[id(network)]
         pull = puller.start(version, SOON_S)
         async with asyncio.timeout(SOON_S):
@@ -170,9 +175,7 @@ async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
 
 
 async def test_a_manifest_without_checksums_has_its_digests_checked(pulled):
-    bare = replace(
-        SNAPSHOT.manifest, tensors=tuple(replace(tensor, checksum=b"") for tensor in SNAPSHOT.manifest.tensors)
-    )
+    bare = with_checksums(SNAPSHOT.manifest, [b"", b""])
     held, pull = await pulled(in_full(Sent(TRAINER, FORGED), Sent(TRAINER, TRUE), manifest=bare))
     assert held == TRUE
     assert "a of version 1 does not match its digest" in pull.stats.faults[0]
@@ -260,7 +263,7 @@ def chain(first_from, then_from, then_changes):
     assert forged.delta.plan.entries == true.delta.plan.entries
     content = applied(newest.delta, newest.manifest, content_of(forged))
     manifest = with_checksums_of(newest.manifest, content)
-    steps = (DeltaStep(1, 0, forged.delta.plan.size_bytes), DeltaStep(2, 1, newest.delta.plan.size_bytes))
+    steps = (Step(policy_version=1, base_version=0), Step(policy_version=2, base_version=1))
     sources = {PayloadKey(0): [Sent(TRAINER, content_of(base))], PayloadKey(2): [Sent(PEER, content_of(newest))]}
     plans = {}
     for address, change in ((first_from, forged.delta), (then_from, newest.delta)):

@@ -26,8 +26,7 @@ from onbeat.weights.wire import (
     Manifest,
     PayloadKey,
     Plan,
-    PlanEntry,
-    TensorEntry,
+    Tensor,
     data_message,
     plan_message,
     read_message,
@@ -42,7 +41,8 @@ KEY = PayloadKey(1)
 
 def entry(name, *shape, dtype="BF16", fill=b"\0"):
     content = fill * int(np.prod(shape)) * {"BF16": 2, "F32": 4}[dtype]
-    return TensorEntry(name, dtype, shape, len(content), blake3(content).digest(), xxh3_128_digest(content))
+    checks = {"digest": blake3(content).digest(), "checksum": xxh3_128_digest(content)}
+    return Tensor(name=name, dtype=dtype, shape=shape, size_bytes=len(content), **checks)
 
 
 LAYOUT = Manifest(1, (entry("a", 3), entry("b", 0), entry("c", 2, 2, dtype="F32"), entry("d", 1)), shard_starts=(2,))
@@ -54,15 +54,14 @@ LAYOUT = Manifest(1, (entry("a", 3), entry("b", 0), entry("c", 2, 2, dtype="F32"
 @given(st.lists(st.binary(max_size=9), max_size=8), st.data())
 def test_slices_are_the_bytes_wherever_the_segments_are_cut(parts, data):
     whole = b"".join(parts)
-    plan = Plan((PlanEntry(0, Encoding.RAW, len(whole)),))
-    payload = Payload(KEY, plan, [memoryview(part) for part in parts])
+    payload = Payload(KEY, Plan.of([(0, Encoding.RAW, len(whole))]), [memoryview(part) for part in parts])
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
     assert b"".join(payload.slices(start, end)) == whole[start:end]
 
 
 def growing(size=10):
-    return Payload(KEY, Plan((PlanEntry(0, Encoding.RAW, size),)), [memoryview(bytearray(size))], available=0)
+    return Payload(KEY, Plan.of([(0, Encoding.RAW, size)]), [memoryview(bytearray(size))], available=0)
 
 
 async def test_readers_wait_for_exactly_the_bytes_that_they_want():
@@ -95,19 +94,17 @@ async def test_nobody_waits_for_bytes_that_do_not_come():
 
 
 def test_a_plans_digest_is_of_its_payload_alone():
-    plan = Plan((PlanEntry(0, Encoding.RAW, 6), PlanEntry(2, Encoding.SPARSE, 5)))
+    first, second = (0, Encoding.RAW, 6), (2, Encoding.SPARSE, 5)
+    plan = Plan.of([first, second])
     keys = [PayloadKey(1), PayloadKey(2), PayloadKey(1, 0), PayloadKey(1, None, 1)]
     others = [
-        Plan(plan.entries[:1]),
-        Plan(plan.entries[::-1]),
-        Plan((PlanEntry(0, Encoding.RAW, 65), *plan.entries[1:])),
-        Plan((PlanEntry(0, Encoding.XOR_ZSTD, 6), *plan.entries[1:])),
+        Plan.of([first]),
+        Plan.of([second, first]),
+        Plan.of([(0, Encoding.RAW, 65), second]),
+        Plan.of([(0, Encoding.XOR_ZSTD, 6), second]),
     ]
     digests = [plan.digest(key) for key in keys] + [other.digest(KEY) for other in others]
     assert len(set(digests)) == len(keys) + len(others)
-    assert Plan(tuple(PlanEntry(e.tensor_index, int(e.encoding), e.size_bytes) for e in plan.entries)).digest(
-        KEY
-    ) == plan.digest(KEY)
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def test_data_is_read_without_a_copy():
 
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.sampled_from(Encoding), st.integers(0, 2**60)), max_size=5))
 def test_a_plan_survives_its_message_and_is_of_its_key_only(entries):
-    plan = Plan(tuple(PlanEntry(*parts) for parts in entries))
+    plan = Plan.of(entries)
     message = plan_message(KEY, plan)
     assert read_message(KEY, message) == plan
     with pytest.raises(WeightsError, match="contradicts its digest"):
@@ -282,12 +279,12 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("key", "entries"), IMPOSSIBLE)
 def test_an_impossible_plan_is_refused(key, entries):
     with pytest.raises(WeightsError, match=str(key)):
-        check_plan(key, Plan(tuple(PlanEntry(*parts) for parts in entries)), LAYOUT)
+        check_plan(key, Plan.of(entries), LAYOUT)
 
 
 @pytest.mark.parametrize("entries", [[], [(2, Encoding.SPARSE, 16)], [(2, RAW, 16), (3, Encoding.XOR_ZSTD, 1)]])
 def test_a_delta_names_some_tensors_in_order(entries):
-    check_plan(PayloadKey(1, 0, 1), Plan(tuple(PlanEntry(*parts) for parts in entries)), LAYOUT)
+    check_plan(PayloadKey(1, 0, 1), Plan.of(entries), LAYOUT)
 
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.weights.client import Peer
-from onbeat.weights.wire import PayloadKey
+from onbeat.weights.wire import PayloadKey, Peer
 from services.trainer.weights import relay_tree as sources_module
 from services.trainer.weights.relay_tree import ROOT, Sources, is_ambiguous
 
@@ -18,14 +17,13 @@ DELTA = PayloadKey(1, 0)
 
 def peer(number, host="", zone="", address=None):
     """On a host of its own unless it is named."""
-    return Peer(
-        f"r{number}", f"10.0.1.{number}:50052" if address is None else address, host or f"host of {number}", zone
-    )
+    address = f"10.0.1.{number}:50052" if address is None else address
+    return Peer(worker_id=f"r{number}", address=address, host_id=host or f"host of {number}", zone=zone)
 
 
 def create_sources(egress=1, fanout=1, num_shards=1):
-    roots = [Peer("trainer", f"10.0.0.{1 + shard}:50051", "trainer's host", "east") for shard in range(num_shards)]
-    return Sources(roots, egress, fanout)
+    place = {"worker_id": "trainer", "host_id": "trainer's host", "zone": "east"}
+    return Sources([Peer(address=f"10.0.0.{1 + shard}:50051", **place) for shard in range(num_shards)], egress, fanout)
 
 
 def located(sources, puller, key=FULL, failed=()):
@@ -79,7 +77,7 @@ def test_same_host_comes_before_same_zone_before_all_others():
 
 def test_unknown_hosts_and_zones_are_not_near_to_each_other():
     sources = create_sources(fanout=1)
-    unknown = [Peer(f"u{number}", f"10.0.2.{number}:1") for number in range(3)]
+    unknown = [Peer(worker_id=f"u{number}", address=f"10.0.2.{number}:1") for number in range(3)]
     assert [located(sources, puller) for puller in unknown] == [TRAINER, "10.0.2.0:1", "10.0.2.1:1"]
 
 
@@ -268,12 +266,12 @@ def test_no_puller_waits_for_itself_and_links_fill_evenly(events, egress, fanout
         if event == "forget":
             sources.forget(worker.worker_id)
             continue
-        if event == "fail" and (worker, key) in last:
-            failed = {last[worker, key]}
+        if event == "fail" and (worker.worker_id, key) in last:
+            failed = {last[worker.worker_id, key]}
         sources._slots.pop((worker.worker_id, key.shard), None)  # what it holds now is free
         before = sources._loads(key.shard)
         source = sources.locate(key, worker, failed)
-        last[worker, key] = source
+        last[worker.worker_id, key] = source
 
         sender = addresses.get(source, ROOT)
         assert sender != worker.worker_id
