@@ -5,7 +5,6 @@ All windows share one stack: two trainers and two rollouts, so that somebody tak
 
 import asyncio
 import os
-import re
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -320,11 +319,3 @@ def stream_length(chaos: ChaosStack, stream: str) -> int:
         return length
 
     return asyncio.run(read())
-
-
-def test_every_window_of_the_protocol_is_here():
-    page = (ROOT / "docs" / "protocol.md").read_text()
-    rows = set(re.findall(r"^\| `(\w+:[\w-]+)`", page, re.MULTILINE))
-    by_hand = {name.removeprefix("test_").replace("_", ":", 1).replace("_", "-") for name in globals()}
-    assert rows, "the table is gone"
-    assert rows <= by_hand | {window.name for window in WINDOWS}

@@ -2,13 +2,15 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
-from onbeat.streams.codec import PromptTask, RolloutGroup, check_content
-from onbeat.streams.keys import JobKeys
+from onbeat.streams.codec import PromptTask, Response, RolloutGroup, check_content
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import IterationState, Verdict
+from services.broker.auditor import run_audit
 from tests.broker_fixtures import (
     claim_all,
     commit,
@@ -53,10 +55,14 @@ async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger) ->
     taken = await take_all(ledger, job_id)
     assert sorted(group.group_id for group in taken) == ["0-0", "0-1"]
     assert await number(ledger, job_id, "num_foreign") == len(entries)
+    events = await ledger.event_log.read(job_id)
+    assert sum(event.data["num"] for event in events if event.kind == "stream.foreign") == len(entries)
     assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 0)] == [
         g.group_id for g in taken
     ]
+    assert (await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP))["pending"] == len(taken)
     assert await commit(ledger, job_id, epoch, 0)
+    assert (await run_audit(ledger, job_id)).is_clean
 
 
 async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger) -> None:
@@ -89,6 +95,7 @@ async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) 
     assert sorted(claim.task.group_id for claim in claims) == ["0-0", "0-1"]
     assert await claim_all(ledger, job_id, "w2") == []
     assert await number(ledger, job_id, "num_foreign") == len(entries)
+    assert (await ledger.redis.xpending(JobKeys(job_id).prompts, ROLLOUT_GROUP))["pending"] == len(claims)
     for claim in claims:
         assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
 
@@ -109,72 +116,36 @@ async def lag(ledger: Ledger, job_id: str) -> bool:
 # ---- submissions -------------------------------------------------------------------------------------------------
 
 
-def spoil(group: RolloutGroup, how: str) -> None:
-    response = group.responses[0]
-    match how:
-        case "no responses":
-            del group.responses[:]
-        case "empty response":
-            del response.token_ids[:], response.rollout_logprobs[:], response.version_spans[:]
-        case "nan reward":
-            response.reward = math.nan
-        case "infinite reward":
-            response.reward = -math.inf
-        case "fewer logprobs":
-            del response.rollout_logprobs[-1:]
-        case "no spans":
-            del response.version_spans[:]
-        case "gap":
-            response.version_spans[0].start = 1
-        case "beyond":
-            response.version_spans[0].end = 2**31 - 1
-        case "no prompt":
-            del group.prompt_token_ids[:]
-        case "lengths of fewer tokens":
-            response.token_lengths[:] = [len(response.text)]
-        case "lengths of less text":
-            response.token_lengths[:] = [1, len(response.text) - 2]
-        case "lengths of more text":
-            response.token_lengths[:] = [2**32 - 1, len(response.text)]
-        case "endless scoring":
-            group.timings.score_s = math.inf
-        case "scoring that ends before it begins":
-            group.timings.score_s = -1e300
-        case "generation of no duration":
-            group.timings.generate_s = math.nan
-        case "generation of the age of the world":
-            group.timings.generate_s = 1e300
-        case "failed and never busy":
-            group.CopyFrom(failed_group(claimed_by(group)))
-            group.timings.worker_busy_s = -math.inf
-        case "failed and not":
-            group.failure.kind = "engine"
+def first(group: RolloutGroup) -> Response:
+    return group.responses[0]
 
 
-def claimed_by(group: RolloutGroup) -> PromptTask:
-    return PromptTask(group_id=group.group_id, iteration=group.iteration, policy_version=group.policy_version)
+def fail(group: RolloutGroup, busy_s: float) -> None:
+    claimed = PromptTask(group_id=group.group_id, iteration=group.iteration, policy_version=group.policy_version)
+    group.CopyFrom(failed_group(claimed))
+    group.timings.worker_busy_s = busy_s
 
 
-BROKEN = [
-    "no responses",
-    "empty response",
-    "nan reward",
-    "infinite reward",
-    "fewer logprobs",
-    "no spans",
-    "gap",
-    "beyond",
-    "no prompt",
-    "lengths of fewer tokens",
-    "lengths of less text",
-    "lengths of more text",
-    "endless scoring",
-    "scoring that ends before it begins",
-    "generation of no duration",
-    "generation of the age of the world",
-    "failed and never busy",
-    "failed and not",
-]
+BROKEN: dict[str, Callable[[RolloutGroup], object]] = {
+    "no responses": lambda group: group.ClearField("responses"),
+    "empty response": lambda group: first(group).CopyFrom(Response(text=first(group).text)),
+    "nan reward": lambda group: setattr(first(group), "reward", math.nan),
+    "infinite reward": lambda group: setattr(first(group), "reward", -math.inf),
+    "fewer logprobs": lambda group: first(group).rollout_logprobs.pop(),
+    "no spans": lambda group: first(group).ClearField("version_spans"),
+    "gap": lambda group: setattr(first(group).version_spans[0], "start", 1),
+    "beyond": lambda group: setattr(first(group).version_spans[0], "end", LARGE),
+    "no prompt": lambda group: group.ClearField("prompt_token_ids"),
+    "lengths of fewer tokens": lambda group: first(group).token_lengths.append(len(first(group).text)),
+    "lengths of less text": lambda group: first(group).token_lengths.extend([1, len(first(group).text) - 2]),
+    "lengths of more text": lambda group: first(group).token_lengths.extend([2**32 - 1, len(first(group).text)]),
+    "endless scoring": lambda group: setattr(group.timings, "score_s", math.inf),
+    "scoring that ends before it begins": lambda group: setattr(group.timings, "score_s", -1e300),
+    "generation of no duration": lambda group: setattr(group.timings, "generate_s", math.nan),
+    "generation of the age of the world": lambda group: setattr(group.timings, "generate_s", 1e300),
+    "failed and never busy": lambda group: fail(group, -math.inf),
+    "failed and not": lambda group: setattr(group.failure, "kind", "engine"),
+}
 
 
 @pytest.mark.parametrize("how", BROKEN)
@@ -182,7 +153,7 @@ async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledge
     job_id, _ = await open_job(ledger)
     claim, _ = await claim_all(ledger, job_id)
     group = make_group(claim.task)
-    spoil(group, how)
+    BROKEN[how](group)
     with pytest.raises(ValueError, match=f"group {claim.task.group_id}"):
         await ledger.rollout.submit(job_id, claim.entry_id, group)
     assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED

@@ -10,7 +10,7 @@ import pytest
 from onbeat.errors import JobNotFound
 from onbeat.streams.audit import Audit, AuditViolation, Entry
 from onbeat.streams.codec import encode_group, payload_digest
-from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, Verdict
 from services.broker.auditor import run_audit
@@ -268,33 +268,6 @@ def chained(lines: list[str]) -> list[Entry]:
         before = entries[-1].link if entries else ""
         entries.append(Entry(f"{number}-0", line, hashlib.sha1(f"{before}\n{line}".encode()).hexdigest()))
     return entries
-
-
-# ---- strangers on our streams ----------------------------------------------------------------------------------------
-
-
-async def test_foreign_entries_are_dropped_and_counted(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    job = JobKeys(job_id)
-    await start_training(ledger, job_id)
-    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
-    task = (await claim_all(ledger, job_id, count=1))[0].task
-    never_accepted = encode_group(make_group(task))
-    strange_tasks = [{}, {"task": b"\xff\x00"}, {"task": b""}, {"task": task.SerializeToString()}, {"x": "y"}]
-    strange_groups = [{}, {"group": b"\xff"}, {"group": b""}, {"group": never_accepted}, {"group": never_accepted[:-3]}]
-    for fields in strange_tasks:
-        await ledger.redis.xadd(job.prompts, fields or {"a": "b"})
-    for fields in strange_groups:
-        await ledger.redis.xadd(job.rollouts, fields or {"a": "b"})
-    assert [claim.task.group_id for claim in await claim_all(ledger, job_id)] == ["0-1"]
-    assert await ledger.trainer.take(job_id, "rank-0", 100, 0.05) == []
-    assert (await ledger.jobs.fields(job_id))["num_foreign"] == "10"
-    assert await ledger.redis.xlen(job.rollouts) == 0
-    assert (await ledger.redis.xpending(job.rollouts, TRAINER_GROUP))["pending"] == 0
-    assert (await ledger.redis.xpending(job.prompts, ROLLOUT_GROUP))["pending"] == 2
-    events = await ledger.event_log.read(job_id)
-    assert [event.data["num"] for event in events if event.kind == "stream.foreign"] == [5, 5]
-    assert (await run_audit(ledger, job_id)).is_clean
 
 
 async def test_audit_of_an_unknown_job_is_not_found(ledger: Ledger) -> None:
