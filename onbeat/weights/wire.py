@@ -37,7 +37,7 @@ DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 @dataclass(frozen=True)
 class Manifest:
     policy_version: int
-    tensors: tuple[Tensor, ...]  # in the checkpoint's own names and layout; nobody changes them
+    tensors: tuple[Tensor, ...]  # in the checkpoint's own names and layout; they must not be changed
     shard_starts: tuple[int, ...] = ()  # index of the first tensor of each shard except the first
 
     @property

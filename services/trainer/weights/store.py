@@ -71,8 +71,8 @@ class Snapshot:
 class Encoded:
     """The thread's result for one tensor."""
 
-    digest: bytes
-    checksum: bytes
+    entry: Tensor
+    buffer: memoryview
     encoding: delta.Encoding  # of the delta
     change: memoryview
 
@@ -88,7 +88,6 @@ class SnapshotWriter:
     def __init__(self, version: int, base: Snapshot | None = None, is_in_place: bool = False) -> None:
         self._version, self._base, self._is_in_place = version, base, is_in_place
         self._started_at = time.monotonic()
-        self._buffers: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}  # dtype, shape, bytes
         self._encoded: dict[str, Future[Encoded]] = {}
         self._held: dict[str, tuple[Tensor, memoryview | None]] = {}  # the base's, with its bytes if they are here
         if base is not None:
@@ -106,8 +105,9 @@ class SnapshotWriter:
         """Take the tensor into the version: as a copy, which later changes do not reach, or in place."""
         assert name not in self._encoded, f"{name} is put twice"
         buffer = host_bytes(tensor, is_copied=not self._is_in_place)
-        self._buffers[name] = (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), buffer)
-        self._encoded[name] = self._thread.submit(self._encode, name, buffer, tensor.element_size())
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        entry = Tensor(name=name, dtype=dtype, shape=tensor.shape, size_bytes=len(buffer))
+        self._encoded[name] = self._thread.submit(self._encode, entry, buffer, tensor.element_size())
 
     def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
         """Wait for the thread after all tensors are put. `order`: of the manifest; by default that of `put`.
@@ -115,39 +115,32 @@ class SnapshotWriter:
         In a `world` of several ranks, each puts its own run of the tensors, ascending by rank: its shard. All must
         call this.
         """
-        entries, encoded_sizes, segments = [], [], []
-        for index, name in enumerate(self._encoded if order is None else order):
-            dtype, shape, buffer = self._buffers[name]
-            encoded = self._encoded[name].result()
-            checks = {"digest": encoded.digest, "checksum": encoded.checksum}
-            entries.append(Tensor(name=name, dtype=dtype, shape=shape, size_bytes=len(buffer), **checks))
-            if encoded.encoding is not delta.Encoding.UNCHANGED:
-                encoded_sizes.append((index, encoded.encoding, len(encoded.change)))
-                segments.append(encoded.change)
+        encoded = [self._encoded[name].result() for name in (self._encoded if order is None else order)]
         self._thread.shutdown()
-        manifest = join_shards(self._version, entries, world)
-        first = manifest.shards[world.rank].start
+        manifest = join_shards(self._version, [each.entry for each in encoded], world)
         change = None
         if self._base is not None and self._base.manifest.layout == manifest.layout:
             key = PayloadKey(self._version, self._base.policy_version, world.rank)
-            plan = Plan.of((first + index, encoding, size) for index, encoding, size in encoded_sizes)
-            change = Payload(key, plan, segments)
-        buffers = tuple(self._buffers[entry.name][2] for entry in entries)
+            indexed = enumerate(encoded, manifest.shards[world.rank].start)
+            changed = [(index, each) for index, each in indexed if each.encoding is not delta.Encoding.UNCHANGED]
+            plan = Plan.of((index, each.encoding, len(each.change)) for index, each in changed)
+            change = Payload(key, plan, [each.change for _, each in changed])
+        buffers = tuple(each.buffer for each in encoded)
         return Snapshot(manifest, buffers, world.rank, change, self._encode_s, self._started_at)
 
-    def _encode(self, name: str, buffer: memoryview, item_bytes: int) -> Encoded:
+    def _encode(self, entry: Tensor, buffer: memoryview, item_bytes: int) -> Encoded:
         started = time.monotonic()
-        digest, checksum = blake3(buffer).digest(), xxh3_128_digest(buffer)
+        entry.digest, entry.checksum = blake3(buffer).digest(), xxh3_128_digest(buffer)
         encoding, change = delta.Encoding.RAW, buffer
-        entry, base = self._held.pop(name, (None, None))
-        if entry is not None and entry.size_bytes == len(buffer):
-            if entry.digest == digest:
+        held, base = self._held.pop(entry.name, (None, None))
+        if held is not None and held.size_bytes == len(buffer):
+            if held.digest == entry.digest:
                 encoding, change = delta.Encoding.UNCHANGED, buffer[:0]
             else:
                 encoding, encoded = delta.encode(base, buffer, item_bytes)
                 change = memoryview(encoded)
         self._encode_s += time.monotonic() - started
-        return Encoded(digest, checksum, encoding, change)
+        return Encoded(entry, buffer, encoding, change)
 
 
 def join_shards(version: int, entries: list[Tensor], world: World) -> Manifest:
