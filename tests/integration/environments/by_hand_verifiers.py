@@ -6,9 +6,11 @@ last test, which trains a tiny model.
 """
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +127,7 @@ def python() -> str:
     site = next(folder.glob("lib/python3*/site-packages"))
     (site / "sums.py").write_text(SUMS)
     (site / "judged.py").write_text(JUDGED)
+    shutil.copy(ROOT / "examples/environments/doubles.py", site)
     return str(interpreter)
 
 
@@ -179,6 +182,15 @@ async def test_tools_of_a_taskset_become_turns(python):
     assert "Add two numbers." in prompts[0]
     assert prompts[1].startswith(prompts[0])
     assert "<tool_response>\n4\n</tool_response>" in prompts[1]
+
+
+async def test_example_has_the_tasks_of_its_taskset(python, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples/environments"))
+    config = importlib.import_module("example_environments").DOUBLES
+    write_tasks(python, config, str(tmp_path / "tasks.jsonl"), 100)
+    assert (tmp_path / "tasks.jsonl").read_text() == (ROOT / "examples/verifiers.jsonl").read_text()
+    group, _ = await group_of(python, config, "It is 8", "9", num_samples=2)  # the third task: 4 + 4
+    assert sorted(response.reward for response in group.responses) == [0.0, 1.0]
 
 
 async def test_episodes_of_a_group_run_side_by_side(python):

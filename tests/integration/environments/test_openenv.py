@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,26 @@ def packages() -> Path:
     return folder
 
 
+@contextmanager
+def serving(program: Path, packages: Path) -> Iterator[str]:
+    """Run a server's program with these packages. Yield its URL."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(port)], env=os.environ | {"PYTHONPATH": str(packages)}
+    )
+    try:
+        wait_until(lambda: is_listening(port), "it listens")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def url(packages: Path) -> Iterator[str]:
     """A server that has room for two episodes."""
-    port = free_port()
-    command = [sys.executable, str(ROOT / "tests/integration/environments/openenv_server.py"), str(port)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(packages)})
-    wait_until(lambda: is_listening(port), "it listens")
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    with serving(Path(__file__).with_name("openenv_server.py"), packages) as url:
+        yield url
 
 
 async def test_episode_is_played_to_its_end(url):
