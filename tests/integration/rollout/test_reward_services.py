@@ -389,9 +389,9 @@ def test_service_that_cannot_be_meant_is_refused_at_the_start(monkeypatch, servi
 
 @pytest.mark.parametrize("options", [{}, {"service": "http://judge"}, {"service": ""}, {"service": ["judge"]}])
 def test_broker_refuses_a_job_that_names_no_service(options):
-    (error,) = review_reward(use_of("http", options))
-    assert error.field == "reward.options.service"
-    assert "ONBEAT_REWARD_SERVICES of the rollouts" in error.message
+    ((field, message),) = review_reward(use_of("http", options))
+    assert field == "reward.options.service"
+    assert "ONBEAT_REWARD_SERVICES of the rollouts" in message
     assert review_reward(use_of("http", {"service": "judge-2.eu"})) == []
 
 
