@@ -59,3 +59,22 @@ def test_a_stale_iteration_replays_bit_for_bit(finished):
     stack, job_id, _ = finished
     code, output = replay(stack, job_id, NUM_ITERATIONS - 1)
     assert code == 0, output
+
+
+def test_game_of_several_turns_is_trained_within_the_bound(stack, folder):
+    job = tiny_job(
+        folder,
+        environment={"name": "guess_number", "options": {"highest": 9, "max_guesses": 2}, "max_turns": 2},
+        rollout={"num_prompts_per_iteration": 4},
+        schedule={"mode": "bounded", "max_staleness": 1, "num_iterations": 4},
+    )
+    job_id = stack.client.jobs.create(job).id
+    record = stack.wait(job_id)
+    assert record.state is JobState.SUCCEEDED, record.error
+    report = stack.client.jobs.audit(job_id)
+    assert report.is_clean, report.violation
+    iterations = stack.client.jobs.iterations(job_id)
+    assert all(t - 1 <= iteration.policy_version <= t for t, iteration in enumerate(iterations))
+    assert any(iteration.policy_version < t for t, iteration in enumerate(iterations))
+    assert all(1 < iteration.metrics["episode/turns_mean"] <= 2 for iteration in iterations)
+    assert any(iteration.metrics["train/grad_norm"] > 0 for iteration in iterations)
