@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
 from services.rollout.engines.arrivals import (
@@ -50,10 +50,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 # `stop` waits this long (seconds) for an engine that is being built; after that it is shut down once it is there.
 BUILD_DEADLINE_S = 120.0
 
 MAX_SHUTDOWNS = 3
+
+# vLLM's engine core is looked at this often (seconds) while it owes an answer.
+CORE_CHECK_S = 0.5
 
 # Below this vLLM samples at another temperature than the one asked for.
 MIN_TEMPERATURE = 0.01
@@ -180,23 +185,14 @@ class VllmEngine:
     ) -> list[GeneratedResponse]:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         params = _sampling_params(sampling, num_samples)
         self._num_requests += 1
         self._num_in_flight += num_samples
         try:
-            async for output in self._llm.generate(
-                {"type": "token", "prompt_token_ids": prompt_token_ids}, params, request_id=str(self._num_requests)
-            ):
-                if output.finished:
-                    num_cached = output.num_cached_tokens or 0
-                    return [_to_response(completion, num_cached) for completion in output.outputs]
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine core has died: {error}") from error
+            request = _complete(self._llm, prompt_token_ids, params, request_id=str(self._num_requests))
+            return await _unless_core_dies(self._llm, request)
         finally:
             self._num_in_flight -= num_samples
-        raise RuntimeError("vLLM ended a request without finishing it")
 
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
@@ -224,7 +220,7 @@ class VllmEngine:
         served, self._version = self._version, None
         names_in_file = check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
         async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
-            await _replace_weights(self._llm, weights_file, arrived)
+            await _unless_core_dies(self._llm, _replace_weights(self._llm, weights_file, arrived))
             arrived.check()
         await self._llm.update_weight_version(str(policy_version))
         await self._llm.resume_generation()
@@ -313,6 +309,37 @@ def import_vllm() -> None:
         time.monotonic() - started,
         others_s,
     )
+
+
+async def _unless_core_dies(llm: "AsyncLLM", call: Coroutine[Any, Any, Answer]) -> Answer:
+    """Await a call of vLLM. Raises EngineDied when the engine core dies first: vLLM itself leaves most calls waiting
+    for ever then, and a request too whose prompt it was still preparing.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    task = asyncio.create_task(call)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=CORE_CHECK_S)
+            if llm.errored and not task.done():
+                raise EngineDied("vLLM's engine core has died")
+        return task.result()
+    except EngineDeadError as error:
+        raise EngineDied(f"vLLM's engine core has died: {error}") from error
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _complete(
+    llm: "AsyncLLM", prompt_token_ids: list[int], params: "SamplingParams", request_id: str
+) -> list[GeneratedResponse]:
+    prompt: Any = {"type": "token", "prompt_token_ids": prompt_token_ids}
+    async for output in llm.generate(prompt, params, request_id=request_id):
+        if output.finished:
+            num_cached = output.num_cached_tokens or 0
+            return [_to_response(completion, num_cached) for completion in output.outputs]
+    raise RuntimeError("vLLM ended a request without finishing it")
 
 
 async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrivals) -> None:

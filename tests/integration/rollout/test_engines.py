@@ -45,6 +45,7 @@ LONG_PROMPT = [(7 * index) % 251 for index in range(300)]
 FIRST_VERSION = 3
 FRESH_VERSION = 9
 OWN_DTYPE = "bfloat16" if read_processor().bfloat16 == "native" else "float32"  # of jobs with model.dtype = "auto"
+CORE_DEATH_DEADLINE_S = 30.0  # far below the minutes after which an engine without an answer is given up
 NOISE = {"bfloat16": (0.05, 0.2), "float32": (1e-4, 1e-3)}  # nats per token, mean and largest
 
 
@@ -518,19 +519,33 @@ async def test_every_rank_of_two_loads_its_shard(tmp_path: Path) -> None:
         await engine.stop()
 
 
-async def test_engine_whose_core_is_killed_is_dead_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["generate", "load"])
+async def test_call_ends_at_once_when_the_core_is_killed(call: str, tmp_path: Path) -> None:
+    model_dir = write_tied_model(tmp_path / "model")
     engine = VllmEngine(cpu_cores="0", kv_cache_gib=0.25)
     before = set(psutil.Process().children())
-    await engine.start(write_tied_model(tmp_path / "model"), FIRST_VERSION)
+    await engine.start(model_dir, FIRST_VERSION)
+    started = set(psutil.Process().children()) - before
+    core_processes = [process for process in started if "resource_tracker" not in " ".join(process.cmdline())]
+    sampling = Sampling(max_response_tokens=8, temperature=1.0, seed=0)
+    weights = model_dir / "model.safetensors"
     try:
-        sampling = Sampling(max_response_tokens=100_000, temperature=1.0, seed=0)
-        generating = asyncio.create_task(engine.generate(SHORT_PROMPT, 1, sampling, FIRST_VERSION))
-        await asyncio.sleep(0.5)
-        for process in set(psutil.Process().children()) - before:
+        for process in core_processes:  # a core that stands still cannot answer before it is killed
+            process.suspend()
+        waiting = asyncio.create_task(
+            engine.generate(SHORT_PROMPT, 1, sampling, FIRST_VERSION)
+            if call == "generate"
+            else engine.load(FRESH_VERSION, weights, arriving([[name] for name in read_shapes(weights)]))
+        )
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        for process in core_processes:
             process.kill()
-        for request in (generating, engine.generate(SHORT_PROMPT, 1, sampling, FIRST_VERSION)):
+        async with asyncio.timeout(CORE_DEATH_DEADLINE_S):
             with pytest.raises(EngineDied):
-                await request
+                await waiting
+            with pytest.raises(EngineDied if call == "generate" else VersionMismatch):
+                await engine.generate(SHORT_PROMPT, 1, sampling, FIRST_VERSION)
     finally:
         await engine.stop()
 
