@@ -170,7 +170,7 @@ class PublishedWeights(Record):
 
     full_bytes: int
     delta_bytes: int | None = None  # from the version published before; None: only the full copy is served
-    encode_s: float  # time of the thread that makes digests and delta, beside the optimizer
+    encode_s: float  # of the threads that make digests and delta, all together, beside the optimizer
     publish_s: float  # from the start of the optimizer step to the announcement
 
 

@@ -35,10 +35,13 @@ from services.trainer.gradient.gac import GacAction
 from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped, TrainingJob
 from services.trainer.lockstep import create_feed
+from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats
 from services.trainer.world import ALONE, World
+
+COMPILING_DEVICES = ("cuda",)
 
 
 class TrainLoop:
@@ -59,6 +62,7 @@ class TrainLoop:
 
     def run(self) -> None:
         try:
+            self._warm_up()
             self._publisher.start()
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
                 self.run_iteration(state.next_iteration, state.policy_version)
@@ -70,6 +74,16 @@ class TrainLoop:
             if self._is_between_iterations() and self._world.size == 1:  # other ranks may be in the middle of a pass
                 self._publisher.leave()
             raise
+
+    def _warm_up(self) -> None:
+        """Compile the kernels of packed attention, on devices where these are compiled."""
+        model, device = self._policy.model, self._world.device
+        if device.type not in COMPILING_DEVICES or not model.passes.is_packed:
+            return
+        self._job.doing = "compiling its kernels"
+        for _ in warm_up(model, device):
+            self._job.check()
+        self._policy.optimizer.drop_gradients()
 
     def _is_between_iterations(self) -> bool:
         """Return whether the weights are those of the last committed iteration, unchanged by updates of the next."""

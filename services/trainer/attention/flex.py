@@ -1,8 +1,12 @@
 """Shared-prompt attention by FlexAttention, for CUDA: one compiled kernel that skips blocks where nothing is visible.
 
-The row is padded to whole blocks. So the kernel sees few lengths, and never uses the variant for fewer queries than a
-block, which refuses head groups that are not a power of two. Padding places see each other and the prefix only. On
-the CPU the forward pass runs too (but no backward pass), so it can be tested without a GPU.
+The row is padded to whole blocks, two at least. So the kernel sees few lengths, and never uses the variant for fewer
+queries than a block, which refuses head groups that are not a power of two. Padding places see each other and the
+prefix only. On the CPU the forward pass runs too (but no backward pass), so it can be tested without a GPU.
+
+PyTorch compiles anew, which takes about ten seconds, for a second length (then for all lengths), for a single block and
+for other strides. `passes/warm_up.py` has two lengths compiled before training begins. A single block and other strides
+never come: rows have two blocks at least, and tensors are made contiguous.
 
 Segments lie in pre-order, so those that may see a segment follow it in one run, which ends at `leave`. One mask
 function serves all layouts: a query sees a key if key <= query < leave of the key.
@@ -21,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from services.trainer.attention.layout import PackedLayout
 
 BLOCK = 128  # places
+MIN_PLACES = 2 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class FlexPlan:
     ) -> torch.Tensor:
         """Return the attention output [B, T, H, D]."""
         padding = (0, 0, 0, self.num_padding)
-        query, key, value = (torch.nn.functional.pad(each, padding) for each in (query_BHTD, key_BKTD, value_BKTD))
+        inputs = (query_BHTD, key_BKTD, value_BKTD)
+        query, key, value = (torch.nn.functional.pad(each, padding).contiguous() for each in inputs)
         is_grouped = query_BHTD.shape[1] != key_BKTD.shape[1]
         attend = compiled(flex_attention) if query_BHTD.is_cuda else flex_attention
         attended_BHTD = attend(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
@@ -43,7 +49,7 @@ class FlexPlan:
 def plan_flex(layout: PackedLayout) -> FlexPlan:
     """Build the block mask, once per micro-batch."""
     device = layout.position_ids.device
-    num_padding = -layout.num_places % BLOCK
+    num_padding = max(MIN_PLACES - layout.num_places, -layout.num_places % BLOCK)
     length = layout.num_places + num_padding
     leave_T = leave_places(layout, num_padding).to(device)
 

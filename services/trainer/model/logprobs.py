@@ -20,6 +20,7 @@ import torch
 BLOCK_ROWS = 1024  # rows for one matrix product: 1,024 x 50,000 x 2 bytes is 100 MB
 KEPT_BYTES = 512 << 20
 ROWS = 16  # rows of float32 at a time: 16 x 50,000 x 4 bytes is 3 MB
+ROWS_ON_DEVICE = 128  # with 16 an H100 takes 1.7 times as long; 1,024 gain 8% more, for eight times the memory
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -74,8 +75,9 @@ def excess_probabilities(
     precise = torch.promote_types(hidden.dtype, torch.float32)
     logprobs, entropy = (torch.empty(len(hidden), dtype=precise, device=hidden.device) for _ in range(2))
     logits = torch.mm(hidden, weight.T)
-    for start in range(0, len(hidden), ROWS):
-        rows = slice(start, start + ROWS)
+    num_rows = ROWS_ON_DEVICE if hidden.device.type in ("cuda", "npu") else ROWS
+    for start in range(0, len(hidden), num_rows):
+        rows = slice(start, start + num_rows)
         target_R1 = targets[rows, None]
         scaled = logits[rows].to(precise).div_(temperature)
         log_probabilities, probabilities = scaled.log_softmax(-1), scaled.softmax(-1)  # an exp would take longer

@@ -2,10 +2,12 @@
 
 import threading
 import time
+import weakref
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -14,6 +16,7 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from onbeat.config import JobConfig
+from onbeat.hardware.cores import available_cores
 from onbeat.weights import delta
 from onbeat.weights.host import full_plan
 from onbeat.weights.server import Payload
@@ -23,6 +26,24 @@ from services.trainer.world import ALONE, World
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+CORES_PER_ENCODER = 4  # the others compute meanwhile
+
+
+class HostMemory:
+    """The host memory of copies from a device. A copy that nothing refers to any more gives its memory to the next one
+    of its size: writing into new memory takes several times as long."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
+
+    def copy(self, tensor: torch.Tensor) -> memoryview:
+        """Return a copy of the tensor's bytes, row-major, little-endian."""
+        free = self._free[tensor.numel() * tensor.element_size()]
+        whole = free.pop() if free else torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        whole.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        owner = whole.numpy()  # all views of the bytes keep this object
+        weakref.finalize(owner, free.append, whole).atexit = False
+        return memoryview(owner).toreadonly()
 
 
 @dataclass(frozen=True)
@@ -36,8 +57,9 @@ class Snapshot:
     buffers: tuple[memoryview, ...]
     shard: int = 0  # the rank that holds it; a version in one piece has one shard
     delta: Payload | None = None  # the delta from `delta.key.base_version`
-    encode_s: float = 0.0  # seconds of a thread, for digests, checksums and delta
+    encode_s: float = 0.0  # seconds of all threads together for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
+    memory: HostMemory = field(default_factory=HostMemory, repr=False, compare=False)  # for the next version's copies
 
     @property
     def policy_version(self) -> int:
@@ -69,18 +91,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The thread's result for one tensor."""
+    """A thread's result for one tensor."""
 
     entry: Tensor
     buffer: memoryview
     encoding: delta.Encoding  # of the delta
     change: memoryview
+    seconds: float
 
 
 class SnapshotWriter:
     """A writer that takes a snapshot tensor by tensor, while the optimizer updates the next ones.
 
-    `put` copies and returns; a thread makes the digest, the checksum, and the delta from `base` if there is one.
+    `put` copies and returns; threads make the digest, the checksum, and the delta from `base` if there is one.
     `is_in_place`: `base` and the snapshot are views of the parameters. Then `put` copies nothing, and `keep` copies
     what a step is about to change.
     """
@@ -90,11 +113,12 @@ class SnapshotWriter:
         self._started_at = time.monotonic()
         self._encoded: dict[str, Future[Encoded]] = {}
         self._held: dict[str, tuple[Tensor, memoryview | None]] = {}  # the base's, with its bytes if they are here
+        self._memory = HostMemory() if base is None else base.memory
         if base is not None:
             entries = zip(base.entries, base.buffers, strict=True)
             self._held = {entry.name: (entry, None if is_in_place else buffer) for entry, buffer in entries}
-        self._encode_s = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode-weights")
+        num_threads = max(1, len(available_cores()) // CORES_PER_ENCODER)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="encode-weights")
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the base's bytes of a parameter that is about to change, for its delta."""
@@ -104,19 +128,20 @@ class SnapshotWriter:
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Take the tensor into the version: as a copy, which later changes do not reach, or in place."""
         assert name not in self._encoded, f"{name} is put twice"
-        buffer = host_bytes(tensor, is_copied=not self._is_in_place)
+        is_here = tensor.device.type == "cpu"
+        buffer = host_bytes(tensor, is_copied=not self._is_in_place) if is_here else self._memory.copy(tensor)
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
         entry = Tensor(name=name, dtype=dtype, shape=tensor.shape, size_bytes=len(buffer))
-        self._encoded[name] = self._thread.submit(self._encode, entry, buffer, tensor.element_size())
+        self._encoded[name] = self._threads.submit(self._encode, entry, buffer, tensor.element_size())
 
     def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
-        """Wait for the thread after all tensors are put. `order`: of the manifest; by default that of `put`.
+        """Wait for the threads after all tensors are put. `order`: of the manifest; by default that of `put`.
 
         In a `world` of several ranks, each puts its own run of the tensors, ascending by rank: its shard. All must
         call this.
         """
         encoded = [self._encoded[name].result() for name in (self._encoded if order is None else order)]
-        self._thread.shutdown()
+        self._threads.shutdown()
         manifest = join_shards(self._version, [each.entry for each in encoded], world)
         change = None
         if self._base is not None and self._base.manifest.layout == manifest.layout:
@@ -125,8 +150,8 @@ class SnapshotWriter:
             changed = [(index, each) for index, each in indexed if each.encoding is not delta.Encoding.UNCHANGED]
             plan = Plan.of((index, each.encoding, len(each.change)) for index, each in changed)
             change = Payload(key, plan, [each.change for _, each in changed])
-        buffers = tuple(each.buffer for each in encoded)
-        return Snapshot(manifest, buffers, world.rank, change, self._encode_s, self._started_at)
+        buffers, encode_s = tuple(each.buffer for each in encoded), sum(each.seconds for each in encoded)
+        return Snapshot(manifest, buffers, world.rank, change, encode_s, self._started_at, self._memory)
 
     def _encode(self, entry: Tensor, buffer: memoryview, item_bytes: int) -> Encoded:
         started = time.monotonic()
@@ -139,8 +164,7 @@ class SnapshotWriter:
             else:
                 encoding, encoded = delta.encode(base, buffer, item_bytes)
                 change = memoryview(encoded)
-        self._encode_s += time.monotonic() - started
-        return Encoded(entry, buffer, encoding, change)
+        return Encoded(entry, buffer, encoding, change, time.monotonic() - started)
 
 
 def join_shards(version: int, entries: list[Tensor], world: World) -> Manifest:

@@ -14,6 +14,7 @@ from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
+from services.trainer import loop
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
@@ -73,6 +74,17 @@ def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path)
     assert gap(model_of(sync), expected).max() > 1e-2, "the job must have moved the weights for this to mean anything"
     assert gap(found, expected).mean() < 1e-6
     assert gap(found, expected).max() < 1e-3
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
+def test_a_warm_up_changes_no_bit_of_the_training(lora, tmp_path, monkeypatch):
+    config, groups = job_config(schedule=PERIODIC, **lora), recorded_iterations()
+    _, expected = train(config, groups, tmp_path / "cold")
+    monkeypatch.setattr(loop, "COMPILING_DEVICES", ("cpu",))
+    _, found = train(config, groups, tmp_path / "warm")
+    assert "compiling its kernels" in found.doings
+    assert "compiling its kernels" not in expected.doings
+    assert [commit[:2] for commit in found.commits] == [commit[:2] for commit in expected.commits]
 
 
 def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):

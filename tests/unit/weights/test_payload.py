@@ -33,7 +33,8 @@ from onbeat.weights.wire import (
     read_varint,
     varint,
 )
-from services.trainer.weights.store import SnapshotWriter, WeightStore, take_snapshot
+from services.trainer.weights import store
+from services.trainer.weights.store import HostMemory, SnapshotWriter, WeightStore, take_snapshot
 
 SOON_S = 5.0
 KEY = PayloadKey(1)
@@ -304,11 +305,12 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_a_snapshot_does_not_change_when_training_goes_on():
+def test_a_snapshot_does_not_change_when_training_goes_on(monkeypatch):
+    monkeypatch.setattr(store, "CORES_PER_ENCODER", 10_000)  # one thread
     live = weights()
     before = {name: bits(tensor) for name, tensor in live.items()}
     may_encode, writer = threading.Event(), SnapshotWriter(1)
-    writer._thread.submit(may_encode.wait)  # the encoder comes late
+    writer._threads.submit(may_encode.wait)  # the encoder comes late
     for name, tensor in live.items():
         writer.put(name, tensor)
         tensor.fill_(7)
@@ -318,6 +320,60 @@ def test_a_snapshot_does_not_change_when_training_goes_on():
         assert bytes(buffer) == before[entry.name]
         assert entry.digest == blake3(before[entry.name]).digest()
         assert entry.checksum == xxh3_128_digest(before[entry.name])
+
+
+@pytest.mark.parametrize("num_cores", [2, 16])
+def test_snapshots_are_the_same_with_any_number_of_threads(num_cores, monkeypatch):
+    monkeypatch.setattr(store, "available_cores", lambda: list(range(num_cores)))
+    live = {f"{name}{layer}": tensor for layer in range(20) for name, tensor in weights(layer).items()}
+    base = take_snapshot(0, live.items())
+    for tensor in live.values():
+        tensor.view(-1)[:1] += 1
+    snapshot = take_snapshot(1, live.items(), base=base)
+    assert snapshot.encode_s > 0
+    monkeypatch.setattr(store, "CORES_PER_ENCODER", 10_000)  # one thread
+    alone = take_snapshot(1, live.items(), base=base)
+    assert snapshot.manifest == alone.manifest
+    assert snapshot.delta.plan == alone.delta.plan
+    assert snapshot.delta.slices(0, alone.delta.plan.size_bytes) == alone.delta.slices(0, alone.delta.plan.size_bytes)
+
+
+@pytest.mark.parametrize("name", ["w", "v", "empty", "scalar"])
+def test_memory_of_a_copy_is_used_again_when_it_is_not_needed(name):
+    memory, tensor = HostMemory(), weights()[name]
+    copy = memory.copy(tensor)
+    assert bytes(copy) == bits(tensor)
+    part, address = copy[:2], np.frombuffer(copy, np.uint8).ctypes.data
+    del copy
+    other = memory.copy(tensor)
+    if tensor.numel() > 0:
+        assert np.frombuffer(other, np.uint8).ctypes.data != address, "a part of the first is still referred to"
+    del part
+    tensor.fill_(7)
+    again = memory.copy(tensor)
+    assert bytes(again) == bits(tensor)
+    assert np.frombuffer(again, np.uint8).ctypes.data == address
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_versions_from_a_device_use_the_memory_of_older_ones():
+    live = {"w": weights()["w"].as_subclass(OnDevice)}
+    snapshots = [take_snapshot(0, live.items())]
+    snapshots.append(take_snapshot(1, live.items(), base=snapshots[0]))
+    addresses = [np.frombuffer(each.buffers[0], np.uint8).ctypes.data for each in snapshots]
+    assert len(set(addresses)) == 2, "both are served"
+    del snapshots[0]
+    others = [torch.empty_like(weights()["w"]) for _ in range(100)]  # they would get memory that is given back
+    live["w"].fill_(7)
+    snapshots.append(take_snapshot(2, live.items(), base=snapshots[-1]))
+    assert np.frombuffer(snapshots[-1].buffers[0], np.uint8).ctypes.data == addresses[0]
+    assert addresses[0] not in {other.data_ptr() for other in others}
+    assert bytes(snapshots[-1].buffers[0]) == bits(live["w"])
 
 
 def test_a_snapshot_in_place_has_the_digests_and_delta_of_a_copy():

@@ -1,0 +1,44 @@
+"""Passes over random tokens before training begins, so that no iteration waits for kernels to be compiled.
+
+They come before the first version is published: an engine on the same device, which starts then, measures the free
+memory, and must find what the trainer leaves.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.batch import pack
+from services.trainer.model.model import response_logprobs
+
+NUM_GROUPS = (4, 8)  # two lengths: for the second one the compiler makes kernels that take any
+PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 40, 20, 2
+NUM_TOKENS = 256  # of the vocabulary are used: the last ones of some models stand for no text
+
+
+def warm_up(model: Any, device: torch.device) -> Iterator[None]:
+    """Pass rows of two lengths through the model, forward and backward, and without a gradient, as frozen models are
+    passed; yield after each. The caller drops the gradient. All ranks of a sharded model must do this."""
+    num_tokens = min(NUM_TOKENS, model.config.get_text_config().vocab_size)
+    for num_groups in NUM_GROUPS:
+        batch = pack([random_group(seed, num_tokens) for seed in range(num_groups)], device)
+        with torch.no_grad():
+            response_logprobs(model, batch, temperature=1.0)
+        yield
+        response_logprobs(model, batch, temperature=1.0)[0].sum().backward()
+        yield
+
+
+def random_group(seed: int, num_tokens: int) -> RolloutGroup:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(num_tokens, (count,), generator=generator).tolist()
+
+    responses = [
+        Response(token_ids=tokens(RESPONSE_TOKENS), rollout_logprobs=[0.0] * RESPONSE_TOKENS)
+        for _ in range(NUM_RESPONSES)
+    ]
+    return RolloutGroup(group_id=str(seed), prompt_token_ids=tokens(PROMPT_TOKENS), responses=responses)
