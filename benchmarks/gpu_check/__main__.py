@@ -7,6 +7,7 @@ at most. Without a GPU the same parts run on the CPU, with tiny shapes. Everythi
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,10 +36,10 @@ class Part:
 PARTS = [
     Part("attention", 120, "FlexAttention, compiled, forward and backward, against a dense mask", needs_packages=False),
     Part("step", 120, "the trainer's whole step from a recorded stream"),
-    Part("job", 170, "a complete job on the transformers engine"),
     Part("publish", 60, "snapshot, digests and delta of a 1.5B model"),
     Part("invariance", 40, "operators whose bits depend on the batch", needs_packages=False),
     Part("packing", 140, "shared prompts against varlen and against rows, Qwen2.5 1.5B and 7B"),
+    Part("job", 170, "a complete job on the transformers engine"),
     Part("quickstart", 240, "the quick start with vLLM, where vLLM is installed"),
 ]
 
@@ -98,10 +99,19 @@ class Check:
         self.result["seconds"] = time.monotonic() - self._started
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "gpu_check.json").write_text(json.dumps(self.result, indent=2) + "\n")
+            (self._folder / "gpu_check.json").write_text(in_lines(self.result) + "\n")
 
     def _say(self, sentence: str) -> None:
         print(f"[{time.monotonic() - self._started:4.0f} s] {sentence}", flush=True)
+
+
+def in_lines(result: dict[str, Any]) -> str:
+    """Return the result as JSON, with one line for each check and figure.
+
+    >>> in_lines({"checks": [{"name": "a", "is_met": True}]})
+    '{\\n  "checks": [\\n    { "name": "a", "is_met": true }\\n  ]\\n}'
+    """
+    return re.sub(r"{[^{}]*}", lambda found: " ".join(found[0].split()), json.dumps(result, indent=2))
 
 
 def last_lines(log: Path, count: int) -> str:

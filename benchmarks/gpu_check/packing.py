@@ -114,7 +114,7 @@ def time_head(size: str, model, place: Place, findings: Findings) -> None:
 
     seconds = {}
     for num_rows in (16, 128, 1024):
-        with patch.object(output_head, "ROWS", num_rows):
+        with patch.multiple(output_head, ROWS=num_rows, ROWS_ON_DEVICE=num_rows):
             seconds[f"rows_{num_rows}_s"] = place.seconds(run, REPETITIONS[size])
     model.zero_grad(set_to_none=True)
     findings.figure(f"{size}, output head, {num_tokens} tokens", **seconds)

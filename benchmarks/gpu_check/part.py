@@ -50,20 +50,26 @@ class Place:
 
 
 class Findings:
-    """Checks are right or wrong; figures are what they are; left out is what could not run, in sentences."""
+    """The results of a part: checks, which are met or not; figures; and sentences on what could not run.
+
+    `at_s` of a check or a figure: seconds since the part began.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self._file, self._started = file, time.monotonic()
         self._content: dict[str, list[Any]] = {"checks": [], "figures": [], "left_out": []}
 
     def check(self, name: str, is_met: bool, **numbers: Any) -> None:
-        self._add("checks", {"name": name, "is_met": bool(is_met)} | numbers)
+        self._add("checks", {"name": name, "is_met": bool(is_met)} | numbers | self._now())
 
     def figure(self, name: str, **numbers: Any) -> None:
-        self._add("figures", {"name": name} | numbers)
+        self._add("figures", {"name": name} | numbers | self._now())
 
     def leave_out(self, sentence: str) -> None:
         self._add("left_out", sentence)
+
+    def _now(self) -> dict[str, float]:
+        return {"at_s": time.monotonic() - self._started}
 
     def _add(self, kind: str, finding: Any) -> None:
         self._content[kind].append(finding)

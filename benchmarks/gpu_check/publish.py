@@ -1,7 +1,7 @@
 """The way from an optimizer step to a version that rollouts can pull: copies to the host, digests, the delta, overlap.
 
-The copy is timed as the trainer does it, into ordinary memory, and into pinned memory. Digests (BLAKE3), checksums
-(XXH3) and deltas are made by one thread of the trainer while the device is at the next parameters.
+The copy is timed as the trainer does it, into memory of an older version, and into pinned memory. Digests (BLAKE3),
+checksums (XXH3) and deltas are made by threads of the trainer while the device is at the next parameters.
 """
 
 import time
@@ -16,7 +16,7 @@ from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import OptimizerConfig
 from onbeat.weights import delta
 from services.trainer.model.optimizer import MasterAdamW
-from services.trainer.weights.store import Snapshot, SnapshotWriter, host_bytes, take_snapshot
+from services.trainer.weights.store import HostMemory, Snapshot, SnapshotWriter, take_snapshot
 
 LEARNING_RATE = 1e-6
 CODEC_BYTES = 256 << 20
@@ -45,7 +45,7 @@ def give_gradients(optimizer: MasterAdamW) -> None:
 
 def time_copies(tensor: torch.Tensor, place: Place, findings: Findings) -> None:
     num_bytes = tensor.numel() * tensor.element_size()
-    rates = {"as_the_trainer": num_bytes / place.seconds(partial(host_bytes, tensor), 3) / 1e9}
+    rates = {"as_the_trainer": num_bytes / place.seconds(partial(HostMemory().copy, tensor), 3) / 1e9}
     if not place.is_tiny:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         rates["pinned"] = num_bytes / place.seconds(lambda: pinned.copy_(tensor.detach(), non_blocking=True), 3) / 1e9

@@ -54,7 +54,7 @@ def test_an_unknown_part_is_refused_with_the_known_ones(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu-check", "atention"])
     with pytest.raises(SystemExit):
         main()
-    assert "no part atention; there are attention, step, job" in capsys.readouterr().err
+    assert "no part atention; there are attention, step, publish" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
