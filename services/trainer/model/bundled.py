@@ -4,12 +4,16 @@
 It is dequantised once into an ordinary bfloat16 safetensors model and cached.
 """
 
+import contextlib
+import functools
 import importlib.util
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from onbeat.bundled import is_complete, model_folder
 
@@ -32,11 +36,11 @@ def prepare(name: str, cache_dir: Path) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ValueError(f"bundled:{name} needs the package {package.replace('_', '-')}; run `make setup`")
-    gguf = find_gguf(Path(spec.origin).parent, file_name)
+    file = find_gguf(Path(spec.origin).parent, file_name)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
-        convert_gguf(gguf, partial)
+        convert_gguf(file, partial)
         make_readable(partial)
         partial.rename(target)
     except OSError:
@@ -54,14 +58,19 @@ def find_gguf(folder: Path, file_name: str) -> Path:
     return found[0]
 
 
-def convert_gguf(gguf: Path, target: Path) -> None:
+def convert_gguf(file: Path, target: Path) -> None:
     """Dequantise with transformers, then copy into a plain model: the loaded one refuses to be saved."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logger.info("converting %s once; the result is cached", gguf.name)
-    source = {"gguf_file": gguf.name, "local_files_only": True}
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **source)
+    logger.info("converting %s once; the result is cached", file.name)
+    source = {"gguf_file": file.name, "local_files_only": True}
+    # Otherwise transformers reads the file three times and lists the names of its tensors 400 times,
+    # which takes longer than everything else.
+    with cached(gguf, "GGUFReader", "get_tensor_name_map"):
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **source)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -69,7 +78,20 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def cached(module: ModuleType, *names: str) -> Iterator[None]:
+    """Let these functions of a module keep their results inside the block."""
+    functions = {name: getattr(module, name) for name in names}
+    for name, function in functions.items():
+        setattr(module, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(module, name, function)
 
 
 def make_readable(folder: Path) -> None:
