@@ -1,9 +1,11 @@
-"""Install pinned packages beside the Python that runs this: `python requirements/install.py LOCK...`.
+"""Install pinned packages: `python requirements/install.py [--python PYTHON] LOCK...`.
 
 uv installs them, several times faster than pip, from the package sources that pip is configured for. Where there is no
-uv for this machine, or it fails, pip installs them. Only the standard library is there yet.
+uv for this machine, or it fails, pip installs them. uv and pip are beside the Python that runs this, and so are the
+packages unless --python names another one. Only the standard library is there yet.
 """
 
+import argparse
 import ast
 import os
 import subprocess
@@ -16,7 +18,8 @@ UV = "uv==0.13.9"
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # Python keeps the bytecode of modules that it imports. They are a small part: there is no need to compile them all.
 COMPILES = sys.dont_write_bytecode
-PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--compile" if COMPILES else "--no-compile"]
+INSTALL = ["install", "--quiet", "--no-deps", "--compile" if COMPILES else "--no-compile"]
+PIP = [sys.executable, "-m", "pip"]
 # Where pip is configured to take packages from, and the variable that tells uv the same.
 UV_VARIABLES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -36,38 +39,43 @@ class InstallError(Exception):
     """The installer failed; the message is its output."""
 
 
-def main(locks: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=sys.executable, help="the Python that gets the packages")
+    parser.add_argument("locks", nargs="+", metavar="LOCK")
+    options = parser.parse_args()
+    pip = [*PIP, "--python", options.python, *INSTALL]
     try:
-        install_local_versions([line for lock in locks for line in Path(lock).read_text().splitlines()])
-        requirements = [f"--requirement={lock}" for lock in locks]
+        install_local_versions([line for lock in options.locks for line in Path(lock).read_text().splitlines()], pip)
+        requirements = [f"--requirement={lock}" for lock in options.locks]
         try:
-            install_with_uv(requirements)
+            install_with_uv(options.python, requirements)
         except (InstallError, OSError) as error:
             say(f"uv cannot install the packages, so pip does, which takes minutes. uv's problem:\n{error}")
-            run([*PIP, *requirements])
+            run([*pip, *requirements])
     except InstallError as error:
         say(f"the pinned packages could not be installed:\n{error}")
         return 1
     return 0
 
 
-def install_local_versions(pins: list[str]) -> None:
+def install_local_versions(pins: list[str], pip: list[str]) -> None:
     """Install them from pip's package sources or, where these have none, from PyTorch's own index."""
     for pin in pins:
         if "+" not in pin.partition(";")[0]:
             continue
         try:
-            run([*PIP, pin])
+            run([*pip, pin])
         except InstallError as error:
             if "No matching distribution found" not in str(error):
                 raise
             say(f"pip's package sources have no {pin}: it is installed from {PYTORCH_INDEX}")
-            run([*PIP, "--index-url", PYTORCH_INDEX, pin])
+            run([*pip, "--index-url", PYTORCH_INDEX, pin])
 
 
-def install_with_uv(requirements: list[str]) -> None:
+def install_with_uv(python: str, requirements: list[str]) -> None:
     """Take the best version of all package sources, as pip does."""
-    run([*PIP, UV])
+    run([*PIP, *INSTALL, UV])
     settings = pip_settings()
     options = ["--quiet", "--no-deps", "--index-strategy", "unsafe-best-match"]
     options.append("--compile-bytecode" if COMPILES else "--no-compile-bytecode")
@@ -79,18 +87,19 @@ def install_with_uv(requirements: list[str]) -> None:
         if option in settings
     }
     uv = Path(sys.executable).with_name("uv")
-    run([str(uv), "pip", "install", "--python", sys.executable, *options, *requirements], variables)
+    run([str(uv), "pip", "install", "--python", python, *options, *requirements], variables)
 
 
 def pip_settings() -> dict[str, str]:
     """Return what `pip install` is configured for: in files, for it alone, in the environment; the last one wins."""
-    listed = run([sys.executable, "-m", "pip", "config", "list"]).splitlines()
+    listed = run([*PIP, "config", "list"]).splitlines()
     settings = {}
     for section in ("global.", "install.", ":env:."):
         for line in listed:
             if line.startswith(section):
-                option, _, value = line.removeprefix(section).partition("=")
-                settings[option] = ast.literal_eval(value)
+                option, _, text = line.removeprefix(section).partition("=")
+                if value := ast.literal_eval(text):  # pip ignores empty ones
+                    settings[option] = value
     return settings
 
 
@@ -109,4 +118,4 @@ def say(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,8 +24,8 @@ WORKDIR /src
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-COPY requirements/image.lock requirements/
-RUN python3 -m venv /tools && /tools/bin/pip install --quiet --no-deps -r requirements/image.lock
+COPY requirements/image.lock requirements/install.py requirements/
+RUN python3 -m venv /tools && /tools/bin/python requirements/install.py requirements/image.lock
 COPY deploy/docker/install-packages.sh deploy/docker/install-code.sh deploy/docker/
 
 FROM tools AS packages

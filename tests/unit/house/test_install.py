@@ -62,20 +62,20 @@ def install(tmp_path: Path) -> Installer:
     script.write_text(text.replace(PYTORCH, (tmp_path / "pytorch").as_uri()))
     (tmp_path / "cpu.lock").write_text("plain==1.0\nkernels==1.0+cpu ; python_version > '3'\n")
 
-    def run(pip_conf: str = "") -> subprocess.CompletedProcess[str]:
+    def run(pip_conf: str = "", *options: str) -> subprocess.CompletedProcess[str]:
         conf = tmp_path / "pip.conf"
         conf.write_text(f"[global]\nindex-url = {(tmp_path / 'company').as_uri()}\n{pip_conf}")
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
         env |= {"PIP_CONFIG_FILE": str(conf), "UV_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
-        command = [tmp_path / "venv/bin/python", script, tmp_path / "cpu.lock"]
+        command = [tmp_path / "venv/bin/python", script, *options, tmp_path / "cpu.lock"]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
     return run
 
 
-def installed(folder: Path) -> dict[str, str]:
+def installed(folder: Path, environment: str = "venv") -> dict[str, str]:
     """The packages' versions, and who installed them."""
-    found = (folder / "venv").glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
+    found = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
     return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in found}
 
 
@@ -114,8 +114,9 @@ def test_uv_gets_the_sources_that_pip_has(install: Installer, tmp_path: Path) ->
     publish(tmp_path / "company", "kernels", "1.0+cpu")
     publish(tmp_path / "company", "uv", uv_version(), '#!/bin/sh\nenv >"$HOME/variables"\n')
     (tmp_path / "a.pem").touch()
+    empty = "index-url =\n"  # leaves the one above, as in pip
     done = install(
-        f"extra-index-url = file:///a\n  file:///b\nfind-links = /c /d\n[install]\ncert = {tmp_path}/a.pem\n"
+        f"extra-index-url = file:///a\n  file:///b\nfind-links = /c /d\n[install]\ncert = {tmp_path}/a.pem\n{empty}"
     )
     assert done.returncode == 0, done.stderr
     variables = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines())
@@ -134,6 +135,18 @@ def test_uv_installs_what_is_not_there_yet(install: Installer, tmp_path: Path) -
     done = install(f"extra-index-url = {(tmp_path / 'none').as_uri()}\nfind-links = {links}\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert installed(tmp_path) == {"plain-1.0": "uv", "kernels-1.0+cpu": "pip", f"uv-{uv_version()}": "pip"}
+
+
+@pytest.mark.skipif(not UV.exists(), reason="set-up found no uv for this machine")
+def test_another_python_gets_the_packages_and_no_installer(install: Installer, tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", symlinks=True)
+    publish(tmp_path / "company", "uv", uv_version(), f'#!/bin/sh\nexec "{UV}" "$@"\n')
+    publish(tmp_path / "company", "plain", "1.0")
+    publish(tmp_path / "pytorch", "kernels", "1.0+cpu")
+    done = install("", "--python", str(tmp_path / "other/bin/python"))
+    assert done.returncode == 0, done.stderr
+    assert installed(tmp_path, "other") == {"plain-1.0": "uv", "kernels-1.0+cpu": "pip"}
+    assert installed(tmp_path) == {f"uv-{uv_version()}": "pip"}
 
 
 @pytest.fixture
