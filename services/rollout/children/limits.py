@@ -1,11 +1,12 @@
 """The limits of all child processes, which a child sets on itself before it imports foreign code."""
 
 import contextlib
+import json
 import os
 import resource
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from onbeat.confine import MEBIBYTE, lower_limits
 
@@ -33,9 +34,26 @@ def restrict_this_process(memory_mb: int, max_open_files: int) -> None:
             Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
 
 
-def take_protocol_streams() -> tuple[TextIO, TextIO]:
+class Answers:
+    """The child's end of the protocol: lines of JSON, each with the number of its request."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        os.register_at_fork(after_in_child=self._fall_silent)
+
+    def _fall_silent(self) -> None:
+        """Keep a process that foreign code forks, and that runs on here, from answering a second time."""
+        os.dup2(1, self._stream.fileno())
+
+    def send(self, request: int, step: str, **fields: Any) -> None:
+        line = json.dumps({"request": request, "step": step, **fields}, allow_nan=False)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def take_protocol_streams() -> tuple[TextIO, Answers]:
     """Keep stdin and stdout for the protocol: user code reads an empty stdin, and what it prints goes to stderr."""
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), Answers(os.fdopen(os.dup(1), "w"))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

@@ -27,7 +27,13 @@ from onbeat.confine import die_with_parent
 from onbeat.environments import Environment, Outcome, Session, Task
 from onbeat.environments.final_reward import SCORE
 from onbeat.environments.load import load_environment
-from services.rollout.children.limits import MAX_ANSWER_BYTES, MAX_MESSAGE, restrict_this_process, take_protocol_streams
+from services.rollout.children.limits import (
+    MAX_ANSWER_BYTES,
+    MAX_MESSAGE,
+    Answers,
+    restrict_this_process,
+    take_protocol_streams,
+)
 from services.rollout.children.numbers import InvalidReward, check_numbers
 from services.rollout.rewards.outcome import RewardRequest, Score
 from services.rollout.rewards.pool import RewardPool
@@ -48,10 +54,10 @@ def main() -> None:
     die_with_parent()
     restrict_this_process(int(sys.argv[1]), MAX_OPEN_FILES)
     SCORE.set(Rewards(int(sys.argv[1])).score)
-    asyncio.run(serve(requests, Answers(answers)))
+    asyncio.run(serve(requests, answers))
 
 
-async def serve(requests: TextIO, answers: "Answers") -> None:
+async def serve(requests: TextIO, answers: Answers) -> None:
     """Answer one request after another, until stdin ends."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     program = json.loads(await asyncio.to_thread(requests.readline))
@@ -71,7 +77,7 @@ async def serve(requests: TextIO, answers: "Answers") -> None:
     os._exit(0)  # threads of an environment may hang
 
 
-async def report(playing: Any, answers: "Answers", request: int, episode: int) -> None:
+async def report(playing: Any, answers: Answers, request: int, episode: int) -> None:
     try:
         outcome = await playing
     except BaseException as error:  # noqa: BLE001  as above, and a tool may well call sys.exit
@@ -107,23 +113,6 @@ class Rewards:
         while not scores:  # a process may have reached the end of its life
             await self._pool.score(request, [0], scores, math.inf)
         return {"reward": scores[0].reward} | scores[0].parts
-
-
-class Answers:
-    """The parent's end of the protocol."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        os.register_at_fork(after_in_child=self._fall_silent)
-
-    def _fall_silent(self) -> None:
-        """Keep a process that an environment forks, and that runs on here, from answering a second time."""
-        os.dup2(1, self._stream.fileno())
-
-    def send(self, request: int, step: str, **fields: Any) -> None:
-        line = json.dumps({"request": request, "step": step, **fields}, allow_nan=False)
-        self._stream.write(line + "\n")
-        self._stream.flush()
 
 
 def describe(error: BaseException, kind: str) -> dict[str, str]:

@@ -15,17 +15,18 @@ It speaks JSON lines: one request on stdin, several answers on stdout, each with
 The parent limits wall-clock time: it kills this process.
 """
 
+import functools
 import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from onbeat.confine import die_with_parent
 from onbeat.installed import REWARDS, load_installed
-from services.rollout.children.limits import restrict_this_process, take_protocol_streams
+from services.rollout.children.limits import MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
-from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, MAX_OPEN_FILES, CpuBudget, Limits
+from services.rollout.rewards.limits import LOAD_S, MAX_OPEN_FILES, CpuBudget, Limits
 
 RewardFunction = Callable[..., float | Mapping[str, float]]
 
@@ -35,8 +36,7 @@ def main() -> None:
     die_with_parent()
     limits = Limits.from_arguments(*sys.argv[1:])
     restrict_this_process(limits.memory_mb, MAX_OPEN_FILES)
-    budget = CpuBudget(limits)
-    scorer = ChildScorer(limits, budget, answers)
+    scorer = ChildScorer(limits, answers)
     for line in requests:
         scorer.answer(json.loads(line))
 
@@ -44,38 +44,33 @@ def main() -> None:
 class ChildScorer:
     """A scorer answers requests one after the other, each response within its CPU time."""
 
-    def __init__(self, limits: Limits, budget: CpuBudget, answers: TextIO) -> None:
-        self._limits, self._budget, self._answers = limits, budget, answers
-        self._request = 0  # number of the current request
+    def __init__(self, limits: Limits, answers: Answers) -> None:
+        self._limits, self._budget, self._answers = limits, CpuBudget(limits), answers
         self._is_new = True  # a process that has scored nothing is never worn, or nothing would be scored
 
     def answer(self, request: dict[str, Any]) -> None:
-        self._request, position, kind = request["request"], 0, "load"
+        position, kind, send = 0, "load", functools.partial(self._answers.send, request["request"])
         try:
             self._budget.grant(LOAD_S)
             reward = load_reward(request["reward"])
             kind = "options"
             check_options(reward, request["options"])
-            self._send("loaded")
+            send("loaded")
             kind = "raised"
             for position, response in enumerate(request["responses"]):
                 if self._budget.is_worn and not self._is_new:
-                    self._send("worn")
+                    send("worn")
                     return
                 self._budget.grant(self._limits.response_cpu_s)
-                self._send("scored", position=position, **score(reward, response, request))
+                send("scored", position=position, **score(reward, response, request))
                 self._is_new = False
         except MemoryError:
-            self._send("failed", position=position, kind="memory", message="the memory limit was reached")
+            send("failed", position=position, kind="memory", message="the memory limit was reached")
         except InvalidReward as error:
-            self._send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
+            send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
         except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
             message = f"{type(error).__name__}: {error}"
-            self._send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
-
-    def _send(self, step: str, **fields: Any) -> None:
-        self._answers.write(json.dumps({"request": self._request, "step": step, **fields}, allow_nan=False) + "\n")
-        self._answers.flush()
+            send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
 
 
 def load_reward(name: str) -> RewardFunction:

@@ -9,9 +9,7 @@ import time
 from dataclasses import dataclass
 
 from onbeat.confine import lower_limit
-from services.rollout.children.limits import LOAD_S, MAX_ANSWER_BYTES, MAX_FILE_BYTES, MAX_MESSAGE, NICENESS
-
-__all__ = ["LOAD_S", "MAX_ANSWER_BYTES", "MAX_FILE_BYTES", "MAX_MESSAGE", "NICENESS", "CpuBudget", "Limits"]
+from services.rollout.children.limits import LOAD_S
 
 RESPONSES_PER_LIFE = 20  # responses that use up all their time: after their CPU time a process is replaced
 MAX_OPEN_FILES = 256

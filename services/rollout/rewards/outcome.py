@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from onbeat.streams.codec import MAX_REWARD
-from services.rollout.rewards.limits import MAX_MESSAGE
+from services.rollout.children.limits import MAX_MESSAGE
 
 Number = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]  # reward or part
 

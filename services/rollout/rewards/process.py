@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
+from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
-from services.rollout.rewards.limits import LOAD_S, Limits
+from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
 CODE = "the reward"  # in messages

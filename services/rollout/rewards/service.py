@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from services.rollout.rewards.limits import MAX_ANSWER_BYTES
+from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.settings import RewardServiceSettings
 

@@ -22,8 +22,8 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.review import RewardUse, review_reward
 from services.rollout import claim_loop
+from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards import scorer as scorer_module
-from services.rollout.rewards.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score, ServiceMissing
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.rewards.service import MAX_RETRY_AFTER_S, read_retry_after

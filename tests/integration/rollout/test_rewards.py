@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.streams.codec import MAX_REWARD, check_group
+from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards import limits
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import Limits
@@ -332,7 +333,7 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
     expected = {
         "AS": 300,  # MiB
         "CORE": 0,
-        "FSIZE": limits.MAX_FILE_BYTES >> 20,
+        "FSIZE": MAX_FILE_BYTES >> 20,
         "NOFILE": limits.MAX_OPEN_FILES,
     }
     found = outcome.parts
@@ -340,7 +341,7 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
     assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
     assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
     assert found["CPU_hard"] == 120 + 20 * 31
-    assert (found["nice"], found["expendable"]) == (os.nice(0) + limits.NICENESS, 1000)
+    assert (found["nice"], found["expendable"]) == (os.nice(0) + NICENESS, 1000)
 
 
 def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
