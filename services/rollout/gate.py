@@ -156,7 +156,8 @@ class VersionGate:
     async def _reach(self, version: int) -> None:
         if self._load is not None:  # a load is never abandoned, even if the group that began it was cancelled
             await asyncio.wait({self._load})
-            self._raise_if_broken(self._load)
+            if not self._load.cancelled() and isinstance(error := self._load.exception(), EngineBroken):
+                raise error  # the group that began the load may have left before
         if self._engine.version() == version:
             return
         try:
@@ -170,11 +171,6 @@ class VersionGate:
             gone = VersionGone(str(error)) if self._puller.announcements.has_reached(version + 1) else error
             self._failure = (version, time.monotonic(), gone)
             raise gone from error
-
-    def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
-        """Raise EngineBroken if the load ended with it, as the group that began the load may have left before."""
-        if not load.cancelled() and isinstance(error := load.exception(), EngineBroken):
-            raise error
 
     async def _replace(self, pull: Pull) -> None:
         """Load the pulled version. Raises WeightsError when the version does not arrive (the engine then serves

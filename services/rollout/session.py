@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from onbeat.errors import JobNotFound, WeightsError
-from onbeat.types import EpisodeWait, JobState
+from onbeat.types import JobState
 from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory, staging_folder
 from services.rollout.claim_loop import Assignment, Ends
 from services.rollout.puller import WeightsPuller
@@ -67,42 +67,27 @@ class RolloutSession:
 
     # ---- reported in heartbeats ----------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> str:
-        if self._ends.drain.is_set():
-            return "draining"
+    def report(self) -> dict[str, Any]:
+        """Return the fields of a WorkerRecord that describe this session."""
         if self._parts is None:
-            return "starting"
-        if self._parts.gate.is_updating:
-            return "updating"
-        return "generating" if self.num_in_flight else "idle"
-
-    @property
-    def doing(self) -> str:
-        """The current step of the start, in words; after the start, an environment that takes long, or ''."""
-        if self.state == "starting":
-            return self._attachment.doing
-        flights = self._parts.loop.flights.values() if self._parts is not None else ()
-        return next((doing for flight in flights if (doing := flight.doing)), "")
-
-    @property
-    def waiting_episode(self) -> EpisodeWait | None:
-        """The episode that waits longest for its environment."""
-        flights = self._parts.loop.flights.values() if self._parts is not None else ()
+            state = self._state("starting")
+            doing = self._attachment.doing if state == "starting" else ""
+            return {"job_id": self.job_id, "state": state, "doing": doing}
+        flights = list(self._parts.loop.flights.values())
+        busy = "updating" if self._parts.gate.is_updating else "generating" if flights else "idle"
         waits = [wait for flight in flights if (wait := flight.wait)]
-        return max(waits, key=lambda wait: wait.waited_s, default=None)
+        return {
+            "job_id": self.job_id,
+            "state": self._state(busy),
+            "doing": next((doing for flight in flights if (doing := flight.doing)), ""),
+            "waiting_episode": max(waits, key=lambda wait: wait.waited_s, default=None),
+            "policy_version": self._parts.engine.version(),
+            "num_in_flight": len(flights),
+            "tokens_per_s": self._parts.producer.token_rate.per_second(),
+        }
 
-    @property
-    def policy_version(self) -> int | None:
-        return self._parts.engine.version() if self._parts is not None else None
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._parts.loop.flights) if self._parts is not None else 0
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self._parts.producer.token_rate.per_second() if self._parts is not None else None
+    def _state(self, otherwise: str) -> str:
+        return "draining" if self._ends.drain.is_set() else otherwise
 
     # ---- in the background ---------------------------------------------------------------------------------------
 

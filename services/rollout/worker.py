@@ -49,9 +49,8 @@ class Worker:
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
         try:
-            await self._ledger.workers.heartbeat(
-                self._settings.pool, self._record()
-            )  # others count it when they choose
+            # At once: others count it when they choose.
+            await self._ledger.workers.heartbeat(self._settings.pool, self._record())
             await self._ledger.workers.forget_old(self._settings.pool)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
@@ -187,19 +186,7 @@ class Worker:
             bfloat16=self._hardware.bfloat16,
             host=read_host(),
         )
-        session = self._session
-        if session is None:
-            return record
-        measured = {
-            "job_id": session.job_id,
-            "state": session.state,
-            "doing": session.doing,
-            "waiting_episode": session.waiting_episode,
-            "policy_version": session.policy_version,
-            "num_in_flight": session.num_in_flight,
-            "tokens_per_s": session.tokens_per_s,
-        }
-        return record.model_copy(update=measured)
+        return record if self._session is None else record.model_copy(update=self._session.report())
 
     async def _say_farewell(self) -> None:
         with best_effort(f"Redis still lists {self._settings.worker_id}"):
