@@ -7,6 +7,9 @@ STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
+# Tests that mostly keep one core busy or wait. The others start engines and whole stacks.
+SMALL_TESTS := $(addprefix tests/,unit/ docs/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
+SIDE_BY_SIDE := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 REHEARSAL := .venv-gpu-check
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
 NEEDED_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
@@ -57,14 +60,19 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: setup
+ifdef TESTS
 	$(BIN)/pytest $(TESTS)
+else
+	$(SIDE_BY_SIDE) $(SMALL_TESTS)
+	$(BIN)/pytest $(filter-out $(SMALL_TESTS) tests/integration/ %__pycache__/,$(wildcard tests/*/ tests/integration/*/))
+endif
 
 # The engines' numbers and the quick start as on a processor that has AVX2 alone.
 test-avx2:
 	$(MAKE) test ISA=avx2 TESTS='tests/integration/rollout/test_engines.py tests/e2e/test_onbeat_run.py -k "fresh or logprobs or quick_start"'
 
 test-unit: setup
-	$(BIN)/pytest tests/unit
+	$(SIDE_BY_SIDE) tests/unit
 
 bench: setup
 	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tree_packing tri_model gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \

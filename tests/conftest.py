@@ -35,6 +35,8 @@ HAS_FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """What tests, their services and third parties put among temporary files goes with the session; of one that was
     killed, with the next. Failed tests may look at theirs until then."""
+    if hasattr(config, "workerinput"):  # one of several processes (pytest -n), which share the folder
+        return
     folder = config.stash[FOLDER] = PrivateFolder("onbeat-test-")
     redirection = ExitStack()
     redirection.enter_context(temporary_files_in(folder.path))

@@ -8,7 +8,8 @@ import sys
 
 IMPORTS = "import fcntl, os, signal, sys, termios"
 BECOME = "os.execvp(sys.argv[1], sys.argv[1:])"
-TAKE_TERMINAL = "fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # Ctrl-C and a hang-up there mean this process
+# Ctrl-C and a hang-up there mean this process, also where these tests run in the background.
+TAKE_TERMINAL = "fcntl.ioctl(0, termios.TIOCSCTTY, 0); signal.signal(signal.SIGINT, signal.SIG_DFL)"
 BLOCK_HANG_UP = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])"
 
 

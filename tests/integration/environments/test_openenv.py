@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from websockets.asyncio.server import ServerConnection, serve
 
 from onbeat.environments import Task, openenv
@@ -26,13 +27,14 @@ TASK = Task([{"role": "user", "content": "Speak."}], "Speak.", "", seed=4)
 
 @pytest.fixture(scope="module")
 def packages() -> Path:
-    """The folder with the packages of the lock, installed once for each lock."""
+    """The folder with the packages of the lock, installed once for each lock, also by tests that run side by side."""
     folder = Path(sys.prefix) / f"openenv-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
-    if not folder.exists():
-        partial = folder.with_suffix(f".{os.getpid()}")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
-        subprocess.run([*pip, "--requirement", str(LOCK)], check=True, timeout=240)
-        partial.rename(folder)
+    with FileLock(folder.with_suffix(".lock"), timeout=300):
+        if not folder.exists():
+            partial = folder.with_suffix(f".{os.getpid()}")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
+            subprocess.run([*pip, "--requirement", str(LOCK)], check=True, timeout=240)
+            partial.rename(folder)
     return folder
 
 
