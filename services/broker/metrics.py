@@ -88,7 +88,7 @@ class TraceMeters:
             "onbeat_traces", "Iterations by what became of their trace.", ["outcome"], registry=registry
         )
         self.failures = prometheus_client.Counter(
-            "onbeat_trace_failures", "Tries in which the collector was away.", registry=registry
+            "onbeat_trace_failures", "Tries in which the collector, or Redis, was away.", registry=registry
         )
 
 

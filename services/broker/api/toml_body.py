@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable, Coroutine, Iterable
+from itertools import accumulate
 from typing import Any
 
 from fastapi import Request, Response
@@ -17,9 +18,10 @@ MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million
 LONG_KEY = re.compile(r"(?:[^\s.=]+\s*\.\s*){33}")  # a.b.c...: its time grows with the square of its parts
 AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 NAME = r"""(?P<path>(?:[\w-]+|"[^"]*"|'[^']*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"]*"|'[^']*'))*)"""
-HEADER = re.compile(rf"[ \t]*(?P<brackets>\[\[?)[ \t]*{NAME}[ \t]*\]")
+HEADER = re.compile(rf"[ \t]*(?P<brackets>\[\[?)[ \t]*{NAME}[ \t]*\]{{1,2}}[ \t]*$")
 KEY = re.compile(rf"[ \t]*{NAME}[ \t]*=")
-LONG_QUOTES = re.compile(r"\"{3}|'{3}")  # of strings over several lines
+# A comment, a string that may go over several lines, or a short one.
+OPAQUE = re.compile(r'''(?s:#[^\n]*|"""(?:\\.|[^\\])*?"""+|'{3}.*?'{3,}|(?P<short>"(?:\\.|[^"\\])*"|'[^']*'))''')
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -119,18 +121,15 @@ def lines_of(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     arrays: dict[str, int] = {}  # arrays of tables so far, and the number of their last table
-    section, open_quotes = "", ""
+    section = ""
+    text = OPAQUE.sub(lambda found: found["short"] or "\n" * found[0].count("\n"), text)
     for number, line in enumerate(text.split("\n"), start=1):
-        is_inside = bool(open_quotes)
-        if not is_inside and line.lstrip().startswith("#"):
-            continue
-        for quotes in LONG_QUOTES.findall(line):
-            open_quotes = "" if quotes == open_quotes else open_quotes or quotes
-        if is_inside or not (found := HEADER.match(line) or KEY.match(line)):
+        if not (found := HEADER.match(line) or KEY.match(line)):
             continue
         path = ".".join(part.strip(" \t\"'") for part in found["path"].split("."))
         if found.re is KEY:
-            lines.setdefault(f"{section}.{path}".lstrip("."), number)
+            for name in accumulate(path.split("."), "{}.{}".format):  # tags.run also begins the table of the tags
+                lines.setdefault(f"{section}.{name}".lstrip("."), number)
             continue
         for array, last in arrays.items():  # outer ones first
             if path.startswith(f"{array}."):

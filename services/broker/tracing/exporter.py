@@ -57,6 +57,20 @@ class CollectorUnavailable(Exception):
     """The collector cannot take spans now; a later try may succeed."""
 
 
+class Session(requests.Session):
+    """A session that keeps the outcome of its last request: the exporter says only whether it succeeded."""
+
+    outcome: requests.Response | OSError | None = None
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        try:
+            self.outcome = answer = super().send(request, **options)
+        except OSError as error:  # as all errors of requests are
+            self.outcome = error
+            raise
+        return answer
+
+
 class Collector:
     """A collector's client: the exporter of OpenTelemetry's SDK, which blocks, in a thread with a deadline."""
 
@@ -64,41 +78,39 @@ class Collector:
         assert settings.otlp_endpoint is not None, "tracing is off"
         self.url = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
         self._timeout_s = settings.otlp_timeout_s
-        system, session = ssl.get_default_verify_paths(), requests.Session()
-        session.trust_env = False  # else .netrc and REQUESTS_CA_BUNDLE could replace key and authority
+        system, self._session = ssl.get_default_verify_paths(), Session()
+        self._session.trust_env = False  # else .netrc and REQUESTS_CA_BUNDLE could replace key and authority
         if not is_loopback(urlsplit(self.url).hostname or ""):
-            session.proxies = requests.utils.get_environ_proxies(self.url)
-        session.hooks["response"].append(self._note)
+            self._session.proxies = requests.utils.get_environ_proxies(self.url)
         self._exporter = OTLPSpanExporter(
             self.url,
             certificate_file=str(settings.otlp_tls_ca or system.cafile or system.capath or ""),
             headers=settings.otlp_headers(),
             timeout=self._timeout_s,
-            session=session,
+            session=self._session,
         )
-        self._answer: requests.Response | None = None  # to the last request
         self._sending: Future[SpanExportResult] | None = None
-
-    def _note(self, answer: requests.Response, **_: Any) -> None:
-        self._answer = answer
 
     async def send(self, spans: Sequence[ReadableSpan]) -> str:
         """Send spans, and return '' or why they will never be taken. Raises CollectorUnavailable."""
         if self._sending is not None and not self._sending.done():
             raise CollectorUnavailable("it has not answered the last request")
-        self._answer = None
+        self._session.outcome = None
         self._sending = self._export(spans)
         try:
             async with asyncio.timeout(self._timeout_s + GRACE_S):
-                result = await asyncio.wrap_future(self._sending)
+                await asyncio.wrap_future(self._sending)
         except TimeoutError as error:
             raise CollectorUnavailable(f"no answer within {self._timeout_s:g} s") from error
-        if result is SpanExportResult.SUCCESS:
-            return ""
-        answer = self._answer
-        if answer is None or answer.status_code in RETRYABLE:
-            raise CollectorUnavailable(f"it answered {answer.status_code}" if answer is not None else "no answer")
-        return f"it answered {answer.status_code}: {answer.text[:200]!r}"
+        answer = self._session.outcome
+        if answer is None:
+            return "it cannot be encoded, or is too large: the exporter's message above says which"
+        if isinstance(answer, OSError):
+            raise CollectorUnavailable(f"no answer: {answer}")
+        if answer.status_code in RETRYABLE:
+            raise CollectorUnavailable(f"it answered {answer.status_code}")
+        # The exporter takes a redirection for a success.
+        return "" if 200 <= answer.status_code < 300 else f"it answered {answer.status_code}: {answer.text[:200]!r}"
 
     def _export(self, spans: Sequence[ReadableSpan]) -> Future[SpanExportResult]:
         """Export in a thread that does not keep the process from ending."""

@@ -261,7 +261,8 @@ def find_steps(
     steps: dict[str, Step] = {}
     for number in range(num_updates):
         optimizer = optimizers[number] if is_known else None
-        since = optimizers[number - 1].end if is_known and number else 0.0
+        # Starts are compared: an end is the sum of two rounded numbers, and may lie behind the next start.
+        since = optimizers[number - 1].start if is_known and number else 0.0
         until = optimizer.start if optimizer else 0.0
         spans = [span for span in trained if span.kind == "micro_batch" and since <= span.start < until]
         batches = [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
 
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
@@ -383,6 +384,7 @@ async def test_collector_that_was_away_gets_what_it_missed(
         assert await ledger.iterations.next_untraced(job_id) == 0
         warnings = {line.getMessage().split(" for ")[0] for line in caplog.records if line.levelno >= logging.WARNING}
         assert warnings == {f"no traces to http://127.0.0.1:{port}/v1/traces"}
+        assert "Connection refused" in caplog.text
         with Receiver(port=port) as receiver:
             await until("all are there", lambda: exported(receiver, job_id) == [0, 1, 2])
             await until("all are counted", lambda: exporter.count("exported") == 3)
@@ -399,7 +401,7 @@ async def test_collector_that_is_busy_is_asked_again(ledger: Ledger, quick: None
             assert exporter.num_failures >= 2
 
 
-@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("status", [302, 400, 500])
 async def test_trace_refused_by_a_collector_is_counted_and_not_resent(ledger: Ledger, status: int) -> None:
     answers = iter([(status, b"no")])
     job_id = await run_job(ledger, 2)
@@ -408,6 +410,15 @@ async def test_trace_refused_by_a_collector_is_counted_and_not_resent(ledger: Le
             await until("the second one is there", lambda: exported(receiver, job_id) == [1])
         assert (exporter.count("refused"), exporter.count("exported"), exporter.num_failures) == (1, 1, 0)
         assert receiver.num_requests == 2
+
+
+async def test_trace_too_large_for_a_request_is_refused(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_exporter, "_DEFAULT_MAX_REQUEST_SIZE", 100)
+    await run_job(ledger, 1)
+    with Receiver() as receiver:
+        async with exporting(ledger, receiver.url) as exporter:
+            await until("it is counted", lambda: exporter.count("refused") == 1)
+        assert (exporter.num_failures, receiver.num_requests) == (0, 0)
 
 
 async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger: Ledger, tmp_path: Path) -> None:

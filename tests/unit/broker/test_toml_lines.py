@@ -49,6 +49,7 @@ pattern = 'x = 5'
         ("tracking.1", 17),
         ("tracking.1.type", 18),
         ("tracking.1.tags.run", 19),
+        ("tracking.1.tags.other", 19),  # missing: the table that begins there
         ("objective.kl.coef", 22),
         ("objective.kl.estimator", 21),  # missing: its section
         ("evaluation.sets.1.reward.0.options.pattern", 28),
@@ -57,3 +58,20 @@ pattern = 'x = 5'
 )
 def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> None:
     assert line_of(field, lines_of(JOB)) == line
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        'a = 1  # as in """',
+        "a = \"'''\"",
+        """a = '\"\"\"'""",
+        'a = """one\n\\""" "quoted\\\\""""',
+        "a = '''one\n[reward]\n'''",
+        'a = [\n  ["x", "#"],\n]',
+        "a = [\n  [0.5],\n]",
+    ],
+)
+def test_value_hides_no_line_below_it(above: str) -> None:
+    last = 3 + above.count("\n")
+    assert lines_of(f"[reward]\n{above}\nname = 'exact'") == {"reward": 1, "reward.a": 2, "reward.name": last}

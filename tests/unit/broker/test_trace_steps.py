@@ -42,6 +42,14 @@ def test_each_update_has_its_own_micro_batches_and_step():
     assert starts(told, recorded, num_updates=2) == expected
 
 
+def test_rounding_moves_no_micro_batch_out_of_its_update():
+    """A trainer rounds starts and durations: the second micro-batch seems to begin before the first step is over."""
+    moments = [("micro_batch", 10, 11), ("optimizer", 11, 12.0001), ("micro_batch", 12, 13), ("optimizer", 13, 14)]
+    told = [Span(lane="trainer", kind=kind, start=start, end=end, iteration=7) for kind, start, end in moments]
+    expected = {"7-0": (10, 11), "7-2": (12, 13)}
+    assert starts(told, [(0, ["7-0"]), (0, ["7-2"])], num_updates=2) == expected
+
+
 def test_row_that_stands_for_an_update_without_signal_is_nobodys():
     told = spans("micro_batch", "micro_batch", "optimizer", "micro_batch", "optimizer")
     expected = {"7-0": (10, 12), "7-2": (13, 14)}
