@@ -69,7 +69,7 @@ def root(
     ] = False,
 ) -> None:
     if ca_file is not None:
-        os.environ["ONBEAT_CA_FILE"] = str(ca_file)  # `connect` reads it
+        os.environ["ONBEAT_CA_FILE"] = str(ca_file)  # `Broker.ask` reads it
 
 
 def main() -> None:

@@ -202,8 +202,9 @@ def describe_places(options: StackOptions) -> str:
     """
     variable, devices = available_devices(os.environ)
     if devices:
-        trainer, *_ = device_environments(os.environ, options.num_rollouts)
-        return f"accelerators {', '.join(devices)}: trainer on {trainer[variable]}, rollouts on the others, if any"
+        trainer, rollouts = device_environments(os.environ, options.num_rollouts)
+        texts = [f"rollout-{index} on {each[variable]}" for index, each in enumerate(rollouts)]
+        return f"accelerators {', '.join(devices)}: {', '.join([f'trainer on {trainer[variable]}', *texts])}"
     plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
     places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]
     texts = [f"{name} on core{'s' if len(cores) > 1 else ''} {format_cores(cores)}" for name, cores in places]

@@ -270,7 +270,7 @@ def test_up_serves_until_down_and_run_uses_it(cli: list[str], data_dir: Path) ->
 
 
 def test_killed_stack_leaves_nothing_and_can_start_again(cli: list[str], data_dir: Path, temporary: Path) -> None:
-    finish(start([*cli, "up"], data_dir, TMPDIR=str(temporary)))
+    assert "up at" in finish(start([*cli, "up"], data_dir, TMPDIR=str(temporary)))
     (left,) = temporary.iterdir()
     wait_until(lambda: len(list(left.glob("*/tmp*"))) == 2, "both idle services have left something there")
     state = running_stack(data_dir)

@@ -257,7 +257,7 @@ def test_a_run_begins_with_what_it_computes_on(
 
 def test_a_run_names_its_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert describe_places(StackOptions(tmp_path)).startswith("accelerators 3, 5: trainer on 3")
+    assert describe_places(StackOptions(tmp_path)) == "accelerators 3, 5: trainer on 3, rollout-0 on 5"
 
 
 def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
