@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from unittest.mock import patch
 
@@ -18,13 +19,14 @@ from tests.docs.checks import (
     parse_onbeat,
     unknown_variables,
 )
-from tests.docs.pages import Block, all_blocks, blocks_of, code_in_sentences, page_names, text_of
+from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, code_in_sentences, page_names, text_of
 from tests.docs.shell import SHELL, Command, commands_of, is_shell, program_of
 
 LANGUAGES = {"", "text", "python", "toml", "json", "yaml", *SHELL}
 CALL = re.compile(r"(GET|POST|PUT|DELETE) (/\S*)")
 # Words that a sentence has for a part of a command, not for the whole of it.
 PLACEHOLDER = re.compile(r"COMMAND|\[|…")
+VENV = re.compile(r"-m venv (?!/)(\S+)")
 
 
 def shell_blocks(page: str) -> list[Block]:
@@ -116,3 +118,13 @@ def path_of(command: Command) -> str:
             return parse_onbeat(command.words[1:])[0] if command.program == "onbeat" else ""
     except Wrong:
         return ""
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout of git")
+def test_git_ignores_virtual_environments_of_pages() -> None:
+    texts = [*map(text_of, page_names()), *(path.read_text() for path in (ROOT / "examples").glob("*.toml"))]
+    folders = sorted({folder for text in texts for folder in VENV.findall(text)})
+    assert folders == [".venv-openenv"]
+    for folder in folders:
+        done = subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", f"{folder}/x"], timeout=10, check=False)
+        assert done.returncode == 0, folder

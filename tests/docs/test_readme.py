@@ -1,0 +1,68 @@
+"""The README stays short; its figures, and those of the examples with episodes, are those that were measured."""
+
+import json
+import re
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT, text_of
+
+README = text_of("README.md")
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def row(start: str) -> str:
+    """Return the table's row that begins with these words."""
+    (found,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
+    return found
+
+
+def test_readme_has_at_most_a_hundred_lines() -> None:
+    assert len(README.splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [("the quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
+)
+def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> None:
+    found = results(name)
+    assert f"{found['seconds_to_reward']['median']:.0f} s" in row(start)
+    assert isinstance(found["trl"], dict), "one run"
+    assert re.search(rf"TRL.*one seed: {found['trl']['seconds_to_reward']:.0f} s", row(start))
+
+
+def test_peak_memory_is_that_of_the_named_instructions() -> None:
+    peaks = (results("memory")["bfloat16"]["peak"], results("memory_float32")["float32"]["peak"])
+    found = row("peak memory of the whole quick start, in bfloat16, and in float32 with AVX2 alone")
+    assert all(f" {peak / 1000:.1f} GB" in found for peak in peaks)
+
+
+def test_speed_of_periodic_stands_beside_its_bound() -> None:
+    found = results("periodic_vs_sync")
+    assert row("overlapped").endswith(
+        f"{found['ratio']:.2f} times the speed; overlap can give at most {found['bound']:.2f} |"
+    )
+
+
+def test_storms_are_counted_with_their_engine() -> None:
+    found = results("chaos")
+    assert row(f"{found['num_storms']} jobs, {len(found['vllm']['outcomes'])} of them with vLLM")
+    assert f"{found['num_faults']} faults" in row(f"{found['num_storms']} jobs")
+
+
+def test_quick_start_on_a_gpu_stands_as_measured() -> None:
+    (found,) = results("gpu_check")["parts"]["quickstart"]["figures"]
+    reward, seconds = mean(found["reward_mean"][-5:]), median(found["wall_s"][8:])
+    assert row("one NVIDIA H100").endswith(f"mean reward {reward:.2f}, {seconds:.1f} s an iteration |")
+
+
+@pytest.mark.parametrize("name", ["examples_learn", "examples_learn_float32"])
+def test_examples_with_episodes_learn_as_their_page_says(name: str) -> None:
+    for example, found in ((each, results(name)[each]) for each in ("game", "tools")):
+        figures = f"{found['mean_of_first_5']:.2f} | {found['mean_of_last_5']:.2f} | {found['job_s'] / 60:.1f} |"
+        assert re.search(rf"\| {example}, {found['dtype']}.* \| {re.escape(figures)}", text_of("docs/environments.md"))
