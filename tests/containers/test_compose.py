@@ -17,13 +17,13 @@ from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wa
 from tests.containers.leftovers import UPGRADED, new_project
 
 UP_S, DOWN_S, JOB_S = 300.0, 180.0, 900.0
-NUM_ITERATIONS = 12
+NUM_ITERATIONS = 9
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
     "rollout.num_prompts_per_iteration": 4,
     "rollout.num_samples_per_prompt": 4,
     "rollout.max_response_tokens": 24,
-    "checkpoint.every_iterations": 6,
+    "checkpoint.every_iterations": 4,
 }
 
 

@@ -14,7 +14,7 @@ from tests.containers.conftest import ROOT, Images, wait_until, wait_until_serve
 from tests.containers.kustomize import KUBERNETES, build
 from tests.containers.pods import Pods
 
-NUM_ITERATIONS, NUM_GROUPS = 10, 6
+NUM_ITERATIONS, NUM_GROUPS = 7, 6
 JOB_S = 900.0
 SMALL_JOB = [
     f"schedule.num_iterations={NUM_ITERATIONS}",
