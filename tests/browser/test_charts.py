@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from onbeat.config import JobConfig
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
-PAGE = '<!doctype html><link rel="stylesheet" href="style.css"><main></main>'
+STYLES = "".join(f'<link rel="stylesheet" href="{name}">' for name in ("vendor/uPlot.min.css", "style.css"))
+PAGE = f"<!doctype html>{STYLES}<main></main>"
 
 
 async def serve(route: Route) -> None:
@@ -250,6 +252,58 @@ async def test_tokens_are_coloured_by_probability_and_show_white_space(modules: 
     script = "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))"
     assert await call(modules, "group.js", script, [*chances, None]) == [0, 0, 1, 1, 2, 3, 4, 5, -1, -1]
     assert await call(modules, "group.js", "(m) => m.visible(' a\\tb\\n\\r')") == "·a⇥\tb↵\n␍"
+
+
+# ---- lanes -------------------------------------------------------------------------------------------------------
+
+LANES = """async (m) => {
+    const { html, render } = await import("http://dashboard.test/parts.js");
+    const lanes = ["trainer", "w"].map((id) => ({ id, idle_frac: null }));
+    const spans = [{ lane: "w", kind: "generate", start: 0, end: 4, iteration: 0, group_id: "0-0" }];
+    const timeline = { start: 0, end: 10, iterations: [0], lanes, spans };
+    window.opened = [];
+    const on = { onChoose: () => {}, onOpen: ({ span }) => opened.push(span.group_id), onZoom: () => {} };
+    render(null, document.querySelector("main"));
+    render(html`<${m.Lanes} timeline=${timeline} isLarge=${true} ...${on} />`, document.querySelector("main"));
+    await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+}"""
+CHOSEN = re.compile("^w: generate, group 0-0 of iteration 0")
+
+
+async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Page) -> None:
+    """As before the first commit, when nothing is known of the trainer."""
+    await call(modules, "lanes.js", LANES)
+    slider = modules.get_by_role("slider")
+    await slider.focus()
+    await modules.keyboard.press("ArrowRight")
+    await expect(slider).to_have_attribute("aria-valuetext", CHOSEN)
+
+
+async def test_arrow_key_works_as_soon_as_the_lanes_are_there(modules: Page) -> None:
+    """The browser reports their size only after its next layout."""
+    key = "document.querySelector('[role=slider]').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));"
+    await call(modules, "lanes.js", LANES.replace("await new Promise", f"{key} await new Promise"))
+    await expect(modules.get_by_role("slider")).to_have_attribute("aria-valuetext", CHOSEN)
+
+
+async def test_span_stays_chosen_and_is_opened_by_an_unsteady_click(modules: Page) -> None:
+    await call(modules, "lanes.js", LANES)
+    slider = modules.get_by_role("slider")
+    frame = await slider.bounding_box()
+    assert frame is not None
+    x, y = frame["x"] + frame["width"] / 5, frame["y"] + frame["height"] - 40
+    script = """([x, y, away]) => {
+        const move = (clientX) => new PointerEvent("pointermove", { clientX, clientY: y, bubbles: true });
+        for (const at of [x, away]) document.querySelector(".u-over").dispatchEvent(move(at));
+    }"""
+    await modules.evaluate(script, [x, y, frame["x"] + 0.8 * frame["width"]])
+    await expect(slider).to_have_attribute("aria-valuetext", CHOSEN)
+    for pixels, opened in ((2, ["0-0"]), (60, ["0-0"])):  # the second is a drag
+        await modules.mouse.move(x, y)
+        await modules.mouse.down()
+        await modules.mouse.move(x + pixels, y)
+        await modules.mouse.up()
+        assert await modules.evaluate("opened") == opened
 
 
 # ---- a chart -----------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ export class Plot extends Component {
     plots.add(this);
     this.observer = new ResizeObserver(([entry]) => this.resize(Math.floor(entry.contentRect.width)));
     this.observer.observe(this.plot.current);
+    this.resize(Math.floor(this.plot.current.getBoundingClientRect().width)); // keys may come before the observer's call
   }
 
   componentWillUnmount() {

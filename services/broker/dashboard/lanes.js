@@ -97,6 +97,11 @@ export class Lanes extends Plot {
     this.chosen = closest ? { item: closest, lane } : null;
   }
 
+  /** That of the chosen span, else the first one with spans: a trainer has none before its first commit. */
+  get lane() {
+    return this.chosen?.lane ?? this.lanes.find(({ items }) => items.length) ?? this.lanes[0];
+  }
+
   // ---- drawing -----------------------------------------------------------------------------------------------------
 
   get length() {
@@ -115,6 +120,7 @@ export class Lanes extends Plot {
   options() {
     const line = { stroke: () => colourOf("--border"), width: 1 };
     const seconds = (_, values) => values.map((value) => `${Number(value.toPrecision(6))} s`);
+    const click = (_, event) => Math.abs(event.clientX - this.downAt) >= DRAG_PX && event.stopPropagation(); // a drag
     return {
       padding: [0, 0, 0, 0],
       scales: { x: { time: false }, y: { range: [0, 1] } },
@@ -123,7 +129,7 @@ export class Lanes extends Plot {
         { show: false },
       ],
       series: [{}, { show: false }],
-      cursor: { y: false, points: { show: false }, drag: { x: Boolean(this.props.isLarge), y: false, dist: DRAG_PX } },
+      cursor: { y: false, points: { show: false }, drag: { x: Boolean(this.props.isLarge), y: false, dist: DRAG_PX, click } },
       hooks: { draw: [(chart) => this.paint(chart)], setScale: [(chart, key) => key === "x" && this.zoomed(chart.scales.x)] },
     };
   }
@@ -151,8 +157,7 @@ export class Lanes extends Plot {
   }
 
   render({ isLarge, timeline }) {
-    const { chosen, lanes } = this;
-    const lane = chosen?.lane ?? lanes[0];
+    const { chosen, lanes, lane } = this;
     return html`
       <ul class="timeline-legend" aria-label="Kinds of spans" ref=${this.legend}>
         ${this.kinds.map((kind) => html`<li key=${kind}><canvas class="kind" data-kind=${kind} aria-hidden="true"></canvas>${KINDS[kind].name}</li>`)}
@@ -178,7 +183,8 @@ export class Lanes extends Plot {
           aria-valuenow=${chosen ? lane.items.indexOf(chosen.item) : 0}
           aria-valuetext=${chosen ? describe(chosen.item.span, timeline.start) : "no span chosen, arrow keys move"}
           onKeyDown=${(event) => this.onKey(event)}
-          onPointerMove=${(event) => event.buttons || this.choose(this.under(event) ?? chosen)}
+          onPointerMove=${(event) => event.buttons || this.choose(this.under(event) ?? this.chosen)}
+          onPointerDown=${(event) => (this.downAt = event.clientX)}
           onClick=${(event) => this.onClick(event)}
           onWheel=${isLarge ? (event) => this.onWheel(event) : null}
         ></div>
@@ -264,7 +270,8 @@ export class Lanes extends Plot {
 
   onKey(event) {
     if (!this.chart || event.ctrlKey || event.metaKey || event.altKey) return;
-    const { lane = this.lanes[0], item } = this.chosen ?? {};
+    const { lane } = this;
+    const item = this.chosen?.item;
     const actions = {
       ArrowUp: () => this.toLane(lane, -1),
       ArrowDown: () => this.toLane(lane, 1),

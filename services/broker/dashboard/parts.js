@@ -88,7 +88,7 @@ export const JobHead = ({ job, what, current, live, about, children }) => html`
       </div>
       ${children}
     </div>
-    <p class="help job-id"><span class="mono">${job.id}</span>${about && ` · ${about}`}</p>
+    <p class="help"><span class="mono">${job.id}</span>${about && ` · ${about}`}</p>
     <nav class="tabs" aria-label="Pages of this job">
       ${Object.entries(TABS).map(
         ([part, name]) => html`

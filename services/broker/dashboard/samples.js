@@ -117,7 +117,7 @@ class SamplesPage extends Component {
       <div class="samples" aria-busy=${isBusy ? "true" : null}>
         ${samples.map((sample) => html`<${Sample} sample=${sample} scale=${scale} jobId=${this.job.id} isHeldOut=${foundFor.evaluation !== ""} />`)}
       </div>
-      <nav class="actions pages" aria-label="Pages of samples">
+      <nav class="actions" aria-label="Pages of samples">
         ${wanted.page > 1 && this.turnButton("Previous", wanted.page - 1)}
         ${found?.length > PAGE && this.turnButton("Next", wanted.page + 1)}
         ${problem && html`<button class="button" type="button" onClick=${() => this.load(true)}>Try again</button>`}
@@ -198,7 +198,7 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
   const address = `${addressOf(jobId)}/samples?${new URLSearchParams({ iteration, group })}`;
   return html`
     <article class="sample" data-testid="sample">
-      <div class="sample-texts">
+      <div>
         <div class="head">
           <h2 class="sample-name">Group ${group}, response ${(sample.index ?? 0) + 1}</h2>
           ${!isHeldOut && html`<a href=${address}>Open group ${group}</a>`}
@@ -206,7 +206,7 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
         <${TextBlock} name="Prompt" text=${sample.prompt} />
         <${TextBlock} name="Response" text=${sample.response} />
       </div>
-      <div class="sample-facts">
+      <div>
         <${Rewards} sample=${sample} scale=${scale} isHeldOut=${isHeldOut} />
       </div>
     </article>
@@ -253,7 +253,7 @@ function Bar({ name, value, most, className = "", isSigned = false }) {
   const side = isSigned ? { width, [value < 0 ? "right" : "left"]: "50%" } : { width };
   return html`
     <li class=${className}>
-      <span class="bar-name">${name}</span>
+      <span>${name}</span>
       <span class=${isSigned ? "bar-track signed" : "bar-track"} aria-hidden="true">
         <span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${side}></span>
       </span>

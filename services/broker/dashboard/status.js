@@ -20,8 +20,8 @@ const VALUES = [
 ];
 const BEFORE = {
   PENDING: "The job begins when a trainer takes it.",
-  RUNNING: "The first one opens when the trainer has loaded the model and published its weights.",
-  PAUSED: "Resume the job to open the first one.",
+  RUNNING: "The first iteration opens when the trainer has loaded the model and published its weights.",
+  PAUSED: "Resume the job to open the first iteration.",
 };
 
 // ---- the reward, and how far it is -------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ export function Doctor({ diagnosis, job, seenAt }) {
         ${first && html`<span class="doctor-first">${said(first.sentence, job)}</span>`}
       </summary>
       <ul class="findings">${diagnosis.findings.map((finding) => html`<${Finding} finding=${finding} job=${job} />`)}</ul>
-      ${!isOver(job) && html`<p class="muted doctor-time">as of ${clock(seenAt)}</p>`}
+      ${!isOver(job) && html`<p class="muted">as of ${clock(seenAt)}</p>`}
     </details>
   `;
 }
@@ -189,7 +189,7 @@ function Rollouts({ workers, job, now }) {
   const shown = [...workers].sort((a, b) => isSilent(b, now) - isSilent(a, now)).slice(0, MOST_WORKERS);
   return html`
     <div>
-      <h3 class="chips-heading">Rollouts</h3>
+      <h3>Rollouts</h3>
       <ul class="chips" aria-label="Rollouts of this job">
         ${shown.map((worker) => html`<${Rollout} worker=${worker} newest=${job.policy_version} now=${now} />`)}
         ${shown.length < workers.length && html`<li><a href="#/workers">and ${workers.length - shown.length} more</a></li>`}
