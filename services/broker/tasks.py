@@ -1,12 +1,12 @@
 """The PromptTasks of prompts: a pure function of the job's config and the number of the iteration or evaluation."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from statistics import fmean
 
 from onbeat.config import EnvironmentConfig, HeldOutSet, JobConfig
 from onbeat.rewards import RewardConfig
+from onbeat.seeds import seed_of
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
@@ -26,7 +26,7 @@ def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> l
         task = build_task(config, item, config.rewards)
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
-        task.seed = task_seed(config.seed, iteration, index)
+        task.seed = seed_of(config.seed, iteration, index)
         if item.row is not None and config.rollout.dispatch == "longest_first":
             task.data_row = item.row
         tasks.append(task)
@@ -78,7 +78,7 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
         task.group_id, task.iteration, task.is_evaluation = f"eval-{evaluation}-{index}", evaluation, True
         task.num_samples = config.evaluation.num_samples_per_prompt
         task.temperature = config.evaluation.temperature
-        task.seed = task_seed(config.seed, "evaluation", *([held_out.name] if held_out.name else []), place)
+        task.seed = seed_of(config.seed, "evaluation", *([held_out.name] if held_out.name else []), place)
         tasks.append(task)
     return tasks
 
@@ -123,9 +123,3 @@ def add_rewards(task: PromptTask, rewards: Sequence[RewardConfig]) -> None:
         else:
             message.weight, message.part = reward.weight, reward.part
             task.rewards.append(message)
-
-
-def task_seed(*place: int | str) -> int:
-    """Return a seed of 31 bits: it fits every generator that an engine may use."""
-    digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.disk_space import GB, main, shortage
-from tests import disk_space
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -56,39 +55,6 @@ def test_make_asks_before_anything_is_installed(
     monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))
     assert main([str(tmp_path), "5", "packages"]) == 1
     assert capsys.readouterr().err == f"{tmp_path} has 1.0 GB free, packages need 5.0 GB; free disk space first\n"
-
-
-def item(area: str, *fixtures: str) -> SimpleNamespace:
-    return SimpleNamespace(nodeid=f"tests/{area}/test_x.py::test_y", fixturenames=fixtures)
-
-
-def test_each_choice_of_tests_asks_for_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tmp_path / "engine"
-    monkeypatch.setattr(disk_space, "engine_folder", lambda: engine)
-    monkeypatch.setattr(shutil, "disk_usage", usage(1.5 * GB))
-    disk_space.check_disk_space([item("unit"), item("fuzz")])
-    disk_space.check_disk_space([])
-    with pytest.raises(
-        pytest.UsageError, match=r" has 1\.5 GB free, temporary files of these tests need 8\.0 GB: free disk"
-    ):
-        disk_space.check_disk_space([item("unit"), item("e2e")])
-    monkeypatch.setattr(shutil, "disk_usage", usage(9 * GB))
-    disk_space.check_disk_space([item("e2e"), item("containers")])  # of manifests
-    message = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: free disk space"
-    with pytest.raises(pytest.UsageError, match=message):
-        disk_space.check_disk_space([item("containers", "images")])
-    (engine / "overlay2").mkdir(parents=True)  # images are there
-    disk_space.check_disk_space([item("containers", "images")])
-
-
-def test_where_no_engine_can_be_none_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setenv("ONBEAT_ENGINE_DIR", "/engine")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert disk_space.engine_folder() == Path("/engine/data")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert disk_space.engine_folder() is None
 
 
 # ---- sessions of tests -------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """Chats with a policy while it trains, in the form of OpenAI's chat completions: routes and errors."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
 from onbeat.errors import JobNotFound
+from onbeat.hangup import unless_left
 from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
 from services.broker.api.problems import CLIENT_LEFT, MAX_REDIS_TEXT, documented, replace_surrogates
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 VERSION_HEADER = "Onbeat-Policy-Version"
 RETRY_AFTER_S = 5
 MAX_REASONS = 5  # reasons that a refusal lists
-
-T = TypeVar("T")
 
 
 class ModelCard(BaseModel):
@@ -146,30 +144,12 @@ async def create_completion(body: CompletionRequest, request: Request, broker: B
     request.path_params["job_id"] = model.job_id  # for the access log
     async with AsyncExitStack() as stack:
         replies = await stack.enter_async_context(broker.chats.converse(model.job_id, body))
-        first = await unless_left(request, anext(replies))
+        first = await unless_left(request.receive, anext(replies))
         if first is None:
             return Response(status_code=CLIENT_LEFT)
         if first.status != 200 or not body.stream:
             return respond(first)
         return ChunkStream(first, replies, stack.pop_all())
-
-
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result, or None when the client hung up before: the work is cancelled then."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(until_left(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def until_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class ChunkStream(EventStream):

@@ -18,6 +18,7 @@ from typing import Any
 
 from onbeat.completions import ChatFailed
 from onbeat.environments import Message
+from onbeat.seeds import seed_of
 from onbeat.types import EpisodeWait
 from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
@@ -195,7 +196,7 @@ class Episode:
     async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
         """Return what the engine sampled. Raises ChatFailed; when this is cancelled, the engine's work is, too."""
         group = self._group
-        sampling = Sampling(max_tokens, group.temperature, turn_seed(*self._place, number))
+        sampling = Sampling(max_tokens, group.temperature, seed_of(*self._place, number))
         generating = asyncio.ensure_future(group.generate(prompt_token_ids, sampling))
         self._in_flight.add(generating)
         try:
@@ -257,13 +258,6 @@ def is_over() -> ChatFailed:
 def too_long(what: str, limit: int) -> ChatFailed:
     message = f"{what}, the context has {limit} tokens; shorten the conversation or end the episode"
     return ChatFailed(400, "context_length_exceeded", message, "messages")
-
-
-def turn_seed(*place: int | str) -> int:
-    """Return the seed of a call, of 31 bits: from the seed of the group, the episode, its try if it is a late one, and
-    the number of the call."""
-    digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def to_answer(call: Call, content: str, tool_calls: Sequence[ToolCall]) -> AnsweredCall:

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from onbeat.completions import ChatFailed
+from onbeat.hangup import unless_left
 from services.rollout import meters
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
@@ -152,7 +153,7 @@ class SessionServer:
 
 async def chat(request: Request, episode: Episode) -> Response | None:
     body = parse_body(ChatBody, await read_body(request))
-    answer = await while_connected(request, episode.chat(body))
+    answer = await unless_left(request.receive, episode.chat(body))
     if answer is None:
         return None
     completion = to_completion(answer, body)
@@ -161,7 +162,7 @@ async def chat(request: Request, episode: Episode) -> Response | None:
 
 async def generate(request: Request, episode: Episode) -> Response | None:
     body = parse_body(GenerateBody, await read_body(request))
-    answer = await while_connected(request, episode.complete(body))
+    answer = await unless_left(request.receive, episode.complete(body))
     if answer is None:
         return None
     generated = answer.call.generated
@@ -197,24 +198,6 @@ async def read_body(request: Request) -> bytes:
         message = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the conversation"
         raise ChatFailed(413, "body_too_large", message)
     return b"".join(parts)
-
-
-async def while_connected(request: Request, work: Awaitable[AnsweredCall]) -> AnsweredCall | None:
-    """Return the result of the work; cancel it and return None when the client hangs up."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(until_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:  # this may have been cancelled: the server stops
-        leaving.cancel()
-        working.cancel()
-        await asyncio.wait({working, leaving})
-    return None if working.cancelled() else working.result()
-
-
-async def until_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def digest_of(key: str) -> str:

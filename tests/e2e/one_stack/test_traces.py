@@ -1,6 +1,6 @@
-"""Traces of a real local stack: every group from its prompt to the optimizer step, by an OTLP receiver."""
+"""Traces of a real local stack, received over OTLP."""
 
-from itertools import pairwise
+from collections import Counter
 
 import pytest
 
@@ -33,32 +33,6 @@ def exported(stack, folder, receiver):
     return stack, job_id, traces
 
 
-def test_every_accepted_group_has_one_path_in_order(exported):
-    stack, job_id, traces = exported
-    for record in stack.client.jobs.iterations(job_id):
-        trace = traces[record.iteration]
-        root = trace[span_id(job_id, record.iteration, "iteration")]
-        groups = {span.attributes["onbeat.group_id"]: span for span in trace.values() if span.name == "group"}
-        assert groups.keys() == {f"{record.iteration}-{index}" for index in range(NUM_GROUPS)}
-        for group_id, group in groups.items():
-            assert group.id == span_id(job_id, record.iteration, f"group/{group_id}")
-            assert (group.parent_id, group.start) == (root.id, pytest.approx(record.opened_at, abs=1e-4))
-            path = [span for span in trace.values() if span.parent_id == group.id]
-            path.sort(key=lambda span: PATH.index(span.name))
-            assert [span.name for span in path] == PATH
-            assert path[0].start == group.start
-            assert all(before.end <= after.start + SLACK_S for before, after in pairwise(path))
-            assert all(one.end == after.start for one, after in pairwise(path[:4]))
-            micro_batch, link = path[-1], path[-1].links
-            assert "onbeat.is_timed" not in micro_batch.attributes
-            update = int(group_id.rpartition("-")[2]) * 2 // NUM_GROUPS
-            assert link == ((root.trace_id, span_id(job_id, record.iteration, f"optimizer/{update}")),)
-            optimizer = trace[link[0][1]]
-            assert optimizer.parent_id == root.id
-            assert micro_batch.end <= optimizer.start + SLACK_S
-            assert group.end == optimizer.end
-
-
 def test_trace_says_which_process_did_what(exported):
     stack, job_id, traces = exported
     rollouts = {lane.id for lane in stack.client.jobs.timeline(job_id, iterations=NUM_ITERATIONS).lanes} - {"trainer"}
@@ -82,6 +56,11 @@ def test_trace_covers_the_iteration(exported):
         assert all(root.start <= span.start <= span.end <= root.end for span in trace.values())
         assert root.end == pytest.approx(record.committed_at, abs=SLACK_S)
         assert root.attributes["onbeat.reward_mean"] == pytest.approx(record.reward_mean)
+        groups = {span.id for span in trace.values() if span.name == "group"}
+        assert len(groups) == NUM_GROUPS
+        assert Counter(span.name for span in trace.values() if span.parent_id in groups) == dict.fromkeys(
+            PATH, NUM_GROUPS
+        )
         loads = [span for span in trace.values() if span.name == "load"]
         assert len(loads) == 1
         if record.iteration > 0:

@@ -17,7 +17,7 @@ from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import open_dataset
 from services.broker.datasets.files import epoch_order
 from services.broker.datasets.process import DatasetPool
-from services.broker.tasks import build_evaluation_tasks, build_tasks, task_seed
+from services.broker.tasks import build_evaluation_tasks, build_tasks
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
 
@@ -342,13 +342,6 @@ def test_held_out_file_is_read_in_its_own_order(tmp_path: Path) -> None:
     section = EvaluationConfig.model_validate({"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3})
     dataset = open_dataset(DatasetSpec.of_evaluation(section, 7), tmp_path)
     assert [dataset.item(i).messages[0].content for i in range(3)] == ["say 0", "say 1", "say 2"]
-
-
-def test_seeds_differ_and_fit_31_bits() -> None:
-    seeds = [task_seed(0, t, i) for t in range(50) for i in range(8)]
-    assert len(set(seeds)) == 400
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert task_seed(0, 1, 23) != task_seed(0, 12, 3)
 
 
 # ---- a hub -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from contextlib import suppress
 import pytest
 
 from onbeat.environments import EpisodeOver, Outcome, SessionError
+from onbeat.seeds import seed_of
 from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module
-from services.rollout.episodes.episode import turn_seed
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.producer import DeadlineExceeded
 from tests.episode_rig import VERSION, flight_of, playing
@@ -40,7 +40,7 @@ async def test_group_of_episodes_is_on_the_wire_as_it_was_sampled():
             (VERSION, 0, len(response.token_ids))
         ]
         assert sum(response.token_lengths) == len(response.text)
-        assert response.text == "".join(str(turn_seed(11, index, turn) % 97) for turn in range(2))
+        assert response.text == "".join(str(seed_of(11, index, turn) % 97) for turn in range(2))
     assert group.timings.generate_s >= 0
     assert group.timings.worker_busy_s >= 0
 
@@ -58,7 +58,7 @@ async def test_environment_gets_the_task_and_seeds_follow_the_place():
     assert (task.messages, task.question, task.answer) == ([{"role": "user", "content": "2+2="}], "2+2=", "4")
     assert (task.metadata, task.seed) == ({"level": 1}, 11)
     seeds = {sampling.seed for _, _, sampling in rig.engine.seen}
-    assert seeds == {turn_seed(11, episode, turn) for episode in range(2) for turn in range(2)}
+    assert seeds == {seed_of(11, episode, turn) for episode in range(2) for turn in range(2)}
 
 
 async def test_waiting_and_ended_episodes_hold_no_place_in_the_engine(monkeypatch):
@@ -158,7 +158,7 @@ async def test_text_that_fails_twice_is_not_repeated_for_ever():
             raise RuntimeError("the sandbox does not survive this text")
         return Outcome(1.0)
 
-    first_text = str(turn_seed(11, 0, 0) % 97)
+    first_text = str(seed_of(11, 0, 0) % 97)
     async with playing(break_by_text, max_attempts=3) as rig:
         groups = [await rig.group() for _ in range(2)]
         seeds = [sampling.seed for _, _, sampling in rig.engine.seen]

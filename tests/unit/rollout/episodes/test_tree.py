@@ -4,16 +4,16 @@ import asyncio
 import json
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.completions import ChatFailed
 from onbeat.environments import Outcome
+from onbeat.seeds import seed_of
 from onbeat.streams.codec import RolloutGroup, check_group, check_token_lengths
 from services.rollout.engines.interface import GeneratedResponse, VersionSpan
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
-from services.rollout.episodes.episode import Episode, GroupContext, Vocabulary, turn_seed
+from services.rollout.episodes.episode import Episode, GroupContext, Vocabulary
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.token_text import TokenText
@@ -131,7 +131,7 @@ def test_paths_of_the_tree_are_what_the_engine_saw(name, texts, episodes):
     check_group(group)
     check_token_lengths(group)
     for index, (episode, response) in enumerate(zip(played, responses, strict=True)):
-        expected = [seen[turn_seed(SEED, index, call.number)] for call in episode.calls]
+        expected = [seen[seed_of(SEED, index, call.number)] for call in episode.calls]
         assert paths_of(group, response) == expected
         held = sum(len(turn.observed_token_ids) + turn.num_sampled for turn in response.turns)
         assert held <= sum(len(prompt) + len(sampled) for prompt, sampled in expected)
@@ -199,9 +199,3 @@ def test_lengths_that_one_call_does_not_know_are_left_out():
     unknown = replace(known, number=1, token_lengths=[])
     assert list(to_response([known], [9], Outcome(0.0)).token_lengths) == [1]
     assert list(to_response([known, unknown], [9], Outcome(0.0)).token_lengths) == []
-
-
-@pytest.mark.parametrize("place", [(11, 0, 0), (2**63, 15, 1023)])
-def test_seed_of_a_call_fits_every_generator(place):
-    assert 0 <= turn_seed(*place) < 2**31
-    assert turn_seed(*place) == turn_seed(*place)
