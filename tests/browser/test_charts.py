@@ -8,12 +8,14 @@ import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
 from onbeat.config import JobConfig
+from onbeat.types import MAX_LISTED_ITERATIONS
 
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"
@@ -252,6 +254,24 @@ async def test_tokens_are_coloured_by_probability_and_show_white_space(modules: 
     script = "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))"
     assert await call(modules, "group.js", script, [*chances, None]) == [0, 0, 1, 1, 2, 3, 4, 5, -1, -1]
     assert await call(modules, "group.js", "(m) => m.visible(' a\\tb\\n\\r')") == "·a⇥\tb↵\n␍"
+
+
+async def test_curves_of_a_long_job_are_read_in_all_parts(modules: Page) -> None:
+    last = MAX_LISTED_ITERATIONS + 2
+
+    async def answer(route: Route) -> None:
+        after = int(parse_qs(urlsplit(route.request.url).query)["after"][0])
+        points = [[x, x / 2] for x in range(after + 1, min(last, after + MAX_LISTED_ITERATIONS) + 1)]
+        await route.fulfill(json={"metrics": {"iteration/wall_s": points, "eval/reward_mean": [[last, 0.5]]}})
+
+    await modules.route(f"{ORIGIN}/v1/jobs/j/metrics?*", answer)
+    read = """async (m) => {
+        const { curves } = await import("http://dashboard.test/api.js");
+        const series = new m.Series();
+        await series.read(curves("/jobs/j", -1));
+        return [series.of("iteration/wall_s").length, series.last("iteration/wall_s"), series.of("eval/reward_mean")];
+    }"""
+    assert await call(modules, "series.js", read) == [last + 1, last / 2, [[last, 0.5]]]
 
 
 # ---- lanes -------------------------------------------------------------------------------------------------------

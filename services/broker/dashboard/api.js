@@ -42,6 +42,19 @@ export const post = (path) => send("POST", path, {});
 export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML } });
 export const del = (path) => send("DELETE", path, {});
 
+const PART = 10_000; // iterations, the most in one answer of /metrics
+
+/** Yield the curves of a job after an iteration, {name: [[x, y], ...]}, in as many parts as the broker makes of them. */
+export async function* curves(path, after, signal) {
+  for (let isWhole = false; !isWhole;) {
+    const { metrics } = await get(`${path}/metrics`, { after }, signal);
+    yield metrics;
+    const iterations = metrics["iteration/wall_s"] ?? [];
+    isWhole = iterations.length < PART;
+    after = iterations.at(-1)?.[0];
+  }
+}
+
 async function send(method, path, { params = {}, body, headers = {}, signal }) {
   const deadline = AbortSignal.timeout(TIMEOUT_MS);
   try {

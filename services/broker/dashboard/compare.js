@@ -1,6 +1,6 @@
 // Several jobs on the same axes: their curves, their results, and what differs in their configurations.
 
-import { ApiError, get, isRefusal, poll } from "./api.js";
+import { ApiError, curves, get, isRefusal, poll } from "./api.js";
 import { Chart, Pointer, Swatch } from "./charts.js";
 import { duration, number } from "./format.js";
 import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge, Table } from "./parts.js";
@@ -39,9 +39,8 @@ async function load(ids, signal) {
 }
 
 async function read(id, signal) {
-  const [job, { metrics }] = await Promise.all([get(pathOf(id), {}, signal), get(`${pathOf(id)}/metrics`, {}, signal)]);
   const series = new Series();
-  series.addAll(metrics);
+  const [job] = await Promise.all([get(pathOf(id), {}, signal), series.read(curves(pathOf(id), -1, signal))]);
   return { job, series, isGone: false };
 }
 
@@ -75,9 +74,8 @@ class Comparison extends Component {
     const path = pathOf(run.job.id);
     const after = Math.max(-1, run.job.next_iteration - 1 - AGAIN);
     const job = await get(path, {}, this.props.signal);
-    const { metrics } = await get(`${path}/metrics`, { after }, this.props.signal);
+    await run.series.read(curves(path, after, this.props.signal));
     run.job = job; // after both: what is asked for next depends on it
-    run.series.addAll(metrics);
   }
 
   /** Its curves stay as they are. */

@@ -1,6 +1,6 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { ApiError, del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
+import { ApiError, curves, del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
 import { Chart, Pointer } from "./charts.js";
 import { EventLog, EventStore } from "./events.js";
 import { number, toToml } from "./format.js";
@@ -33,12 +33,13 @@ async function load(path, signal) {
   const afterOf = (job) => Math.max(-1, job.next_iteration - RECENT - 1);
   const jobRead = read("");
   const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // beside the metrics
-  const [job, { iterations }, { metrics }, diagnosis] = await Promise.all([
-    jobRead, recentRead, read("/metrics"), read(":explain"),
+  const series = new Series();
+  const [job, { iterations }, diagnosis] = await Promise.all([
+    jobRead, recentRead, read(":explain"), series.read(curves(path, -1, signal)),
   ]);
   // The id of an event begins with its time in milliseconds: a time is a cursor.
   const cursor = afterOf(job) >= 0 && iterations.length ? `${Math.floor(iterations[0].opened_at * 1000)}` : "0";
-  return { job, iterations, metrics, diagnosis, cursor };
+  return { job, iterations, series, diagnosis, cursor };
 }
 
 class JobPage extends Component {
@@ -47,7 +48,7 @@ class JobPage extends Component {
   job = this.props.first.job;
   diagnosis = this.props.first.diagnosis;
   seenAt = serverNow(); // the diagnosis
-  series = new Series();
+  series = this.props.first.series;
   lines = new Map(); // of each chart, until its values change
   records = new Map(this.props.first.iterations.map((record) => [record.iteration, record])); // the newest ones
   workers = [];
@@ -56,11 +57,6 @@ class JobPage extends Component {
   events = new EventStore(serverNow());
   pointer = new Pointer();
   timeline = createRef();
-
-  constructor(props) {
-    super(props);
-    this.series.addAll(props.first.metrics);
-  }
 
   componentDidMount() {
     this.follow();
@@ -118,8 +114,7 @@ class JobPage extends Component {
     const signal = AbortSignal.any([this.props.signal, this.filling.signal]);
     while (!signal.aborted) {
       try {
-        const { metrics } = await get(`${this.path}/metrics`, { after: this.gapAfter }, signal);
-        this.series.addAll(metrics);
+        await this.series.read(curves(this.path, this.gapAfter, signal));
         this.gapAfter = null;
         return this.drawCurvesSoon();
       } catch (error) {

@@ -137,6 +137,11 @@ export class Series {
     }
   }
 
+  /** Take parts of /metrics as they come. */
+  async read(parts) {
+    for await (const metrics of parts) this.addAll(metrics);
+  }
+
   /** {name: [[x, y], ...]} of /metrics: all, or what is new or has come late. */
   addAll(metrics) {
     const byX = new Map();
