@@ -12,7 +12,7 @@ from onbeat.config.sections import JobSections
 from onbeat.objectives import INSTALLED
 from onbeat.rewards import LIST, TABLE
 
-PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
+PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
@@ -28,26 +28,28 @@ def describe_wrong_job(error: ValidationError, job: Any, name: object) -> str:
 
 def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
     """Return (field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
-    explained = [explain_error(error, body) for error in errors[:MAX_EXPLAINED]]
-    if num_more := len(errors) - len(explained):
+    explained = [each for error in errors[:MAX_EXPLAINED] for each in explain_error(error, body)]
+    if num_more := len(errors[MAX_EXPLAINED:]):
         explained.append(("body", f"has {num_more} more errors; correct these first"))
     return explained
 
 
-def explain_error(error: Any, body: Any) -> tuple[str, str]:
-    """Return (field, message) of one entry of `ValidationError.errors()`; `body` is the JSON that was sent."""
+def explain_error(error: Any, body: Any) -> list[tuple[str, str]]:
+    """Return (field, message) of one entry of `ValidationError.errors()`; `body` is the JSON that was sent.
+
+    A check of the job or of a section names its fields itself, in a line for each.
+    """
     source, *location = error["loc"]
     if source != "body":
-        return ".".join(map(str, location or [source])), f"{error['msg']}, got {show(error.get('input'))}"
+        return [(".".join(map(str, location or [source])), f"{error['msg']}, got {show(error.get('input'))}")]
+    named = [PREFIXED.fullmatch(line) for line in error["msg"].split("\n")]
+    if all(named):
+        return [(match[1], match[2]) for match in named if match]
     if not location:
-        prefixed = PREFIXED.fullmatch(error["msg"])  # a check of the whole job names its field itself
-        if prefixed:
-            return prefixed[1], prefixed[2]
         types = "Content-Type: application/json, or application/toml for TOML"
-        return "body", f"must be one JSON object, the job, with {types}"
+        return [("body", f"must be one JSON object, the job, with {types}")]
     path = without_tags(location, body)
-    prefixed = PREFIXED.fullmatch(error["msg"])  # a check of a whole section does so, too
-    return (prefixed[1], prefixed[2]) if prefixed else (dotted(path), explain_value(error, path))
+    return [(dotted(path), explain_value(error, path))]
 
 
 def dotted(path: Iterable[str]) -> str:

@@ -104,8 +104,8 @@ class JobConfig(JobSections):
 
     @model_validator(mode="after")
     def check(self) -> "JobConfig":
-        for problem in problems_of(self):
-            raise ValueError(problem)
+        if problems := list(problems_of(self)):
+            raise ValueError("\n".join(problems))
         return self
 
     @model_validator(mode="after")

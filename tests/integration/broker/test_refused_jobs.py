@@ -7,7 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from onbeat.config import JobConfig
+from onbeat.config.explain import describe_wrong_job
 from onbeat.rewards import RewardConfig
 from onbeat.streams.ledger import Ledger
 from onbeat.types import TrainerRecord
@@ -58,6 +61,21 @@ async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient
     assert {error["field"] for error in await refusals(broker, **wrong)} == first | later
     valid = {"rollout": {}, "schedule": {}, "model": {"path": "bundled:nothing"}, "seed": 1}
     assert {error["field"] for error in await refusals(broker, **(wrong | valid))} == later
+
+
+async def test_what_does_not_hold_between_sections_is_said_together(broker: httpx.AsyncClient) -> None:
+    wrong = {
+        "rollout": {"num_samples_per_prompt": 1, "num_prompts_per_iteration": 2},
+        "training": {"num_updates_per_iteration": 3},
+        "objective": {"type": "grpo", "old_policy": "proximal"},
+    }
+    fields = ["rollout.num_samples_per_prompt", "training.num_updates_per_iteration", "objective.old_policy"]
+    assert [error["field"] for error in await refusals(broker, **wrong)] == fields
+    job = job_body(**wrong)
+    with pytest.raises(ValidationError) as refused:
+        JobConfig.model_validate(job)
+    lines = describe_wrong_job(refused.value, job, "job.toml").splitlines()
+    assert [line.split(": ")[0].strip() for line in lines[1:]] == fields
 
 
 HUGE = "0x" + "f" * 5000  # only decimal numbers have a limit of digits
