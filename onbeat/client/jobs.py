@@ -30,6 +30,7 @@ from onbeat.types import (
 
 STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is resumed
 CREATE_S = 120.0  # the broker opens a job's data, and may have to download it
+AUDIT_S = 600.0  # the broker reads the job's whole log, and all that it keeps
 STREAM_RENEWAL_S = 0.2  # before a stream that ended normally is resumed
 GOOD_STREAM_S = 10.0  # failures count in a row until a stream lasts this long, or delivers an event
 
@@ -135,7 +136,9 @@ class AsyncJobs:
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
         """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
-        return AuditReport.model_validate(await self._get(job_id, "/audit", head=head))
+        path = f"{job_path(job_id)}/audit"
+        options = {"params": {"head": head}, "timeout": AUDIT_S}
+        return AuditReport.model_validate(await self._client.request("GET", path, is_repeatable=True, **options))
 
     async def explain(self, job_id: str) -> Diagnosis:
         """Explain why the job is where it is: who waits for whom, since when, and what happens next."""

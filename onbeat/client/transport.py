@@ -120,7 +120,8 @@ class Transport:
             try:
                 response = await self._http.request(method, path, **options)
             except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
-                raise BrokerUnreachable(self.base_url, f"connected, but silent for {self.timeout_s:g} s") from error
+                silence_s = options.get("timeout", self.timeout_s)
+                raise BrokerUnreachable(self.base_url, f"connected, but silent for {silence_s:g} s") from error
             except httpx.TransportError as error:
                 if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
                     raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error

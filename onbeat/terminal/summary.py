@@ -74,11 +74,11 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 async def audit_text(client: AsyncClient, job_id: str) -> str:
-    """Return the result of the audit in words; '' when the broker gives none."""
+    """Return the result of the audit in words, or why there is none."""
     try:
         audit = await client.jobs.audit(job_id)
-    except OnbeatError:
-        return ""
+    except OnbeatError as error:
+        return f"not done: {error}"
     if not audit.is_clean:
         return f"VIOLATION: {audit.violation}"
     return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"

@@ -33,6 +33,7 @@ class FakeJobs:
         self.by_key: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.failures: list[int] = []  # status codes to answer before doing the work
+        self.delay_s = 0.0  # before an answer
         self.authorization: str | None = None
         self.audit: dict[str, Any] = {}  # over a clean report
         self.findings: list[dict[str, Any]] = []  # of the doctor
@@ -158,6 +159,7 @@ def make_app(fake: FakeJobs) -> FastAPI:
     async def watch(request: Request, call_next: Any) -> Any:
         fake.requests.append((request.method, request.url.path))
         fake.authorization = request.headers.get("authorization")
+        await asyncio.sleep(fake.delay_s)
         if fake.failures:
             return problem(fake.failures.pop(0), "not now")
         return await call_next(request)

@@ -116,6 +116,20 @@ async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> No
         client.jobs.list()
 
 
+async def test_audit_may_take_longer_than_other_answers(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(url, timeout_s=0.2) as client:
+        job = await client.jobs.create(CONFIG)
+        fake.delay_s = 0.5
+        with pytest.raises(BrokerUnreachable, match=r"silent for 0\.2 s"):
+            await client.jobs.get(job.id)
+        assert (await client.jobs.audit(job.id)).is_clean
+        monkeypatch.setattr("onbeat.client.jobs.AUDIT_S", 0.1)
+        with pytest.raises(BrokerUnreachable, match=r"silent for 0\.1 s"):
+            await client.jobs.audit(job.id)
+
+
 def test_closing_a_client_ends_waits_of_other_threads_with_error() -> None:
     said: list[str] = []
 
