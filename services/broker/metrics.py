@@ -1,5 +1,6 @@
 """The broker's Prometheus metrics. Job metrics are read from the ledger at each scrape: all brokers report the same."""
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -104,6 +105,7 @@ class Meters:
         )
         self.traces = TraceMeters(self._requests)
         self._totals: dict[str, JobTotals] = {}
+        self._reading = asyncio.Lock()  # two at once would count an iteration twice
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count an answered request. `method`: the word that the client sent."""
@@ -111,7 +113,8 @@ class Meters:
 
     async def render(self, ledger: Ledger) -> tuple[bytes, str]:
         registry = CollectorRegistry()
-        registry.register(ComputedFamilies(await self._read_jobs(ledger)))
+        async with self._reading:
+            registry.register(ComputedFamilies(await self._read_jobs(ledger)))
         return generate_latest(self._requests) + generate_latest(registry), CONTENT_TYPE_LATEST
 
     async def _read_jobs(self, ledger: Ledger) -> list[Metric]:

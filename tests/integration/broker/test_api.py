@@ -546,11 +546,12 @@ async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) 
         assert f'onbeat_groups_total{{job_id="{job_id}",outcome="{outcome}"}} {count}.0' in text
     assert 'onbeat_jobs{state="RUNNING"}' in text
     assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
-    for iteration in (1, 2):  # counts stay when iterations settle
+    for iteration in (1, 2):  # counts stay when iterations settle, however many scrape at once
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
-        assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in await scrape()
+        for text in await asyncio.gather(scrape(), scrape(), scrape()):
+            assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in text
 
 
 async def test_bounded_job_shows_open_iterations_and_cost_of_versions(
