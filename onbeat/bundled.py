@@ -1,8 +1,11 @@
 """The cache of bundled models: the trainer converts them into it, and the command line looks whether they are there."""
 
+import os
+import tempfile
 from pathlib import Path
 
-CACHE_DIR = Path.home() / ".cache" / "onbeat"  # the default of ONBEAT_CACHE_DIR
+HOME = os.path.expanduser("~")  # stays "~" for a user without a home folder
+CACHE_DIR = Path(HOME if HOME != "~" else tempfile.gettempdir(), ".cache", "onbeat")  # default of ONBEAT_CACHE_DIR
 
 
 def model_folder(cache_dir: Path, name: str) -> Path:

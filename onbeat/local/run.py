@@ -54,6 +54,8 @@ class JobRun:
         """Continue the unfinished job of the same file. Paused jobs of other files stay paused, and the jobs that a
         killed run has left go first."""
         for job in reversed(await find_active(client)):
+            if job.state == JobState.CANCELLING:
+                continue
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
                 self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)")

@@ -125,7 +125,7 @@ def held_bytes(pid: int) -> int:
     """Return the memory that a process and all that it has started hold, without files that can be read again."""
     rollup = ""
     with suppress(OSError):  # it has just ended, or is another user's
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(errors="replace")
     fields = (line.split() for line in rollup.splitlines())
     own = sum(int(words[1]) * 1024 for words in fields if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
     return own + sum(map(held_bytes, children_of(pid)))
@@ -149,4 +149,7 @@ def try_lock(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # as on network disks
+        message = f"{file.name} cannot be locked ({error.strerror}); choose a folder on another disk with --data-dir"
+        raise OnbeatError(message) from error
     return True

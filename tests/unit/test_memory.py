@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,14 @@ from onbeat.local.state import StackLock, StackState, held_bytes
 from onbeat.memory import read_host, read_memory
 from onbeat.types import HostMemory, JobRecord, TrainerRecord, WorkerRecord
 from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
+
+# Linux cuts the name after 15 bytes, here in the middle of a letter.
+NAMED_BY_HALF_A_LETTER = """
+from pathlib import Path
+Path("/proc/self/comm").write_text("x" * 14 + "\\u044f")
+print("named", flush=True)
+input()
+"""
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 MEMINFO = (
@@ -98,8 +108,13 @@ def test_job_of_a_running_stack_is_compared_without_the_stack(monkeypatch: pytes
     monkeypatch.setattr("onbeat.memory.read_memory", lambda: trainer("x", "box", 6).host)
     lock = StackLock(tmp_path)
     lock.write(StackState(os.getpid(), "up", "http://here", "redis://r", 1.0, num_rollouts=2, engine="vllm"))
+    named = subprocess.Popen(
+        [sys.executable, "-c", NAMED_BY_HALF_A_LETTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    named.stdout.readline()
     own = held_bytes(os.getpid())
     assert own > 10_000_000
+    named.communicate()
     cases = (
         (job, None, 2_000_000_000, 0),
         (job, None, 1_000_000_000, 1),

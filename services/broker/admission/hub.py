@@ -36,6 +36,6 @@ async def review_hub_model(path: str) -> list[Complaint]:
 
 
 def is_cached(path: str) -> bool:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return any(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))

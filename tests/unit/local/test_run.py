@@ -227,6 +227,8 @@ def test_run_continues_its_own_job_and_begins_another_file_anew() -> None:
         assert states() == ["CANCELLED", "PAUSED", "RUNNING"]
         assert asyncio.run(submit(url, changed, is_fresh=True)).id == "job-4"
         assert states() == ["CANCELLED", "CANCELLED", "CANCELLED", "RUNNING"]
+        fake.jobs["job-4"]["ended"] = "CANCELLING"
+        assert asyncio.run(submit(url, changed)).id == "job-5"
     printed = console.file.getvalue()
     assert "continuing job job-1 after 0 of 25 iterations (--fresh begins anew)" in printed
     assert "job job-1 (quickstart) has another job file and stays paused after 0 of 25 iterations: a new job" in printed
