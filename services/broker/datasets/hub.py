@@ -26,7 +26,8 @@ def fetch_split(data: HubData, data_dir: Path) -> Path:
     """Return the Parquet file of the split. Raises DatasetError with a remedy."""
     if not HUB_ID.fullmatch(data.path) or ".." in data.path:
         raise DatasetError("data.path", f"{data.path!r} is no hub id; it is like openai/gsm8k")
-    folder = data_dir.resolve() / DATASETS_FOLDER / ".hub"
+    data_dir = data_dir.resolve()
+    folder = data_dir / DATASETS_FOLDER / ".hub"
     wanted = json.dumps([data.path, data.subset, data.split, data.revision])
     target = folder / f"{data.path.replace('/', '-')}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}.parquet"
     if target.is_file():
@@ -38,7 +39,7 @@ def fetch_split(data: HubData, data_dir: Path) -> Path:
         (folder / "cache").mkdir(parents=True, exist_ok=True)
         draft = target.with_suffix(".new")
         with contextlib.chdir(folder / "cache"):  # a folder of the broker that has the name is not the hub's
-            read_split(data, data_dir.resolve(), folder / "cache").to_parquet(draft)
+            read_split(data, data_dir, folder / "cache").to_parquet(draft)
         draft.replace(target)
         shutil.rmtree(folder / "cache", ignore_errors=True)
     except DatasetError:

@@ -384,6 +384,11 @@ def test_split_of_a_hub_is_fetched_once_and_kept(hub_folder: Path) -> None:
     assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
 
 
+def test_hub_folder_is_found_below_a_relative_data_folder(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hub_folder.parent)
+    assert open_hub(Path(hub_folder.name), split="test").item(0).messages[0].content == "held out"
+
+
 def test_hub_rows_come_as_those_of_a_file_do(hub_folder: Path) -> None:
     write_jsonl(hub_folder / "rows.jsonl", ROWS)
     hub, file = open_hub(hub_folder), open_file(hub_folder)
