@@ -1,5 +1,6 @@
 """Device-specific behaviour of the trainer. The device is selected in `services.device`."""
 
+import functools
 import os
 
 import torch
@@ -34,13 +35,19 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+@functools.cache
+def first_cores() -> list[int]:
+    """Return the cores that this process had when it was first asked: it gives some of them up."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
     """Run on the given cores (`0-3,6`; empty: all) with one thread each; ranks of a machine divide them up.
 
     Returns the number of threads. With more ranks than cores, each has one thread and cores are shared. A container
     may have many cores but a limit of few CPUs: that limit then bounds the threads.
     """
-    own = divide(parse_cores(cores) if cores else sorted(os.sched_getaffinity(0)), local_size)[local_rank]
+    own = divide(parse_cores(cores) if cores else first_cores(), local_size)[local_rank]
     os.sched_setaffinity(0, own)
     num_threads = max(1, int(min(len(own), cpu_quota() / local_size)))
     torch.set_num_threads(num_threads)

@@ -61,8 +61,8 @@ class TrainLoop:
         self._opened = OpenIteration(config, state.next_iteration, state.policy_version)
 
     def run(self) -> None:
+        self._warm_up()
         try:
-            self._warm_up()
             self._publisher.start()
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
                 self.run_iteration(state.next_iteration, state.policy_version)
@@ -70,6 +70,7 @@ class TrainLoop:
             self._job.wait_for_evaluation()
             while self._job.check() is JobState.PAUSED:  # in its last iteration: its user decides when it ends
                 time.sleep(0.5)
+            self._world.all_gather_bytes(b"")  # to the others the job is lost once rank 0 has ended it
         except Stopped:
             if self._is_between_iterations() and self._world.size == 1:  # other ranks may be in the middle of a pass
                 self._publisher.leave()

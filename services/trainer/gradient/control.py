@@ -61,7 +61,9 @@ class GradientControl:
         if self._config.mode == "off":  # a fork's; the job that it starts from may have a history
             return
         self._history = {
-            name.removeprefix("gac."): tensor.clone() for name, tensor in tensors.items() if name.startswith("gac.")
+            name.removeprefix("gac."): tensor.to(self._world.device, copy=True)
+            for name, tensor in tensors.items()
+            if name.startswith("gac.")
         }
 
 

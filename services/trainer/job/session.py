@@ -132,7 +132,8 @@ class JobSession:
         deadline = time.monotonic() + deadline_s
         self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
         while self.config.evaluation is not None and not self._is_evaluated(last):
-            self.check()
+            if self.check() is JobState.PAUSED:
+                deadline = time.monotonic() + deadline_s
             if time.monotonic() > deadline:
                 if self.lease.job.rank == 0:
                     message = f"the last evaluation did not end within {deadline_s:.0f} s; the job does"

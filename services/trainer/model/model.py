@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.trainer.model.sharding import call
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GENERATION_CONFIG = "generation_config.json"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 
 
@@ -156,15 +158,16 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
     """
     import tempfile
 
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import cached_file
 
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(source)
         config.dtype = config.get_text_config().dtype = dtype
         config.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        if (Path(source) / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source).save_pretrained(folder)
+        with suppress(OSError):  # not every model has one; as it is, because transformers refuses to save some
+            shutil.copy(cached_file(source, GENERATION_CONFIG), Path(folder, GENERATION_CONFIG))
         files = sorted(path for path in Path(folder).iterdir() if path.is_file())
         return {path.name: path.read_bytes() for path in files if not path.name.endswith(WEIGHT_FILES)}
 

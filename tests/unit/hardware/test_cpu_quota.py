@@ -36,12 +36,16 @@ def test_no_control_groups(tmp_path: Path) -> None:
 )
 def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ranks: int, num_threads: int) -> None:
     used: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    own = {0: set(range(6))}
+    monkeypatch.setattr(os, "sched_getaffinity", own.__getitem__)
+    monkeypatch.setattr(os, "sched_setaffinity", own.__setitem__)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(device, "cpu_quota", lambda: quota)
-    assert device.pin_cores("", 0, num_ranks) == num_threads
-    assert used == [num_threads]
+    device.first_cores.cache_clear()
+    for _ in range(2):  # of two jobs, the second one begins with the cores that the first one has left
+        assert device.pin_cores("", 0, num_ranks) == num_threads
+    device.first_cores.cache_clear()
+    assert used == [num_threads] * 2
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onbeat.config import GacConfig
 from services.trainer.gradient.control import GradientControl
 from services.trainer.gradient.gac import GacAction, decide
+from services.trainer.world import World
 
 
 def pair(cosine, norm_g=3.0, norm_h=2.0):
@@ -31,6 +32,12 @@ def test_projection_lands_exactly_on_c_low(cosine, c_low, norm_g, norm_h):
     control.apply(h)
     assert control.apply(g).action is GacAction.PROJECT
     assert cosine_of(g, h) == pytest.approx(c_low, abs=1e-9)
+
+
+def test_history_of_a_checkpoint_goes_to_the_device_that_trains():
+    control = GradientControl(GacConfig(), World(device=torch.device("meta")))
+    control.load_state_tensors({"gac.a": torch.ones(2), "master.a": torch.ones(2)})
+    assert {name: tensor.device.type for name, tensor in control.state_tensors().items()} == {"gac.a": "meta"}
 
 
 def test_full_removal_is_orthogonal():

@@ -14,6 +14,7 @@ from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
+from onbeat.types import JobState
 from services.trainer import loop
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
@@ -85,6 +86,28 @@ def test_a_warm_up_changes_no_bit_of_the_training(lora, tmp_path, monkeypatch):
     assert "compiling its kernels" in found.doings
     assert "compiling its kernels" not in expected.doings
     assert [commit[:2] for commit in found.commits] == [commit[:2] for commit in expected.commits]
+
+
+def test_stop_during_the_warm_up_leaves_the_job_as_it_was(tmp_path, monkeypatch):
+    class StoppedJob(RecordedJob):
+        def check(self):
+            raise Stopped("this process was asked to stop")
+
+    monkeypatch.setattr(loop, "COMPILING_DEVICES", ("cpu",))
+    config, groups = job_config(schedule=PERIODIC), recorded_iterations()
+    job = StoppedJob(config, groups)
+    with pytest.raises(Stopped):
+        train(config, groups, tmp_path, job=job)
+    assert (job.published, job.checkpoints) == ([], [])
+
+
+def test_no_rank_asks_for_the_job_once_another_may_have_ended_it(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(RecordedJob, "check", lambda self: calls.append("check") or JobState.RUNNING)
+    gather = World.all_gather_bytes
+    monkeypatch.setattr(World, "all_gather_bytes", lambda *content: calls.append("gather") or gather(*content))
+    train(job_config(schedule=PERIODIC), recorded_iterations(), tmp_path)
+    assert calls[-2:] == ["check", "gather"]
 
 
 def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):

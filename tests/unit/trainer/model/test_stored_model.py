@@ -102,10 +102,31 @@ def test_experts_that_transformers_merges_are_left_to_it(tmp_path):
     assert open_model(source, torch.bfloat16, CPU, Passes()) is None
 
 
+def write_tokenizer(folder):
+    words = Tokenizer(WordLevel({"one": 0}, unk_token="one"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def test_generation_config_of_a_hub_model_goes_along_unchanged(tmp_path, monkeypatch):
+    """It may be the only file that names the end of a turn; and transformers refuses to save this one."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    write(snapshot, CONFIGS["norms of queries"])
+    write_tokenizer(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "generation_config.json").unlink(missing_ok=True)
+    assert "generation_config.json" not in model_files("org/name", torch.bfloat16)
+    generation = b'{"eos_token_id": [1, 5], "temperature": 0.9}'
+    (snapshot / "generation_config.json").write_bytes(generation)
+    for source in ("org/name", str(snapshot)):
+        assert model_files(source, torch.bfloat16)["generation_config.json"] == generation
+
+
 def test_exported_config_names_the_dtype_of_the_weights(tmp_path):
     write(tmp_path / "source", CONFIGS["norms of queries"])
-    words = Tokenizer(WordLevel({"one": 0}, unk_token="one"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "source")
+    write_tokenizer(tmp_path / "source")
     for dtype in DTYPES.values():
         files = model_files(str(tmp_path / "source"), dtype)
         (tmp_path / "config.json").write_bytes(files["config.json"])
