@@ -79,6 +79,10 @@ class WeightsError(OnbeatError):
     """A weights transfer was incomplete, corrupt or for a version that no source holds. Nothing was applied."""
 
 
+class VersionNotHeld(WeightsError):
+    """The trainer does not hold the version: not yet, or not any more."""
+
+
 class ApiError(OnbeatError):
     """The broker answered with a problem document (RFC 9457)."""
 

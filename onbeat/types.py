@@ -77,6 +77,7 @@ class EpisodeFailureKind(StrEnum):
     INVALID = "invalid"  # what it returned is no Outcome
     LOAD = "load"  # it cannot be imported or built
     NO_CALL = "no_call"  # it never called the policy
+    UNREACHABLE = "unreachable"  # a server that it needs could not be reached
 
 
 class Verdict(StrEnum):

@@ -10,7 +10,9 @@ import httpx
 from onbeat.environments import Outcome, Session, Task
 from onbeat.streams.codec import Environment, Message, PromptTask, RolloutGroup, check_group
 from onbeat.streams.ledger import Claim
+from onbeat.types import EpisodeFailureKind as Kind
 from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionSpan
+from services.rollout.environments.child import is_of_network
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.episodes.server import SessionServer
@@ -203,7 +205,8 @@ class InProcess:
         try:
             return await self.run(request.task, session)
         except Exception as error:
-            return EpisodeFailure("raised", f"{type(error).__name__}: {error}")
+            kind = Kind.UNREACHABLE if is_of_network(error) else Kind.RAISED
+            return EpisodeFailure(kind, f"{type(error).__name__}: {error}")
         finally:
             await session.close()
             request.on_end(index)

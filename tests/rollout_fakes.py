@@ -7,7 +7,7 @@ from pathlib import Path
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from onbeat.errors import WeightsError
+from onbeat.errors import VersionNotHeld, WeightsError
 from onbeat.weights.client import Itinerary, ModelDescription
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Manifest, PayloadKey, Peer, Plan, Tensor
@@ -155,7 +155,7 @@ class FakeSource:
         await asyncio.sleep(0.01)
         self._trainer.check(self.address)
         if version in self._trainer.refused or version > self._trainer.newest:
-            raise WeightsError(f"version {version} is not held")
+            raise VersionNotHeld(f"version {version} is not held")
         return Itinerary(manifest_of(version))
 
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ Its Python and the environment's configuration come from the package that the op
 """
 
 import json
+import logging
+import os
 import signal
 import subprocess
 from collections import Counter
@@ -19,6 +21,8 @@ import httpx
 
 from onbeat.environments.session import Session
 from onbeat.environments.types import Outcome, Task
+
+logger = logging.getLogger(__name__)
 
 PLAYER = Path(__file__).with_name("verifiers_player.py")
 TASKS_DEADLINE_S = 1800.0  # a taskset may be downloaded first
@@ -47,7 +51,11 @@ class VerifiersEnvironment:
         if "task" not in task.metadata:
             raise ValueError("the row has no field `task`: write the data with write_tasks, of the same module")
         asked = {"task": task.metadata["task"], "url": policy.url, "key": policy.key}
-        answer = await self._http.post("/", json=asked)
+        try:
+            answer = await self._http.post("/", json=asked)
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            logger.error("the player of verifiers is gone: %r", error)
+            os._exit(1)  # all episodes here are lost with it; a new process starts a new one
         if not answer.is_success:
             raise RuntimeError(f"verifiers cannot play the task: {answer.text[-500:]}")
         played = answer.json()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from onbeat.errors import WeightsError
+from onbeat.errors import VersionNotHeld, WeightsError
 from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message
@@ -69,10 +69,10 @@ class WeightsClient:
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
         """Return the manifest of a version and the deltas that lead to it.
 
-        Raise WeightsError when the version is not held or the manifest contradicts its own digest.
+        Raise VersionNotHeld, or WeightsError when the manifest contradicts its own digest.
         """
         request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
-        with self._as_weights_error(f"get the manifest of version {version}"):
+        with self._as_weights_error(f"get the manifest of version {version}", not_found=VersionNotHeld):
             answer = await self._ask(self._stub.GetManifest, request)
             manifest = read_manifest(answer)
             if not 0 <= answer.age_s < math.inf:
@@ -152,13 +152,12 @@ class WeightsClient:
         return checked(await method(request, timeout=CALL_DEADLINE_S, metadata=self._metadata))
 
     @contextlib.contextmanager
-    def _as_weights_error(self, doing: str) -> Iterator[None]:
+    def _as_weights_error(self, doing: str, not_found: type[WeightsError] = WeightsError) -> Iterator[None]:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise WeightsError(
-                f"could not {doing} at {self.address}: {error.code().name}: {error.details()}"
-            ) from error
+            kind = not_found if error.code() is grpc.StatusCode.NOT_FOUND else WeightsError
+            raise kind(f"could not {doing} at {self.address}: {error.code().name}: {error.details()}") from error
         except WeightsError as error:
             raise WeightsError(f"could not {doing} at {self.address}: {error}") from error
         except grpc.aio.UsageError as error:

@@ -247,7 +247,7 @@ class ClaimLoop:
         await self._hand_back([flight])
         message = f"{task.group_id}, attempt {flight.claim.attempt}, on {job.settings.worker_id}: {reason}"
         await job.ledger.event_log.emit(job.job_id, "group.released", message, {"group_id": task.group_id})
-        if isinstance(error, PASSING_ERRORS):
+        if isinstance(error, PASSING_ERRORS) and not is_engine_silent(flight, error):
             logger.warning("gave back %s", message)
             return
         logger.error("gave back %s", message, exc_info=error)
@@ -271,6 +271,11 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
     if evaluation is None:
         return training, None
     return training, Load(sum(each.num_prompts for each in config.held_out), evaluation.num_samples_per_prompt)
+
+
+def is_engine_silent(flight: Flight, error: BaseException) -> bool:
+    """Return whether the engine has owed the answer all the time, so that it may answer nobody any more."""
+    return isinstance(error, DeadlineExceeded) and flight.stage is Stage.GENERATING and flight.episodes is None
 
 
 def is_groups_fault(flight: Flight) -> bool:

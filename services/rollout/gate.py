@@ -168,7 +168,7 @@ class VersionGate:
             self._load = asyncio.create_task(self._replace(pull), name=f"load version {version}")
             await asyncio.shield(self._load)
         except WeightsError as error:
-            gone = VersionGone(str(error)) if self._puller.announcements.has_reached(version + 1) else error
+            gone = VersionGone(str(error)) if self._puller.is_gone(version, error) else error
             self._failure = (version, time.monotonic(), gone)
             raise gone from error
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from onbeat.errors import WeightsError
+from onbeat.errors import VersionNotHeld, WeightsError
 from onbeat.weights.client import Connections, ModelDescription, WeightsClient
 from onbeat.weights.host import HostWeights
 from onbeat.weights.pull import Pull
@@ -169,6 +169,10 @@ class WeightsPuller:
                 return self.start(version, deadline_s)
             await current.over()
 
+    def is_gone(self, version: int, error: WeightsError) -> bool:
+        """Return whether the trainer that has refused the version is beyond it."""
+        return isinstance(error, VersionNotHeld) and self.announcements.has_reached(version + 1)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Keep the copy as it is while it is read inside this context."""
@@ -240,7 +244,7 @@ class WeightsPuller:
             except WeightsError as error:
                 await self.connections.drop(address)
                 is_late = time.monotonic() + delay_s > pull.deadline
-                if is_late or isinstance(error, OtherWeights) or self.announcements.has_reached(pull.version + 1):
+                if is_late or isinstance(error, OtherWeights) or self.is_gone(pull.version, error):
                     raise
                 pull.stats.faults.append(str(error))
                 logger.warning("policy version %d is tried again: %s", pull.version, error)

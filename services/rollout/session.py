@@ -10,12 +10,15 @@ from onbeat.errors import JobNotFound, WeightsError
 from onbeat.types import JobState
 from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory, staging_folder
 from services.rollout.claim_loop import Assignment, Ends
+from services.rollout.engines.interface import MortalEngine
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.puller import WeightsPuller
 
 logger = logging.getLogger(__name__)
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)
 FOLLOW_S = 1.0
+WATCH_S = 1.0
 
 T = TypeVar("T")
 
@@ -40,7 +43,7 @@ class RolloutSession:
                 background = [tasks.create_task(work) for work in early]
                 parts = self._parts = await self._unless_ending(self._attachment.attach(cleanup, staging_dir, puller))
                 if parts is not None:
-                    steady = (parts.loop.keep_leases(), load_when_idle(parts, puller))
+                    steady = (parts.loop.keep_leases(), load_when_idle(parts, puller), watch_idle_engine(parts))
                     background += [tasks.create_task(work) for work in steady]
                     if parts.chats is not None:
                         background.append(tasks.create_task(parts.chats.serve()))
@@ -131,6 +134,15 @@ class RolloutSession:
             ending.cancel()
             working.cancel()
             await asyncio.wait({working})
+
+
+async def watch_idle_engine(parts: Parts) -> None:
+    """Raise EngineBroken when the engine dies while no group asks it; groups in flight get EngineDied themselves."""
+    engine = parts.engine
+    while isinstance(engine, MortalEngine):
+        await asyncio.sleep(WATCH_S)
+        if engine.is_dead and not parts.loop.flights:
+            raise EngineBroken("the engine has died while it was idle")
 
 
 async def load_when_idle(parts: Parts, puller: WeightsPuller) -> None:

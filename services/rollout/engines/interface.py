@@ -112,6 +112,14 @@ class TalkativeEngine(Protocol):
 
 
 @runtime_checkable
+class MortalEngine(Protocol):
+    """An engine with processes of its own, which may die while nobody asks them."""
+
+    @property
+    def is_dead(self) -> bool: ...
+
+
+@runtime_checkable
 class StreamingEngine(Protocol):
     """An optional interface of an engine, for chats. Without it, a chat's answer comes in one piece, by `generate`."""
 

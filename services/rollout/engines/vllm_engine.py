@@ -233,6 +233,10 @@ class VllmEngine:
             return "importing vLLM, usually 20 to 60 s"
         return "vLLM loads the model and prepares its kernels" if self._llm is None else ""
 
+    @property
+    def is_dead(self) -> bool:
+        return self._llm is not None and self._llm.errored
+
     def version(self) -> int | None:
         return self._version
 

@@ -115,6 +115,13 @@ class Rewards:
         return {"reward": scores[0].reward} | scores[0].parts
 
 
+def is_of_network(error: BaseException) -> bool:
+    """Return whether a connection could not be made, or broke. Libraries are not imported for this."""
+    httpx = sys.modules.get("httpx")
+    of_httpx = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) if httpx else ()
+    return isinstance(error, (ConnectionError, *of_httpx))
+
+
 def describe(error: BaseException, kind: str) -> dict[str, str]:
     """Return kind and message of a failure. Of several errors at once, the first one counts."""
     while isinstance(error, BaseExceptionGroup):
@@ -127,6 +134,7 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
         case InvalidReward():
             kind, message = "invalid", str(error)
         case _:
+            kind = "unreachable" if is_of_network(error) else kind
             message = f"{type(error).__name__}: {text_of(error)}"[: MAX_MESSAGE - MAX_PLACE] + place_of(error)
     return {"kind": kind, "message": message[:MAX_MESSAGE].encode(errors="replace").decode()}
 

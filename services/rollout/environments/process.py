@@ -32,7 +32,7 @@ class Ended(Answer):
 class Failed(Answer):
     step: Literal["failed"]
     episode: NonNegativeInt
-    kind: Literal["load", "raised", "timeout", "invalid", "memory"]
+    kind: Literal["load", "raised", "timeout", "invalid", "memory", "unreachable"]
     message: str
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.environments import Outcome, Task
 from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
-from onbeat.types import EpisodeFailureKind, EpisodeWait
+from onbeat.types import EpisodeFailureKind as Kind
+from onbeat.types import EpisodeWait
 from services.rollout import meters
 from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.episode import Episode, Generate, GroupContext, Vocabulary
@@ -25,11 +26,13 @@ from services.rollout.episodes.rendering import Renderer
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage
 from services.rollout.prompts import GroupFailed, PromptEncoder
+from services.rollout.retries import delay_after
 
 if TYPE_CHECKING:
     from services.rollout.episodes.server import SessionServer  # only rollouts of jobs with an environment need it
 
 MAX_MESSAGE = 500  # characters of a failure
+UNREACHABLE_S = 60.0  # longer than a server takes to start again
 SHOWN_WAIT_S = 10.0  # a shorter wait for an environment is not worth a word
 
 
@@ -37,7 +40,7 @@ class EnvironmentFailed(Exception):
     """An episode has failed as often as the job allows; another rollout may have more luck. `kind`: of its last
     failure."""
 
-    def __init__(self, kind: EpisodeFailureKind, message: str) -> None:
+    def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(f"{kind}: {message[:MAX_MESSAGE]}")
         self.kind = kind
 
@@ -59,7 +62,7 @@ class GroupPlay:
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
         self._started = time.monotonic()
-        self._cut_short = ""
+        self._trouble = self._cut_short = ""
 
     @property
     def wait(self) -> EpisodeWait | None:
@@ -72,8 +75,8 @@ class GroupPlay:
     @property
     def doing(self) -> str:
         """The wait in words; of a cancelled group the one that it was cancelled in."""
-        if self._cut_short or (wait := self.wait) is None:
-            return self._cut_short
+        if (said := self._cut_short or self._trouble) or (wait := self.wait) is None:
+            return said
         waited_s = wait.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
         return f"group {wait.group_id}: episode {wait.episode} waits for {wait.waits_for} for over {waited_s:.0f} s"
 
@@ -82,20 +85,29 @@ class GroupPlay:
         return self._num_samples - sum(episode.holds_place for episode in self._playing)
 
     async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
-        """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does."""
-        for attempt in range(1, max_attempts + 1):
-            missing = [index for index in range(self._num_samples) if index not in self._finished]
-            last = await self._play_once(server, environments, missing, attempt)
-            if last is None:
-                break
-            if attempt == max_attempts:
-                raise last
+        """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does.
+
+        For UNREACHABLE_S, tries that fail because a server is away do not count.
+        """
+        attempt, num_failures = 1, 0
+        while missing := [index for index in range(self._num_samples) if index not in self._finished]:
+            failure = await self._play_once(server, environments, missing, attempt)
+            if failure is None:
+                continue
+            if failure.kind is not Kind.UNREACHABLE or time.monotonic() - self._started > UNREACHABLE_S:
+                if attempt == max_attempts:
+                    raise failure
+                attempt += 1
+            num_failures += 1
+            self._trouble = f"{self._group.group_id}: {failure}; it is tried again"
+            await asyncio.sleep(delay_after(num_failures))
+            self._trouble = ""
         return await self._to_group()
 
     async def _play_once(
         self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int], attempt: int
     ) -> EnvironmentFailed | None:
-        """Play these episodes and keep what they gave. Return the first failure."""
+        """Play these episodes and keep what they gave. Return the first failure, of the worst kind."""
         self._playing = [Episode(self._group, index, attempt) for index in indexes]
         access = [server.open(episode) for episode in self._playing]
         request = replace(
@@ -110,7 +122,8 @@ class GroupPlay:
         if len(results) != len(indexes):
             raise RuntimeError(f"environment {self._request.name}: {len(results)} results of {len(indexes)} episodes")
         failures = [self._settle(episode, result) for episode, result in zip(self._playing, results, strict=True)]
-        return next((failure for failure in failures if failure is not None), None)
+        found = [failure for failure in failures if failure is not None]
+        return min(found, key=lambda failure: failure.kind is Kind.UNREACHABLE, default=None)
 
     def _begin(self) -> None:
         for episode in self._playing:
@@ -239,13 +252,13 @@ def judge(outcome: Outcome, calls: Sequence[Call], refusal: str) -> PlayResult:
     if not calls:
         message = "it ended without a call of the policy, so there is nothing to train on"
         message += f"; a call was refused: {refusal}" if refusal else ""
-        return EpisodeFailure(EpisodeFailureKind.NO_CALL, message)
+        return EpisodeFailure(Kind.NO_CALL, message)
     for name, number in [("reward", outcome.reward), *outcome.parts.items(), *outcome.turn_rewards.items()]:
         if not -MAX_REWARD <= number <= MAX_REWARD:
             message = f"its {name} is {number}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
-            return EpisodeFailure(EpisodeFailureKind.INVALID, message)
+            return EpisodeFailure(Kind.INVALID, message)
     unknown = sorted(outcome.turn_rewards.keys() - {call.call_id for call in calls})
     if unknown:
         message = f"turn_rewards names {unknown[0]!r}, which is none of its calls"
-        return EpisodeFailure(EpisodeFailureKind.INVALID, message)
+        return EpisodeFailure(Kind.INVALID, message)
     return outcome

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import Mapping
 
 from onbeat.rewards import HTTP_REWARD
 from services.rollout import meters
+from services.rollout.retries import delay_after
 from services.rollout.rewards.outcome import (
     UNREACHABLE,
     RewardError,
@@ -23,8 +23,6 @@ from services.rollout.settings import RewardServiceSettings
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.5  # longest delay after the first failure, doubled after each further one
-LONGEST_DELAY_S = 20.0
 LAST_MOMENT_S = 0.5  # a call fails this long before the group's deadline, before it would be cancelled
 
 
@@ -68,7 +66,9 @@ class Scorer:
                 logger.warning("reward %s: %s", request.name, error)
                 num_failures += 1
                 num_tries[error.index] += error.kind != UNREACHABLE
-                delay_s = delay_after(error, num_failures)
+                delay_s = delay_after(num_failures)
+                if isinstance(error, RewardUnavailable):
+                    delay_s += error.retry_after_s  # what the service asked for
                 is_over = error.is_final or num_tries[error.index] >= request.max_attempts
                 if is_over or now() + delay_s >= deadline:
                     raise
@@ -79,13 +79,3 @@ class Scorer:
         await self._pool.close()
         for service in self._services.values():
             await service.close()
-
-
-def delay_after(error: RewardError, num_failures: int) -> float:
-    """Return the retry delay in seconds: what the service asked for, plus a random time up to a bound that doubles.
-
-    The time is random so that many rollouts do not come back at once.
-    """
-    longest_s = min(FIRST_DELAY_S * 2 ** min(num_failures - 1, 10), LONGEST_DELAY_S)
-    asked_s = error.retry_after_s if isinstance(error, RewardUnavailable) else 0.0
-    return asked_s + random.uniform(0, longest_s)

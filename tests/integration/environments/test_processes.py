@@ -26,6 +26,7 @@ from tests.waiting import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
 import asyncio, json, os, resource, signal, subprocess, sys, time
+import httpx
 from pathlib import Path
 from onbeat import confine
 from onbeat.environments import Outcome
@@ -51,6 +52,8 @@ class Behave:
             return Outcome(len(task.messages) + len(task.metadata["seen"]))
         if key == "raise": raise KeyError("no such thing")
         if key == "raise in a tool": await asyncio.to_thread(self.tool)
+        if key == "unreachable": await httpx.AsyncClient().get("http://127.0.0.1:9")
+        if key == "reset": raise ExceptionGroup("several", [ConnectionResetError("by the peer")])
         if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
         if key == "cancel": raise asyncio.CancelledError()
         if key == "half a character": raise ValueError(chr(0xD800))
@@ -142,6 +145,11 @@ class Game:
 def gives_a_number():
     return 5
 
+def of_verifiers():
+    from onbeat.environments import verifiers
+    verifiers.PLAYER = Path(__file__).with_name("stand_in_player.py")
+    return verifiers.VerifiersEnvironment(sys.executable, {})
+
 def wait(response, context): time.sleep(3600)
 
 def ring(response, context, level):
@@ -150,9 +158,28 @@ def ring(response, context, level):
     return {"reward": level * (context["answer"] == "2"), "pid": os.getpid()}
 '''
 
+PLAYER = """
+import os, socketserver, tempfile
+from http.server import BaseHTTPRequestHandler
+
+class Refuse(BaseHTTPRequestHandler):
+    def address_string(self): return "a socket"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(500)
+        self.end_headers()
+        self.wfile.write(b"player %d" % os.getpid())
+
+path = tempfile.mktemp()
+server = socketserver.UnixStreamServer(path, Refuse)
+print(path, flush=True)
+server.serve_forever()
+"""
+
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
 number = onbeat_test_environments:gives_a_number
+verifiers = onbeat_test_environments:of_verifiers
 tools = onbeat_test_environments:Tools
 game = onbeat_test_environments:Game
 missing = no_such_package:Nothing
@@ -166,7 +193,7 @@ score by ringing = onbeat_test_environments:ring
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own environments, on the path of child processes."""
-    code = {"onbeat_test_environments": ENVIRONMENTS}
+    code = {"stand_in_player": PLAYER, "onbeat_test_environments": ENVIRONMENTS}
     site = install(tmp_path / "site", "onbeat_test_environments", ENTRIES, **code)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
@@ -241,12 +268,27 @@ async def test_process_stays_warm_for_the_same_environment(processes):
         os.kill(pid_of(first), 0)
 
 
+async def test_process_whose_player_is_dead_is_replaced(processes):
+    def ask():
+        return processes.play(request("a", name="verifiers", metadata={"task": {}}))
+
+    (first,) = await ask()
+    os.kill(int(first.message.rpartition("player ")[2].split()[0]), signal.SIGKILL)
+    (broken,) = await ask()
+    (second,) = await ask()
+    assert (first.kind, broken.kind, second.kind) == ("raised", "crashed", "raised")
+    assert "the player of verifiers is gone" in broken.message
+    assert second.message != first.message
+
+
 @pytest.mark.parametrize(
     ("key", "kind", "words"),
     [
         ("raise", "raised", "KeyError: 'no such thing' (onbeat_test_environments.py, line "),
         ("raise in a tool", "raised", "ValueError: bad (onbeat_test_environments.py, line "),
         ("group", "raised", "RuntimeError: the first"),
+        ("unreachable", "unreachable", "ConnectError: "),
+        ("reset", "unreachable", "ConnectionResetError: by the peer"),
         ("cancel", "raised", "CancelledError"),
         ("quit", "raised", "SystemExit: 3"),
         ("quit in a thread", "raised", "SystemExit: 3"),

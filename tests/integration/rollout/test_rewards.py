@@ -236,7 +236,7 @@ async def test_attempts_are_counted_per_response(scorer):
 
 
 async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
-    monkeypatch.setattr(scorer_module, "delay_after", lambda error, num_tries: 3600.0)
+    monkeypatch.setattr(scorer_module, "delay_after", lambda num_failures: 3600.0)
     with pytest.raises(RewardUnavailable, match="SIGABRT"):
         await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 

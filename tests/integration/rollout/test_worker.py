@@ -425,6 +425,35 @@ async def test_dead_engine_ends_the_process_and_costs_one_attempt(rig):
     assert claim.attempt == 2
 
 
+async def test_engine_that_owes_all_answers_ends_the_process(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 2)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, *(rig.task(0, index, deadline_s=2.0) for index in range(2)))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert "DeadlineExceeded: not ready 2 s after its claim" in str(root_cause(running.exception()))
+    rig.running.clear()
+    rig.start_worker()  # the supervisor's new process
+    assert [len(group.responses) for group in await rig.drained(0)] == [G, G]
+
+
+async def test_engine_that_dies_while_it_is_idle_ends_the_process(rig, monkeypatch):
+    class Mortal(FakeEngine):
+        is_dead = False
+
+    engine = Mortal()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    engine.is_dead = True
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert "the engine has died while it was idle" in str(root_cause(running.exception()))
+
+
 async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
     engine = FakeEngine()
     rig.start_worker(engine, engine_load_s=1.0)

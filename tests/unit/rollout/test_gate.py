@@ -220,6 +220,22 @@ async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     follow.cancel()
 
 
+async def test_version_that_is_held_is_tried_again_although_a_newer_one_is_out(rig, monkeypatch):
+    """As the version of an evaluation, while training has gone on."""
+    rig.trainer.newest = 2
+    follow = asyncio.create_task(rig.puller.announcements.follow())
+    await settle()
+    itinerary = FakeSource.itinerary
+
+    async def refuse_once(self, version, base_version=None):
+        monkeypatch.setattr(FakeSource, "itinerary", itinerary)
+        raise WeightsError("UNAVAILABLE: connection reset")
+
+    monkeypatch.setattr(FakeSource, "itinerary", refuse_once)
+    assert await rig.generate(1) == [1, 1, 1]
+    follow.cancel()
+
+
 async def test_idle_advance_never_goes_back(rig):
     rig.trainer.newest = 3
     await rig.gate.advance(3)

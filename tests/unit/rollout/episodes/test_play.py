@@ -168,6 +168,38 @@ async def test_text_that_fails_twice_is_not_repeated_for_ever():
     assert [group.responses[0].text for group in groups] == [groups[0].responses[0].text] * 2
 
 
+@pytest.mark.parametrize(("patience_s", "num_tries"), [(60.0, 6), (0.0, 2)])
+async def test_tries_do_not_count_while_a_server_is_away(monkeypatch, patience_s, num_tries):
+    async def reach(task, policy):
+        tries.append((await policy.chat(task.messages))["content"])
+        if len(tries) <= 5:
+            raise ConnectionRefusedError("nobody listens")
+        return Outcome(1.0)
+
+    tries = []
+    monkeypatch.setattr(runner_module, "delay_after", lambda num_failures: 0.001)
+    monkeypatch.setattr(runner_module, "UNREACHABLE_S", patience_s)
+    async with playing(reach, max_attempts=2) as rig:
+        if patience_s:
+            group = await rig.group()
+            assert dict(group.failed_episodes) == {"unreachable": 5}
+        else:
+            with pytest.raises(EnvironmentFailed, match=r"unreachable: .*ConnectionRefusedError: nobody listens"):
+                await rig.group()
+    assert len(tries) == num_tries
+    assert len(set(tries)) == 1  # each repeats the policy's answers
+
+
+async def test_group_without_time_says_which_server_is_away(monkeypatch):
+    async def reach(task, policy):
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(runner_module, "delay_after", lambda num_failures: 0.05)
+    async with playing(reach) as rig:
+        with pytest.raises(DeadlineExceeded, match="ConnectionRefusedError: nobody listens; it is tried again"):
+            await rig.group(deadline_s=0.5)
+
+
 async def test_episode_without_a_call_is_a_failure_and_no_reward():
     async def idle(task, policy):
         return Outcome(1.0)
