@@ -344,7 +344,7 @@ class WorkerRecord(Record):
 
     id: str
     job_id: str | None = None
-    state: str  # "idle" | "starting" | "updating" | "generating" | "draining"
+    state: str  # "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
     doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
     waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
     policy_version: int | None = None

@@ -33,6 +33,7 @@ def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worke
     Other rollouts without a job are placed by the same rule, in the order of their ids, so that rollouts that look at
     the same moment do not all choose the same job.
     """
+    workers = suited(workers)
     num_served = Counter(worker.job_id for worker in workers if worker.state != "draining")
     free = {worker.id for worker in workers if worker.job_id is None} | {worker_id}
     for free_id in sorted(free):
@@ -43,6 +44,10 @@ def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worke
     return chosen
 
 
+def suited(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    return [worker for worker in workers if worker.state != "unsuited"]
+
+
 def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate | None:
     """Return the job that this rollout should move to, or None.
 
@@ -50,6 +55,7 @@ def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker
     needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while another is unassigned or
     draining, because that one may help or change the picture.
     """
+    workers = suited(workers)
     if any(worker.job_id is None or worker.state == "draining" for worker in workers):
         return None
     members = {job.job_id: sorted(worker.id for worker in workers if worker.job_id == job.job_id) for job in jobs}

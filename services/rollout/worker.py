@@ -45,6 +45,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
         self._left_alone: set[str] = set()  # jobs that are not served, each reported once
+        self._is_unsuited = False  # there are jobs, and all of them are left alone
 
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
@@ -116,12 +117,16 @@ class Worker:
 
     async def _candidates(self) -> list[Candidate]:
         """Return the pool's jobs that can be served, oldest first."""
-        found = []
+        found, num_ours = [], 0
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
-            if is_ours and "weights_address" in fields and (config := await self._read_config(job_id, fields)):
+            if not is_ours or "weights_address" not in fields:
+                continue
+            num_ours += 1
+            if config := await self._read_config(job_id, fields):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
+        self._is_unsuited = num_ours > 0 and not found
         return found
 
     async def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
@@ -178,7 +183,7 @@ class Worker:
         settings = self._settings
         record = WorkerRecord(
             id=settings.worker_id,
-            state="idle",
+            state="unsuited" if self._is_unsuited else "idle",
             last_seen_at=time.time(),
             lease_s=settings.lease_s,
             num_devices=settings.tensor_parallel_size,

@@ -52,6 +52,8 @@ async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
         "w0 does not serve the job: its T4 (compute capability 7.5) cannot compute in the job's bfloat16; "
         "submit the job with model.dtype = auto or float32"
     )
+    (worker,) = await rig.ledger.workers.records(rig.pool)
+    assert worker.state == "unsuited"
     rig.start_worker()
     (group,) = await rig.drained(0)
     assert group.worker_id == "w1"

@@ -19,8 +19,8 @@ def job(job_id: str, num_prompts: int = 4, is_paused: bool = False) -> Candidate
     return Candidate(job_id, JobConfig.model_validate(config), is_paused)
 
 
-def worker(worker_id: str, job_id: str | None = None, state: str = "generating") -> WorkerRecord:
-    return WorkerRecord(id=worker_id, job_id=job_id, state=state if job_id else "idle", last_seen_at=0.0)
+def worker(worker_id: str, job_id: str | None = None, state: str = "idle") -> WorkerRecord:
+    return WorkerRecord(id=worker_id, job_id=job_id, state=state, last_seen_at=0.0)
 
 
 def settle(jobs: list[Candidate], workers: dict[str, str | None]) -> int:
@@ -81,3 +81,9 @@ def test_no_rollout_moves_during_another_move_or_to_even_out() -> None:
 def test_last_rollout_of_a_paused_job_may_go() -> None:
     jobs = [job("a", is_paused=True), job("b")]
     assert find_move(jobs, [worker("w0", "a")], "w0") == jobs[1]
+
+
+def test_rollout_that_can_serve_no_job_is_not_waited_for() -> None:
+    jobs, unsuited = [job("a"), job("b")], worker("w9", state="unsuited")
+    assert find_move(jobs, [worker("w0", "a"), worker("w1", "a"), unsuited], "w0") == jobs[1]
+    assert choose_job(jobs, [worker("a0", state="unsuited"), worker("w1")], "w1") == jobs[0]
