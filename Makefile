@@ -1,7 +1,10 @@
 # Everyday targets. `make run` and `make test` do everything on a fresh machine.
 SHELL := bash
-PLATFORM ?= cpu
+IMAGE_PLATFORM := $(or $(PLATFORM),cpu)
+# That of .venv, if it is there.
+PLATFORM := $(or $(PLATFORM),$(patsubst .venv/.setup-%,%,$(firstword $(wildcard .venv/.setup-*))),cpu)
 PYTHON ?= python3
+OWN_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard .venv/.setup-*)),.venv/bin/python,$(PYTHON))
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
@@ -45,9 +48,9 @@ $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 run: setup
 	$(BIN)/onbeat run $(JOB)
 
-# Three container images of PLATFORM; what they are built from is in docs/deploy.md.
+# Three container images of PLATFORM, by default cpu; what they are built from is in docs/deploy.md.
 images:
-	deploy/docker/build-images.sh $(PLATFORM)
+	deploy/docker/build-images.sh $(IMAGE_PLATFORM)
 
 # Docker and its compose plugin, installed and started where there are none and where this may be done.
 engine: setup
@@ -81,10 +84,10 @@ bench: setup
 # For a machine with an NVIDIA GPU, within 9 minutes and without a network: PyTorch, transformers and this checkout are
 # enough, with the packages of gpu-check-wheels. PARTS='attention step' runs those alone.
 gpu-check:
-	$(if $(wildcard .venv/.setup-*),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(PARTS) $(if $(RESULTS),--folder $(RESULTS))
+	$(OWN_PYTHON) -m benchmarks.gpu_check $(PARTS) $(if $(RESULTS),--folder $(RESULTS))
 
 gpu-check-wheels:
-	$(if $(wildcard $(BIN)/pip),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check/wheels.py .wheels
+	$(OWN_PYTHON) benchmarks/gpu_check/wheels.py .wheels
 
 # The same without a GPU, on the versions that such a machine had: PyTorch 2.11, transformers 5.17, Python 3.12.
 gpu-check-rehearsal: $(REHEARSAL)/.setup gpu-check-wheels

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from onbeat.hardware.processor import read_processor
@@ -20,6 +21,9 @@ from tests.temporary_files import temporary_files_in
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # lists and objects without others in them
+STOP_S = (
+    15.0  # for `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
+)
 MAX_LINE = 110  # characters
 
 
@@ -31,17 +35,30 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
 
 
-def run_job(job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s: float = 1800) -> dict[str, Any]:
-    """Run `onbeat run` in a folder of its own; return the report. Raises RuntimeError with the end of its output."""
+def run_job(
+    job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s: float = 1800, may_be_cut: bool = False
+) -> dict[str, Any]:
+    """Run `onbeat run` in a folder of its own; return the report. Raises RuntimeError with the end of its output.
+
+    `may_be_cut`: of a job that is stopped by its time limit, or with this process, the report so far is returned.
+    """
     with temporary_folder() as folder:
         report = folder / "report.json"
         command = [sys.executable, "-m", "onbeat.cli", "run", str(ROOT / job), "--report", str(report)]
         command += ["--data-dir", str(folder), *options]
         for override in overrides:
             command += ["--set", override]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+        with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT) as run:
+            try:
+                output, _ = run.communicate(timeout=timeout_s)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                run.terminate()  # it pauses the job and reports, and then ends its services
+                with suppress(subprocess.TimeoutExpired):
+                    run.communicate(timeout=STOP_S)
+                run.kill()
+                output, _ = run.communicate(timeout=STOP_S)
+        if run.returncode != 0 and not (may_be_cut and report.is_file()):
+            raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
         return json.loads(report.read_text())
 
 

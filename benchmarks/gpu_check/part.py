@@ -5,6 +5,7 @@ So a part that is stopped at its time limit leaves what it had found by then.
 
 import argparse
 import json
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -98,6 +99,7 @@ def run_part(measure: Callable[[Place, Findings], None]) -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     findings = Findings(options.findings)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that runs is to be ended, and may report
     try:
         measure(Place(torch.device(options.device)), findings)
     except torch.OutOfMemoryError as error:

@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 
 from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.harness import median_of, run_job
+from benchmarks.harness import run_job
 
 TIMEOUT_S = 230
 
@@ -14,15 +14,18 @@ def measure(place: Place, findings: Findings) -> None:
         findings.leave_out("the quick start needs a CUDA device and vLLM (`make setup PLATFORM=cuda`)")
         return
     os.environ["ONBEAT_DEVICE"] = "cuda"
-    report = run_job("examples/quickstart.toml", timeout_s=TIMEOUT_S)
+    report = run_job("examples/quickstart.toml", timeout_s=TIMEOUT_S, may_be_cut=True)
     rewards = [iteration["reward_mean"] for iteration in report["iterations"]]
     findings.figure(
         "the quick start",
         reward_mean=rewards,
         mismatch_mean=[iteration["mismatch_mean"] for iteration in report["iterations"]],
-        wall_s=median_of(report, "wall_s"),
+        wall_s=[iteration["wall_s"] for iteration in report["iterations"]],
     )
-    findings.check("the reward rises", sum(rewards[-5:]) > sum(rewards[:5]))
+    if report["state"] == "PAUSED":
+        findings.leave_out("the rest of the quick start: its time was over")
+    else:
+        findings.check("the reward rises", sum(rewards[-5:]) > sum(rewards[:5]))
 
 
 if __name__ == "__main__":

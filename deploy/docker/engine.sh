@@ -43,6 +43,8 @@ install_engine() {
     command -v apt-get >/dev/null || give_up "no Docker here, and without apt-get this script cannot install it"
     say "installing docker.io and debootstrap"
     apt_install docker.io debootstrap iptables ca-certificates || give_up "apt-get could not install docker.io and debootstrap"
+    # Since Debian 13 the command is a package of its own.
+    command -v docker >/dev/null || apt_install docker-cli || give_up "docker.io came without the command docker, and there is no docker-cli"
 }
 
 wait_until_up() {

@@ -73,7 +73,9 @@ ENV PATH=/opt/onbeat/bin:$PATH \
     ONBEAT_DATA_DIR=/data \
     ONBEAT_CACHE_DIR=/cache \
     XDG_CACHE_HOME=/cache \
-    HF_HOME=/cache/huggingface
+    HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
 
 # ---- rollout alone ----
 EXPOSE 8801 8802

@@ -6,6 +6,7 @@ The first device is the trainer's, which is one process; the rollouts share the 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # The order is that of ONBEAT_DEVICE=auto. Values: the variable that makes devices visible, the names of their files.
@@ -38,7 +39,7 @@ def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")
     """
     wanted = environment.get("ONBEAT_DEVICE", "auto")
     for kind, (variable, file_name) in KINDS.items():
-        if wanted not in ("auto", kind):
+        if wanted not in ("auto", kind) or ((wanted, kind) == ("auto", "cuda") and not may_use_cuda()):
             continue
         if variable in environment:
             names = parse_devices(environment[variable])
@@ -48,6 +49,14 @@ def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")
         if names:
             return variable, names
     return "", []
+
+
+def may_use_cuda() -> bool:
+    """Return whether the installed PyTorch is no build for CPUs, with which NPUs are used. It is not imported."""
+    try:
+        return not version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
 
 
 def parse_devices(text: str) -> list[str]:

@@ -58,8 +58,10 @@ def plan_cores(
     num_rollouts: int,
     rollout_cores: Sequence[int] | None = None,
     trainer_cores: Sequence[int] | None = None,
+    allowed: Sequence[int] | None = None,
 ) -> CorePlan:
-    """Plan the cores: the first half generates, the rest trains (few cores do both); cores from the user are kept.
+    """Plan the cores: the first half generates, the rest trains (few cores do both); cores from the user are kept, if
+    they are `allowed` (default: `cores`).
 
     >>> plan_cores([0, 1, 2, 3, 4, 5], num_rollouts=2)
     CorePlan(rollouts=[[0, 1], [2]], trainer=[3, 4, 5])
@@ -67,8 +69,8 @@ def plan_cores(
     if num_rollouts < 1:
         raise ValueError(f"at least one rollout is needed, got {num_rollouts}")
     for core in [*(rollout_cores or []), *(trainer_cores or [])]:
-        if core not in cores:
-            raise ValueError(f"core {core} is not available; this process may use {format_cores(cores)}")
+        if core not in (allowed or cores):
+            raise ValueError(f"core {core} is not available; this process may use {format_cores(allowed or cores)}")
     if rollout_cores is None and trainer_cores is None and len(cores) < FEW_CORES:
         rollout_cores = trainer_cores = list(cores)
     if rollout_cores is None:

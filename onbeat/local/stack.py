@@ -17,7 +17,7 @@ from typing import Self
 
 from onbeat.errors import OnbeatError
 from onbeat.hardware.accelerators import available_devices, device_environments
-from onbeat.hardware.cores import available_cores, format_cores, plan_cores
+from onbeat.hardware.cores import CorePlan, available_cores, format_cores, physical_cores, plan_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.installed import ENGINES
@@ -133,9 +133,16 @@ def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
         ) from error
 
 
+def plan_of(options: StackOptions) -> CorePlan:
+    """Return the split of this machine's cores, one hardware thread of each. Raises ValueError for a wrong choice."""
+    allowed = available_cores()
+    own = options.rollout_cores, options.trainer_cores
+    return plan_cores(physical_cores(allowed), options.num_rollouts, *own, allowed=allowed)
+
+
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
     """Return the broker, then trainer and rollouts. All they know comes from these environment variables."""
-    plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
+    plan = plan_of(options)
     trainer_devices, rollout_devices = device_environments(os.environ, options.num_rollouts)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
     if plan.is_shared:
@@ -205,10 +212,18 @@ def describe_places(options: StackOptions) -> str:
         trainer, rollouts = device_environments(os.environ, options.num_rollouts)
         texts = [f"rollout-{index} on {each[variable]}" for index, each in enumerate(rollouts)]
         return f"accelerators {', '.join(devices)}: {', '.join([f'trainer on {trainer[variable]}', *texts])}"
-    plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
+    plan = plan_of(options)
     places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]
     texts = [f"{name} on core{'s' if len(cores) > 1 else ''} {format_cores(cores)}" for name, cores in places]
-    return f"{read_processor()}: {', '.join(texts)}{' (shared)' if plan.is_shared else ''}"
+    place = f"{read_processor()}: {', '.join(texts)}{' (shared)' if plan.is_shared else ''}"
+    if os.environ.get("ONBEAT_DEVICE", "auto") == "auto" and gpus():
+        place += "; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed"
+    return place
+
+
+def gpus() -> list[str]:
+    """Return the GPUs of this machine that are visible, whether the installed packages can use them or not."""
+    return available_devices({**os.environ, "ONBEAT_DEVICE": "cuda"})[1]
 
 
 def check_engine_name(name: str) -> None:

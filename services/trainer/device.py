@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from onbeat.hardware.cores import cpu_quota, divide, parse_cores
+from onbeat.hardware.cores import cpu_quota, divide, parse_cores, physical_cores
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}  # host tensors go over gloo
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -37,8 +37,9 @@ def has_fused_adamw(device: torch.device) -> bool:
 
 @functools.cache
 def first_cores() -> list[int]:
-    """Return the cores that this process had when it was first asked: it gives some of them up."""
-    return sorted(os.sched_getaffinity(0))
+    """Return the cores that this process had when it was first asked, as it gives some of them up: one hardware thread
+    of each."""
+    return physical_cores(sorted(os.sched_getaffinity(0)))
 
 
 def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:

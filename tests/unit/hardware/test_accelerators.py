@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.hardware import accelerators
 from onbeat.hardware.accelerators import (
     KINDS,
     DevicePlan,
@@ -15,6 +16,11 @@ from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOpt
 from services.trainer.device import VISIBLE_DEVICES
 
 CUDA, ASCEND, MEMORY = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ONBEAT_GPU_MEMORY_UTILIZATION"
+
+
+@pytest.fixture(autouse=True)
+def build_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0")
 
 
 def machine(folder: Path, *files: str) -> Path:
@@ -74,6 +80,14 @@ def test_device_of_the_services_decides_the_kind(tmp_path: Path) -> None:
     assert available_devices({"ONBEAT_DEVICE": "auto"}, files) == (CUDA, ["0"])
     assert available_devices({"ONBEAT_DEVICE": "npu"}, files) == (ASCEND, ["0", "1"])
     assert available_devices({"ONBEAT_DEVICE": "cpu"}, files) == ("", [])
+
+
+def test_packages_for_cpus_leave_gpus_alone_and_npus_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0+cpu")
+    files = machine(tmp_path, "nvidia0")
+    assert available_devices({}, files) == ("", [])
+    assert available_devices({"ONBEAT_DEVICE": "cuda"}, files) == (CUDA, ["0"])
+    assert available_devices({}, machine(tmp_path, "davinci0")) == (ASCEND, ["0"])
 
 
 # ---- who gets which --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import free_port, redis_service
-from onbeat.local.stack import StackOptions, describe_places, make_scratch, service_specs
+from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 from tests.waiting import wait_until
@@ -257,7 +258,29 @@ def test_a_run_begins_with_what_it_computes_on(
 
 def test_a_run_names_its_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv("ONBEAT_DEVICE", "auto")
+    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: "2.13.0")
     assert describe_places(StackOptions(tmp_path)) == "accelerators 3, 5: trainer on 3, rollout-0 on 5"
+
+
+def test_a_run_says_what_a_gpu_that_is_not_used_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONBEAT_DEVICE", "auto")
+    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: "2.13.0+cpu")
+    monkeypatch.setattr("onbeat.local.stack.gpus", lambda: ["0"])
+    said = describe_places(StackOptions(tmp_path))
+    assert said.startswith(f"{read_processor()}: ")
+    assert said.endswith("; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed")
+
+
+def test_hardware_threads_of_a_core_are_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other half of the numbers are the second threads of the same cores on most machines."""
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: list(range(16)))
+    monkeypatch.setattr("onbeat.local.stack.physical_cores", lambda cores: cores[:8])
+    options = StackOptions(tmp_path)
+    assert plan_of(options) == CorePlan([[0, 1, 2, 3]], [4, 5, 6, 7])
+    assert plan_of(replace(options, trainer_cores=[8, 9])) == CorePlan([list(range(8))], [8, 9])
+    with pytest.raises(ValueError, match="core 16 is not available; this process may use 0-15"):
+        plan_of(replace(options, rollout_cores=[16]))
 
 
 def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
