@@ -274,7 +274,7 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
 
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:
-    """Return whether the engine has owed the answer all the time, so that it may answer nobody any more."""
+    """Return whether the engine has owed the answer all the time, so that it may have stopped answering at all."""
     return isinstance(error, DeadlineExceeded) and flight.stage is Stage.GENERATING and flight.episodes is None
 
 

@@ -113,7 +113,7 @@ class TalkativeEngine(Protocol):
 
 @runtime_checkable
 class MortalEngine(Protocol):
-    """An engine with processes of its own, which may die while nobody asks them."""
+    """An engine with processes of its own, which may die while they are idle."""
 
     @property
     def is_dead(self) -> bool: ...

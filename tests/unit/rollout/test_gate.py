@@ -220,7 +220,7 @@ async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     follow.cancel()
 
 
-async def test_version_that_is_held_is_tried_again_although_a_newer_one_is_out(rig, monkeypatch):
+async def test_version_that_is_held_is_tried_again_behind_a_newer_one(rig, monkeypatch):
     """As the version of an evaluation, while training has gone on."""
     rig.trainer.newest = 2
     follow = asyncio.create_task(rig.puller.announcements.follow())
