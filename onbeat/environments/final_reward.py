@@ -25,7 +25,7 @@ async def reward_of_answer(
     name: str, options: Mapping[str, Any], task: Task, conversation: Sequence[Message]
 ) -> Reward:
     """Score the last message of the policy."""
-    context = {"question": task.question, "answer": task.answer, "metadata": task.metadata} | task.metadata
+    context = task.origin | {"question": task.question, "answer": task.answer, "metadata": task.metadata}
     return await SCORE.get()(name, dict(options), context, last_answer(conversation))
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from onbeat.environments.calls import call
 
 ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # of a docstring's "Args:"
+NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # of a docstring: Returns, Raises, Example
 MISTAKES = (ValueError, LookupError, ArithmeticError)  # what a tool raises when the policy called it wrongly
 
 
@@ -51,7 +52,7 @@ class MethodTool(NamedTuple):
             return f"Error: wrong arguments for {self.name}: {wrong}"
         except MISTAKES as error:
             return f"Error: {error}"
-        return result if isinstance(result, str) else json.dumps(result, default=str)
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
@@ -64,7 +65,7 @@ def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
 def tool_of(method: Callable[..., Any]) -> MethodTool:
     """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them."""
     about, _, arguments = (inspect.getdoc(method) or "").partition("Args:")
-    described = describe_arguments(arguments.partition("Returns:")[0])
+    described = describe_arguments(NEXT_SECTION.split(arguments, maxsplit=1)[0])
     hints = get_type_hints(method)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(method).parameters.items():

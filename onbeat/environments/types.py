@@ -14,6 +14,7 @@ class Task:
     question: str
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)  # the other fields of the data's row
+    origin: dict[str, Any] = field(default_factory=dict)  # of procedural data: what the item was made from, for rewards
     seed: int = 0  # the same for all episodes of a group: what an environment draws at random should come from it
 
 

@@ -19,7 +19,7 @@ async def review_hub_model(path: str) -> list[Complaint]:
     remedy = "download it where there is a hub and give its folder, or take bundled:smollm2-135m-instruct"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return [("model.path", f"{path} is not in this machine's cache, and HF_HUB_OFFLINE is set; {remedy}")]
-    hub, token = os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), os.environ.get("HF_TOKEN")
+    hub, token = os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), own_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=ASK_S, follow_redirects=True) as client:
@@ -35,7 +35,20 @@ async def review_hub_model(path: str) -> list[Complaint]:
     return []  # a hub that is busy answers the trainer later
 
 
+def home() -> Path:
+    return Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
+
+
+def own_token() -> str:
+    """Return the token that is set, or that `hf auth login` has written; '' without one."""
+    if token := os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
+        return token
+    try:
+        return Path(os.environ.get("HF_TOKEN_PATH") or home() / "token").read_text().strip()
+    except OSError:
+        return ""
+
+
 def is_cached(path: str) -> bool:
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home() / "hub")
     return any(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))

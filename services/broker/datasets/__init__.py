@@ -43,6 +43,7 @@ class DatasetSpec(BaseModel):
     seed: int
     num_items: int  # the total that the job will take
     model_path: str = ""  # of the tokenizer, where prompts are counted
+    is_held_out: bool = False  # no row may come twice
 
     @classmethod
     def of_job(cls, config: JobConfig) -> "DatasetSpec":
@@ -58,7 +59,7 @@ class DatasetSpec(BaseModel):
         data = held_out.data
         if isinstance(data, RowData):
             data = data.model_copy(update={"shuffle": False})
-        return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts)
+        return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts, is_held_out=True)
 
 
 class PromptDataset(Protocol):

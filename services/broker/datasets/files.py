@@ -45,6 +45,9 @@ class FileDataset:
             reader: JsonlReader | ParquetReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
             if reader.num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
+            if spec.is_held_out and reader.num_rows < spec.num_items:
+                message = f"{data.path} has {reader.num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
+                raise DatasetError("data.path", f"{message}; set it to {reader.num_rows} or less")
             dataset = cls(data, spec.seed, path, reader)
             for index in range(min(reader.num_rows, NUM_CHECKED_ROWS)):
                 dataset.to_item(index)
@@ -159,7 +162,7 @@ def to_messages(prompt: Any, data: RowData, where: str) -> list[ChatMessage]:
     elif isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
         if not data.as_chat:
             raise DatasetError("data.as_chat", f"{where}: the prompt is a list of messages; set as_chat = true")
-        messages = [ChatMessage(role=message["role"], content=message["content"]) for message in prompt]
+        messages = [ChatMessage(role=role_of(message), content=message["content"]) for message in prompt]
     else:
         raise DatasetError(
             "data.prompt_field", f"{where}: a prompt is a string or a list of {{role, content}}, not {str(prompt)[:60]}"
@@ -170,6 +173,11 @@ def to_messages(prompt: Any, data: RowData, where: str) -> list[ChatMessage]:
     if data.system_prompt is not None:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages
+
+
+def role_of(message: dict[str, Any]) -> str:
+    """Return the role; `developer` is the newer name of `system`, and many templates leave it out without a word."""
+    return "system" if message["role"] == "developer" else str(message["role"])
 
 
 def is_message(value: Any) -> bool:

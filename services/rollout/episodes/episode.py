@@ -149,8 +149,8 @@ class Episode:
         except ValueError as error:
             raise ChatFailed(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
-        text = call.generated.text
-        content, tool_calls = self._group.renderer.parse_calls(text) if tools else (text, [])
+        renderer, generated = self._group.renderer, call.generated
+        content, tool_calls = renderer.parse_calls(generated) if tools else (generated.text, [])
         answer = to_answer(call, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
         called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))

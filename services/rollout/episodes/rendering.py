@@ -10,17 +10,22 @@ none of this episode's, the prompt is rendered afresh, and the token tree forks.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 from blake3 import blake3
 
 from onbeat.environments import Message
+from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall
+
+MARKS = ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,24 @@ class Renderer:
         """Return the prompt. Raises ValueError when the messages cannot be rendered or tokenised."""
         return self._encode(self._template.render(messages, tools, is_prompt=True))
 
-    def parse_calls(self, text: str) -> tuple[str, list[ToolCall]]:
+    def parse_calls(self, generated: GeneratedResponse) -> tuple[str, list[ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
-        return self._template.parse_calls(text)
+        return self._template.parse_calls(self._with_marks(generated) if self._hides_marks else generated.text)
+
+    @cached_property
+    def _special_tokens(self) -> set[str]:
+        """Return what decoding without special tokens leaves out."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+    @cached_property
+    def _hides_marks(self) -> bool:
+        return not self._special_tokens.isdisjoint(MARKS)
+
+    def _with_marks(self, generated: GeneratedResponse) -> str:
+        """Return the text of an answer with marks of calls that are special tokens."""
+        text: str = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
+        return re.sub("|".join(map(re.escape, self._special_tokens.difference(MARKS))) or "$", "", text)
 
     def extended(
         self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]
@@ -59,15 +79,16 @@ class Renderer:
         if end is None or not full.startswith(old) or not shows(old, messages[num_old - 1], end):
             return None
         sampled = call.generated.token_ids
-        return call.path + self._encode_after(sampled[-1], self._rest_of(end, call) + full[len(old) :])
+        return call.path + self._encode_after(sampled[-1], self._not_sampled(end, full[len(old) :], call))
 
-    def _rest_of(self, end: str, call: Call) -> str:
-        """Return the part of the answer's end that was not sampled: all of it when the sample was cut by its length."""
+    def _not_sampled(self, end: str, new: str, call: Call) -> str:
+        """Return the answer's end and what is new, but what was sampled of it: nothing when the sample was cut by its
+        length. GLM stops with the beginning of the next message."""
         if call.generated.finish_reason != "stop":
-            return end
+            return end + new
         sampled = self._tokenizer.decode([call.generated.token_ids[-1]], skip_special_tokens=False)
         _, found, rest = end.partition(sampled)
-        return rest if found else end
+        return rest + new if found else (end + new).removeprefix(sampled)
 
     def _encode_after(self, token_id: int, text: str) -> list[int]:
         """Tokenise text that follows this token: some tokenizers treat the beginning of a text differently."""

@@ -229,16 +229,17 @@ class EpisodeRunner:
 
 def to_request(task: PromptTask) -> PlayRequest:
     """Return what the environment's process needs to know, without sessions."""
-    environment, context = task.environment, json.loads(task.reward_context_json or "{}")
+    environment, origin = task.environment, json.loads(task.reward_context_json or "{}")
     messages = [{"role": message.role, "content": message.content} for message in task.messages]
     return PlayRequest(
         name=environment.name,
         options=json.loads(environment.options_json or "{}"),
         task=Task(
             messages=messages or [{"role": "user", "content": task.text}],
-            question=context.get("question", ""),
-            answer=context.get("answer"),
-            metadata=context.get("metadata") or {},
+            question=origin.pop("question", ""),
+            answer=origin.pop("answer", None),
+            metadata=origin.pop("metadata", None) or {},
+            origin=origin,
             seed=task.seed,
         ),
         access=[],

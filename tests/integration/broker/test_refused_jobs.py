@@ -173,6 +173,14 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(
     assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
 
 
+@pytest.mark.parametrize("answer", [["Paris", "paris"], {"text": ["Paris"]}])
+async def test_answer_that_is_no_text_is_refused(broker: httpx.AsyncClient, tmp_path: Path, answer: Any) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "The capital?", "answer": answer}) + "\n")
+    for name in ("exact", "math"):
+        (error,) = await refusals(broker, reward={"name": name})
+        assert (error["field"], "compares text; name a field" in error["message"]) == ("data.answer_field", True)
+
+
 @pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])
 async def test_regex_needs_answers_only_if_its_pattern_has_a_group(
     broker: httpx.AsyncClient, tmp_path: Path, pattern: str, needs_answer: bool
@@ -257,10 +265,16 @@ async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache: Path) -
 
 
 @pytest.mark.usefixtures("empty_cache")
-async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "token").write_text("of-a-login\n")
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
-        status = b"200 OK" if b"/api/models/org/there " in asked else b"404 Not Found"
+        is_there = b"/api/models/org/there " in asked and b"Bearer of-a-login\r\n" in asked
+        status = b"200 OK" if is_there else b"404 Not Found"
         writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
         await writer.drain()
         writer.close()

@@ -342,6 +342,15 @@ def test_held_out_file_is_read_in_its_own_order(tmp_path: Path) -> None:
     section = EvaluationConfig.model_validate({"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3})
     dataset = open_dataset(DatasetSpec.of_evaluation(section, 7), tmp_path)
     assert [dataset.item(i).messages[0].content for i in range(3)] == ["say 0", "say 1", "say 2"]
+    more = section.model_copy(update={"num_prompts": 51})
+    with pytest.raises(DatasetError, match=r"has 50 rows, and evaluation\.num_prompts is 51; set it to 50 or less"):
+        open_dataset(DatasetSpec.of_evaluation(more, 7), tmp_path)
+
+
+def test_developer_messages_are_system_messages_to_all_templates(tmp_path: Path) -> None:
+    prompt = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "2 + 2"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": 4}])
+    assert [message.role for message in open_file(tmp_path).item(0).messages] == ["system", "user"]
 
 
 # ---- a hub -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
-from onbeat.config.explain import explain_error
+from onbeat.config.explain import explain_errors
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.inspection import IterationHashes
@@ -235,7 +235,8 @@ def test_validation_error_names_field_value_and_remedy(
     body = GOOD | {section: GOOD.get(section, {}) | change}
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(body)
-    explained = dict(explain_error(error | {"loc": ("body", *error["loc"])}, body) for error in caught.value.errors())
+    errors = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    explained = dict(explain_errors(errors, body))
     assert message in explained[field]
 
 

@@ -1,8 +1,8 @@
 """Tools of a class: what the policy learns about them, and what happens when it calls them."""
 
 import asyncio
-import json
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -34,6 +34,9 @@ class Calculator:
                 of them
             b (int): the second
 
+        Raises:
+            OverflowError: never
+
         Returns:
             The sum.
         """
@@ -43,7 +46,7 @@ class Calculator:
     async def look(self, at: Literal["left", "right"]) -> dict[str, str]:
         """Look somewhere."""
         await asyncio.sleep(0)
-        return {"seen": at}
+        return {"seen": at, "där": "中文"}
 
     def divide(self, a: float, b: float) -> float:
         """Divide."""
@@ -96,7 +99,7 @@ async def test_results_of_calls_go_back_until_an_answer_without_one():
     first, second = session.asked[2][1:3], session.asked[2][3:5]
     assert first[0] == calls("add", {"a": 2, "b": 3}, "let me see")
     assert first[1] == {"role": "tool", "tool_call_id": "call-1", "name": "add", "content": "5"}
-    assert json.loads(second[1]["content"]) == {"seen": "left"}
+    assert second[1]["content"] == '{"seen": "left", "där": "中文"}'
     assert TASK.messages == [{"role": "user", "content": "2 + 3 ="}]
 
 
@@ -185,6 +188,9 @@ async def test_class_without_reward_takes_an_installed_one():
 
     assert (await play(ScriptedSession(calls("look", {}), says("5")), Bare, reward="exact")).reward == 1.0
     assert (await play(ScriptedSession(), Bare, reward="exact")).reward == 0.0
+    fields = {"answer": "3 + 2 = 5", "question": "?"}  # of the row, beside the field that has the answer
+    task = replace(TASK, metadata=fields)
+    assert (await play(ScriptedSession(says("5")), Bare, task, reward="exact")).reward == 1.0
     with pytest.raises(ValueError, match=r"write get_reward, or name an installed one in options\.reward"):
         build_environment(Bare, {})
     with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):

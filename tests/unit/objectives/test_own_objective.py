@@ -99,7 +99,8 @@ def refusal(**sections):
     with pytest.raises(ValidationError) as caught:
         job_config(**sections)
     (error,) = caught.value.errors()
-    return explain_error(error | {"loc": ("body", *error["loc"])}, sections)
+    (explained,) = explain_error(error | {"loc": ("body", *error["loc"])}, sections)
+    return explained
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Prompts of further turns: sampled tokens stay as they are, and the tree forks where a template rewrites history."""
 
+import copy
 import json
 
 import pytest
+from tokenizers import AddedToken
 
 from onbeat.environments import Outcome
 from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
-from services.rollout.episodes.rendering import Conversations, Renderer
+from services.rollout.episodes.rendering import MARKS, Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall, parse, parse_llama, parse_mistral
 from tests.episode_rig import LLAMA_LIKE, MISTRAL_LIKE, QWEN_LIKE, WITHOUT_SYSTEM, playing, tokenizer_of
@@ -300,3 +302,34 @@ def test_bundled_model_extends_as_its_template_renders(smollm2):
     assert second.token_ids == renderer.fresh([QUESTION, answer, MORE], [TOOL])
     plain = smollm2.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert renderer.fresh([QUESTION], []) == list(plain)
+
+
+def test_marks_of_calls_may_be_special_tokens(smollm2):
+    tokenizer = copy.deepcopy(smollm2)
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS], special_tokens=True)
+    sampled = [*tokenizer(f"Well.\n{CALL_TEXT}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    text = tokenizer.decode(sampled, skip_special_tokens=True)
+    assert "<tool_call>" not in text
+    generated = GeneratedResponse(sampled, [0.0] * len(sampled), "stop", [], text)
+    assert Renderer(tokenizer).parse_calls(generated) == ("Well.", [ToolCall("add", {"b": 2, "a": [1.0]})])
+
+
+GLM_LIKE = """[gMASK]{% for message in messages %}<|{{ message.role }}|>
+{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
+def test_stop_token_that_begins_the_next_message_is_not_doubled(smollm2):
+    tokenizer = copy.deepcopy(smollm2)
+    tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True) for role in ("user", "assistant")])
+    tokenizer.chat_template = GLM_LIKE
+    renderer = Renderer(tokenizer)
+    conversations = Conversations(renderer)
+    answer = {"role": "assistant", "content": "Five"}
+    sampled = tokenizer("Five<|user|>", add_special_tokens=False)["input_ids"]
+    generated = GeneratedResponse(sampled, [0.0] * len(sampled), "stop", [], "Five")
+    call = Call(0, "id", renderer.fresh([QUESTION], []), generated, [], None, "[]", 0.0, 0.0)
+    conversations.add(call, [QUESTION], [], answer)
+    prompt = conversations.prompt([QUESTION, answer, MORE], [])
+    assert prompt.extends is call
+    assert tokenizer.decode(prompt.token_ids) == tokenizer.decode(renderer.fresh([QUESTION, answer, MORE], []))
