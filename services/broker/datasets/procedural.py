@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from onbeat.config import ReasoningGymData
+from onbeat.task_options import find_code
 from services.broker.datasets import ChatMessage, DatasetError, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}
@@ -35,6 +36,9 @@ class ReasoningGymDataset:
                 raise DatasetError(
                     f"data.options.{name}", f"task {data.task} has no such option; it has: {', '.join(known)}"
                 )
+        if (code := find_code(data.options)) is not None:
+            message = f"{code[:80]!r} may be code, which tasks could run: options are numbers, words and operators"
+            raise DatasetError("data.options", message)
         try:
             dataset = create_dataset(data.task, seed=seed, size=num_items, **data.options)
         except (ValueError, TypeError, AssertionError) as error:

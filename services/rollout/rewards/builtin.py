@@ -5,6 +5,9 @@ import json
 import re
 from typing import Any
 
+from onbeat.task_options import find_code
+from services.rollout.rewards.answers_as_code import score_as_text
+
 Context = dict[str, Any]
 
 
@@ -65,7 +68,7 @@ def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None
             return 0.0
         answer = matches[-1].group(1 if matches[-1].re.groups else 0)
     dataset, entry = scorer_and_entry(context)
-    return float(dataset.score_answer(answer, entry))
+    return score_as_text(dataset, answer, entry)
 
 
 def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
@@ -84,7 +87,10 @@ def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
 def task_dataset(task: str, options_json: str, seed: int, size: int) -> Any:
     from reasoning_gym import create_dataset
 
-    return create_dataset(task, **(json.loads(options_json) | {"seed": seed, "size": size}))
+    options = json.loads(options_json)
+    if (code := find_code(options)) is not None:
+        raise ValueError(f"an option of task {task} may be code: {code[:80]!r}")
+    return create_dataset(task, **options, seed=seed, size=size)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import json
 import pytest
 import reasoning_gym as rg
 
-from services.rollout.rewards import builtin
+from services.rollout.rewards import answers_as_code, builtin
 from services.rollout.rewards.child import InvalidReward, load_reward, score
 
 
@@ -76,6 +76,58 @@ def test_reasoning_gym_scores_entries_that_json_cannot_preserve():
     assert builtin.reasoning_gym(entry["answer"], context) == 1.0
     other_version = {**context, "question": "another one"}
     assert builtin.scorer_and_entry(other_version)[1]["question"] == "another one"
+
+
+CODE_RUNNERS = sorted(answers_as_code.READ_BY_EVAL | answers_as_code.PARSED)
+
+
+def context_of(task: str, size: int, index: int) -> dict:
+    entry = rg.create_dataset(task, size=size, seed=7)[index]
+    facts = json.loads(json.dumps({name: entry[name] for name in ("question", "answer", "metadata")}, default=str))
+    return {**facts, "task": task, "options": {}, "seed": 7, "size": size, "index": index}
+
+
+@pytest.mark.parametrize("task", CODE_RUNNERS)
+def test_answers_of_tasks_that_would_run_them_are_scored_as_before(task):
+    dataset = rg.create_dataset(task, size=10, seed=7)
+    for index in range(10):
+        entry = dataset[index]
+        answer = entry["answer"] if entry["answer"] is not None else entry["metadata"]["expression"]
+        assert builtin.reasoning_gym(answer, context_of(task, 10, index)) == dataset.score_answer(answer, entry) > 0.9
+
+
+@pytest.mark.parametrize("task", CODE_RUNNERS)
+@pytest.mark.parametrize(
+    "text", ["[open({0!r}, 'w').write('x')]", "open({0!r}, 'w').close()", "7 + open({0!r}, 'w').close()"]
+)
+def test_answer_is_never_run_as_code(task, text, tmp_path):
+    builtin.reasoning_gym(text.format(str(tmp_path / "written")), context_of(task, 1, 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("3*x**2 + sin(x)/2 + C", True),
+        ("-alpha*beta + 2.5", True),
+        ("exec(chr(112))", False),
+        ("x.free_symbols", False),
+        ("x. free_symbols", False),
+        ("sympify(x)", False),
+        ("lambdify(x, y)", False),
+        ("__import__", False),
+        ("[x for x in y]", False),
+        ("(lambda x: x)(1)", False),
+        ("(x for x in y)", False),
+    ],
+)
+def test_expressions_do_nothing_but_arithmetic(text, is_one):
+    assert answers_as_code.is_expression(text) is is_one
+
+
+def test_options_that_may_be_code_make_no_task():
+    with pytest.raises(ValueError, match="an option of task simple_integration may be code"):
+        builtin.task_dataset("simple_integration", '{"symbols": ["print(1)"]}', seed=0, size=1)
 
 
 @pytest.mark.parametrize("name", ["exact", "regex", "math", "reasoning_gym"])
