@@ -15,7 +15,8 @@ from services.broker.admission.models import Complaint
 
 MEDIA_TYPE = "application/toml"
 MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million
-LONG_KEY = re.compile(r"(?:[^\s.=]+\s*\.\s*){33}")  # a.b.c...: its time grows with the square of its parts
+# a.b.c...: the time that it takes to be read grows with the square of its parts.
+LONG_KEY = re.compile(r"""(?<![^\s.=])(?:(?:"[^"\n]*+"|'[^'\n]*+'|[^\s.="']++)\s*+\.\s*+){32}""")
 AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 NAME = r"""(?P<path>(?:[\w-]+|"[^"]*"|'[^']*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"]*"|'[^']*'))*)"""
 HEADER = re.compile(rf"[ \t]*(?P<brackets>\[\[?)[ \t]*{NAME}[ \t]*\]{{1,2}}[ \t]*$")

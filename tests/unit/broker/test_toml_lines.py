@@ -1,8 +1,10 @@
 """The lines of a TOML text that its fields are on."""
 
+import time
+
 import pytest
 
-from services.broker.api.toml_body import line_of, lines_of
+from services.broker.api.toml_body import MalformedToml, line_of, lines_of, parse
 
 JOB = '''# a comment with """
 name = "a"  # another
@@ -75,3 +77,29 @@ def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> No
 def test_value_hides_no_line_below_it(above: str) -> None:
     last = 3 + above.count("\n")
     assert lines_of(f"[reward]\n{above}\nname = 'exact'") == {"reward": 1, "reward.a": 2, "reward.name": last}
+
+
+HOSTILE = {
+    "long text": ("name = '" + "a" * 65_000 + "'", ""),
+    "long text without an end": ("name = " + "a" * 65_000, "Invalid value"),
+    "parts in quotes": ("[" + ".".join(['"="'] * 7500) + "]\nx = 1", "more than 32 parts"),
+    "plain parts": ("[" + ".".join("a" * 33) + "]", "more than 32 parts"),
+    "just few enough parts": ("[" + ".".join("a" * 32) + "]", ""),
+    "quotes": ('x = """' + "'" * 65_000 + '"""', ""),
+    "quotes without an end": ('" ' * 32_000, "Expected"),
+    "spaces": ("a" + " " * 65_000 + "= 1", ""),
+    "words": ("a " * 32_000, "Expected"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_text_takes_seconds_to_be_read(kind: str) -> None:
+    text, problem = HOSTILE[kind]
+    started = time.process_time()
+    if problem:
+        with pytest.raises(MalformedToml, match=problem):
+            parse(text)
+    else:
+        parse(text)
+    lines_of(text)
+    assert time.process_time() - started < 2.0

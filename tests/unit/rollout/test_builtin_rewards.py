@@ -88,7 +88,7 @@ def context_of(task: str, size: int, index: int) -> dict:
 
 
 @pytest.mark.parametrize("task", CODE_RUNNERS)
-def test_answers_of_tasks_that_would_run_them_are_scored_as_before(task):
+def test_right_answers_of_these_tasks_are_scored_as_before(task):
     dataset = rg.create_dataset(task, size=10, seed=7)
     for index in range(10):
         entry = dataset[index]
