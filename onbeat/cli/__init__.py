@@ -24,6 +24,7 @@ from onbeat.cli import (
     top,
 )
 from onbeat.cli.options import App, CaFile
+from onbeat.cli.output import say
 
 app = App(
     name="onbeat",
@@ -102,5 +103,5 @@ def describe_value_error(error: ValueError) -> str:
 
 
 def fail(message: str, exit_code: int) -> None:
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}", is_error=True)
     sys.exit(exit_code)

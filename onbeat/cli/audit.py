@@ -6,6 +6,7 @@ import typer
 
 from onbeat.cli.jobs import print_json
 from onbeat.cli.options import AsJson, Broker, JobId
+from onbeat.cli.output import say
 
 if TYPE_CHECKING:
     from onbeat.types import AuditReport
@@ -22,7 +23,7 @@ def audit(
     if as_json:
         print_json(report)
     else:
-        typer.echo(describe(report))
+        say(describe(report))
     raise typer.Exit(0 if report.is_clean else 1)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onbeat.cli import output
 from onbeat.cli.options import Broker, JobId
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
         try:
             text = say([*messages, asked])
         except OnbeatError as error:
-            typer.echo(f"error: {error}", err=True)
+            output.say(f"error: {error}", is_error=True)
             continue
         typer.echo(text)
         messages += [asked, {"role": "assistant", "content": text}]

@@ -7,6 +7,7 @@ import typer
 
 from onbeat.cli.jobs import print_json
 from onbeat.cli.options import AsJson, Broker
+from onbeat.cli.output import say
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -31,7 +32,7 @@ def doctor(broker: Broker, job_id: MaybeJobId = None, as_json: AsJson = False) -
     if as_json:
         print_json(found)
     else:
-        typer.echo(describe(found))
+        say(describe(found))
     raise typer.Exit(0 if found.is_healthy else 1)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.options import Broker, Job, Overrides
+from onbeat.cli.output import say
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -93,5 +94,5 @@ def validate(broker: Broker, job: Job, overrides: Overrides = None) -> None:
         typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")
         return
     for note in notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     typer.echo(f"{job}: the broker at {address} would accept it")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -261,12 +261,14 @@ def when(time_s: float) -> str:
 
 
 def print_json(records: "Record | Sequence[Record]") -> None:
-    from pydantic import BaseModel
+    """Print one object or a list, in ASCII, so that no control code of a model's text reaches the terminal."""
+    from onbeat.types import Record
 
-    if isinstance(records, BaseModel):
-        typer.echo(records.model_dump_json(indent=2))
+    if isinstance(records, Record):
+        dumped: Any = records.model_dump(mode="json")
     else:
-        typer.echo(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
+        dumped = [record.model_dump(mode="json") for record in records]
+    typer.echo(json.dumps(dumped, indent=2))
 
 
 def print_records(

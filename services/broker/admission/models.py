@@ -11,7 +11,8 @@ from services.broker.datasets.hub import HUB_ID
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
-MAX_HEADER_BYTES = 32 << 20  # a longer header is left to the trainer
+MAX_HEADER_BYTES = 32 << 20  # of all files of a model; longer ones are left to the trainer
+MAX_JSON_BYTES = 16 << 20  # of a configuration
 OTHER_HEADS = ("ForMaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")  # ends of architectures' names
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
@@ -48,9 +49,7 @@ def review_bundled(config: JobConfig, name: str) -> list[Complaint]:
 
 def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
     try:
-        if (folder / "config.json").is_fifo():
-            raise OSError("nothing to read from")
-        text = (folder / "config.json").read_text()
+        text = read_small(folder / "config.json")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             return [("model.path", f"{folder}/config.json is not text; save the model in Hugging Face layout")]
@@ -87,8 +86,10 @@ def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
         what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
         return [("model.path", f"{folder} {what}; save the model as safetensors")]
     shapes: dict[str, tuple[int, ...]] = {}
+    left_bytes = MAX_HEADER_BYTES
     for path in weights:
-        problem, found = read_header(path)
+        problem, found, header_bytes = read_header(path, left_bytes)
+        left_bytes -= header_bytes
         if problem:
             return [("model.path", f"{path} is not whole: {problem}; copy or download it again")]
         shapes |= found
@@ -104,7 +105,7 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
     if any(folder.glob("*chat_template*")):
         return []
     try:
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = json.loads(read_small(folder / "tokenizer_config.json"))
     except (OSError, ValueError, RecursionError):
         return []  # the template may be elsewhere
     if not isinstance(tokenizer, dict) or tokenizer.get("chat_template"):
@@ -122,8 +123,16 @@ def review_vocabulary(folder: Path, stated: object, shapes: dict[str, tuple[int,
     return [("model.path", f"{message}; correct one of them")]
 
 
-def read_header(path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return what is missing from a safetensors file ('' if nothing), and the shapes of its tensors by name.
+def read_small(path: Path) -> str:
+    """Return the text of a file. Raises OSError for what is no ordinary file of a sensible size, or cannot be read."""
+    if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+        raise OSError("no file of a sensible size")
+    return path.read_text()
+
+
+def read_header(path: Path, most_bytes: int) -> tuple[str, dict[str, tuple[int, ...]], int]:
+    """Return what is missing from a safetensors file ('' if nothing), the shapes of its tensors by name, and how many
+    bytes its header had, of which longer ones than `most_bytes` are not read.
 
     The file has 8 bytes of length, a JSON header, and the tensors that it names.
     """
@@ -132,9 +141,9 @@ def read_header(path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
         start = file.read(8)
         header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + header_bytes > size:
-            return f"it ends after {size} bytes, within its header", {}
-        if header_bytes > MAX_HEADER_BYTES:
-            return "", {}
+            return f"it ends after {size} bytes, within its header", {}, 0
+        if header_bytes > most_bytes:
+            return "", {}, 0
         try:
             tensors = json.loads(file.read(header_bytes))
             tensors.pop("__metadata__", None)
@@ -142,8 +151,8 @@ def read_header(path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
             missing = 8 + header_bytes + max(ends, default=0) - size
             shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return "its header is no header of safetensors", {}
-    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), shapes
+            return "its header is no header of safetensors", {}, header_bytes
+    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), shapes, header_bytes
 
 
 def is_folder(path: Path) -> bool:

@@ -78,7 +78,7 @@ class Admission:
             complaints += of_reward + of_pattern
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
-        complaints += review_model(config, self._has_model_folders)
+        complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if self._has_model_folders:
             complaints += await review_hub_model(config.model.path)
         notes: list[str] = []

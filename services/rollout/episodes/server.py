@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import json
 import logging
+import resource
 import secrets
 import socket
 import time
@@ -32,6 +33,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as missing:
     raise ImportError(
         f"jobs with an environment need starlette and uvicorn on the rollout, and {missing.name} is not installed; "
@@ -45,6 +47,9 @@ MAX_DRAINED_BYTES = 16 * MAX_BODY_BYTES  # of a longer body are read, so that th
 BODY_DEADLINE_S = 30.0
 KEEP_ALIVE_S = 86_400  # environments may be silent for long between two calls
 STOP_DEADLINE_S = 5.0
+FIRST_REQUEST_S = 30.0
+MAX_SHARE = 0.5  # of the files that this process may have open are connections
+BACKLOG = 64  # asyncio tries as many at once, and logs each one that fails
 
 Endpoint = Callable[[Request, Episode], Awaitable[Response | None]]
 
@@ -55,6 +60,24 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class Connection(H11Protocol):
+    """A connection that any user of this machine may make: there are not too many, and each one asks soon."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            transport.abort()
+        self._hang_up = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hang_up.cancel()
+        super().connection_lost(exc)
+
+    def _end_if_silent(self) -> None:
+        if self.cycle is None:  # not one request
+            self.transport.close()
 
 
 class SessionServer:
@@ -81,7 +104,8 @@ class SessionServer:
             server_header=False,
             lifespan="off",
             ws="none",
-            http="h11",
+            http=Connection,
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
@@ -208,7 +232,9 @@ def digest_of(key: str) -> str:
 
 
 def to_response(status: int, content: dict[str, Any]) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")  # ASCII: halves of characters pass
+    """Answer in ASCII, so that halves of characters pass. Who has no key keeps no connection."""
+    headers = {"Connection": "close"} if status == 401 else None
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 def to_stream(completion: dict[str, Any], body: ChatBody) -> Response:

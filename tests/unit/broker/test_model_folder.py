@@ -32,6 +32,7 @@ def complaint(folder: Path, **model: Any) -> tuple[str, str]:
     ("file", "content", "what"),
     [
         ("config.json", None, "has no readable config.json"),
+        ("config.json", b" " * ((16 << 20) + 1), "has no readable config.json"),
         ("config.json", b"{", "config.json is not valid JSON"),
         ("config.json", b"[]", "config.json names no model_type"),
         ("config.json", b"{}", "config.json names no model_type"),

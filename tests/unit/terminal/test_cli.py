@@ -79,6 +79,17 @@ def test_watch_fails_unless_the_job_succeeded(onbeat: Command, fake: FakeJobs) -
 
 
 @pytest.mark.usefixtures("url")
+def test_control_codes_of_a_model_do_not_reach_the_terminal(onbeat: Command, fake: FakeJobs) -> None:
+    fake.findings = [{"sentence": "job-1 failed: bad answer \x1b]0;x\x07\x1b[2J\x9b2J", "is_problem": True}]
+    fake.audit = {"is_clean": False, "violation": "\x1b[2J"}
+    onbeat("jobs", "create", str(QUICKSTART), "--set", "name=\x9b2J")
+    said = [onbeat("doctor", "job-1", code=1), onbeat("audit", "job-1", code=1), onbeat("jobs", "get", "job-1")]
+    said.append(onbeat("jobs", "get", "\x1b[2J", code=2))
+    assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(each.out + each.err for each in said))
+    assert "bad answer \\x1b]0;x\\x07" in said[0].out
+
+
+@pytest.mark.usefixtures("url")
 def test_audit_fails_at_a_violation_and_says_it(onbeat: Command, fake: FakeJobs) -> None:
     assert "clean: 9 entries, 2 iterations committed, 4 groups accepted" in onbeat("audit", "job-1").out
     fake.audit = {"is_clean": False, "violation": "audit entry 7-0: the group was accepted before"}

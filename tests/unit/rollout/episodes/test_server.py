@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 
 import httpx
 import openai
@@ -9,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
+from services.rollout.episodes import server as server_module
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES
 from tests.episode_rig import playing, post
@@ -49,6 +51,32 @@ async def test_wrong_keys_are_refused_and_others_are_not_mixed():
         group = await rig.group(num_samples=3)
     assert set(seen) == {(401, "invalid_api_key")}
     assert [turn.reward for response in group.responses for turn in response.turns] == [1.0, 1.0, 1.0]
+
+
+async def test_connections_without_a_request_or_beyond_the_limit_end(monkeypatch):
+    monkeypatch.setattr(server_module, "FIRST_REQUEST_S", 0.3)
+    ends = []
+
+    async def run(task, policy):
+        await policy.chat([USER])  # it keeps its connection
+        number = len(rig.server._server.server_state.connections)
+        monkeypatch.setattr(server_module, "MAX_SHARE", (number + 1.5) / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        port = httpx.URL(policy.url).port
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for wait_s in (0.2, 10.0):  # those beyond the limit end at once, the one that asks nothing later
+            reads = [asyncio.create_task(reader.read()) for reader, _ in pairs]
+            done, _ = await asyncio.wait(reads, timeout=wait_s)
+            ends.append(len(done))
+            pairs = [pair for pair, read in zip(pairs, reads, strict=True) if not read.done()]
+            for read in reads:
+                read.cancel() if not read.done() else read.exception()
+            await asyncio.sleep(0)
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        await rig.group(num_samples=1)
+    assert ends == [2, 1]
 
 
 async def test_session_takes_no_proxy(monkeypatch):
