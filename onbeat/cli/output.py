@@ -1,4 +1,4 @@
-"""What commands print. Text of a job may come from its model, and hold control codes for the terminal."""
+"""Printing for commands. Text of a job may come from its model, and hold control codes for the terminal."""
 
 import typer
 
