@@ -67,7 +67,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        if 0 < MAX_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0] < len(self.connections):  # -1: no limit
             transport.abort()
         self._hang_up = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
 
