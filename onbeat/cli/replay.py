@@ -29,7 +29,8 @@ def replay(
     if stack is not None:
         environment = inherited_environment() | {"ONBEAT_REDIS_URL": stack.redis_url}
     elif "ONBEAT_REDIS_URL" not in environment:
-        typer.echo(f"no stack runs in {folder}: start it with `onbeat up`, or set ONBEAT_REDIS_URL", err=True)
+        remedy = f"start it with `onbeat up --data-dir {folder}`, or set ONBEAT_REDIS_URL"
+        typer.echo(f"no stack runs in {folder}: {remedy}", err=True)
         raise typer.Exit(2)
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
     # The replay runs in its own process, because this one never imports torch.

@@ -61,14 +61,14 @@ def up(
     from onbeat.local.state import running_stack
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
-    state = running_stack(options.data_dir)
+    state, where = running_stack(options.data_dir), f" --data-dir {data_dir}" if data_dir is not None else ""
     if state is not None:
-        typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
+        typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
         return
     if port is not None and free_port(preferred=port) != port:
         raise ValueError(f"--port {port}: another process listens there; take another port, or leave --port out")
     state = start_in_background(replace(options, port=port or free_port(preferred=8800)))
-    typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
+    typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
 
 
 def down(data_dir: DataDir = None) -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from onbeat.environments.messages import MessageEnvironment
@@ -28,13 +29,28 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
         environment: Environment = built
         return environment
     if hasattr(target, "init") and hasattr(target, "step"):
+        check_options(target, options)
         return MessageEnvironment(maker(target, options))
     adapter, own = ToolsOptions.split(options)
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
     if adapter.reward is not None:
         load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
+    check_options(target, own, [each.name for each in fields(ToolsOptions)])
     return ToolsEnvironment(maker(target, own), adapter)
+
+
+def check_options(target: Callable[..., Any], options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Raise ValueError for options that the class does not take. `others`: those that are known besides."""
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # of a class in C
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join([*signature.parameters, *others])
+        raise ValueError(f"environment.options: {target.__name__}: {error}; there are: {known or 'none'}") from error
 
 
 def maker(target: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], Any]:

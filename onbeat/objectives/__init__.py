@@ -45,7 +45,7 @@ def find_objective(name: str) -> type[Objective]:
         known = ", ".join(sorted({*BUILT_IN, *entries}))
         raise ValueError(
             f"no objective {name!r} is installed here; there are: {known}; "
-            "install the package with another one where the broker runs and where each trainer runs"
+            "for your own, install its package where the broker runs and where each trainer runs"
         )
     try:
         loaded = entries[name].load()

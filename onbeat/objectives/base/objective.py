@@ -88,7 +88,9 @@ class PolicyObjective(Objective):
 
         if bool((rewards == rewards[0]).all()):
             return torch.zeros_like(rewards)
-        return self.advantages(rewards) / scale
+        advantages = self.advantages(rewards)
+        self._check_shape("advantages", advantages, rewards)
+        return advantages / scale
 
     def has_signal(self, rewards: Tensor) -> bool:
         """Return whether the group needs its passes. Zero advantages make the loss 0 for all parameters; then they are
@@ -109,6 +111,9 @@ class PolicyObjective(Objective):
         advantages_N = advantages.repeat_interleave(batch.response_lengths)
         inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)
         token_loss, is_clipped = self.token_loss(inputs)
+        self._check_shape("token_loss", token_loss, logprobs.old)
+        if is_clipped is not None:
+            self._check_shape("token_loss, is_clipped", is_clipped, logprobs.old)
         weights = torch.ones_like(logprobs.old)
         is_kept = torch.ones_like(logprobs.old, dtype=torch.bool)
         if self.importance is not None:
@@ -121,6 +126,12 @@ class PolicyObjective(Objective):
         kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
         per_token = token_weights(self.normalization, batch.response_lengths, kept_lengths)
         return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics, advantages)
+
+    def _check_shape(self, what: str, found: Tensor, like: Tensor) -> None:
+        """Raise ValueError for another shape: a sum would be spread over all tokens, and depend on the packing."""
+        if found.shape != like.shape:
+            expected = f"has shape {list(found.shape)}; expected is {list(like.shape)}"
+            raise ValueError(f"objective {self.type}: what {what} returns {expected}, one number for each")
 
     def _advantages_of(self, batch: Responses, kl: Tensor | None, scale: float) -> Tensor:
         """Return the advantages [R] of the responses that are here, after a penalty in the reward from `kl` [N]."""

@@ -53,7 +53,7 @@ async def review_on_data(
         return [], []
     context, responses = ({}, []) if item is None or answer is None else (item.context, [str(answer)])
     failed = await find_failure(reward, context, responses)
-    if failed is None or failed["kind"] not in ("options", "raised"):
+    if failed is None or failed["kind"] not in ("options", "raised", "invalid"):
         return [], []
     if failed["kind"] == "options":
         return [(f"{field}.options", f"reward {reward.name} does not take these: {failed['message']}")], []

@@ -146,6 +146,8 @@ def pick(row: Row, name: str, field: str, where: str) -> Any:
         value = row
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
+    if value is None and name in row:
+        raise DatasetError(field, f"{where}: {name!r} is null; give it a value, or remove the row")
     if value is None:
         there = ", ".join(sorted(row)) or "nothing"
         hint = "; or null: no answers" if field == "data.answer_field" else ""

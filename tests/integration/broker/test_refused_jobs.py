@@ -131,8 +131,11 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"
         "def strict(response, context):\n    return float(response.split('=')[1])\n"
+        "def unnamed(response, context):\n    return {'score': 1.0}\n"
     )
-    entries = "[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\n"
+    entries = (
+        "[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\nunnamed = own_rewards:unnamed\n"
+    )
     install(site, "own", entries, own_rewards=code)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.syspath_prepend(str(site))
@@ -152,12 +155,13 @@ async def test_options_that_a_reward_does_not_take_are_refused(broker: httpx.Asy
 
 
 @pytest.mark.usefixtures("own_rewards")
-async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.AsyncClient) -> None:
-    created = await broker.post("/v1/jobs", json=job_body(reward={"name": "strict"}))
+@pytest.mark.parametrize("name", ["strict", "unnamed"])
+async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.AsyncClient, name: str) -> None:
+    created = await broker.post("/v1/jobs", json=job_body(reward={"name": name}))
     assert created.status_code == 201, created.text
     events = (await broker.get(f"/v1/jobs/{created.json()['id']}/events")).json()["events"]
     (warning,) = [event["message"] for event in events if event["kind"] == "job.warning"]
-    assert "reward strict fails on the first prompt's own answer" in warning
+    assert f"reward {name} fails on the first prompt's own answer" in warning
 
 
 @pytest.mark.parametrize(

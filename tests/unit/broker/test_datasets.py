@@ -150,6 +150,12 @@ def test_parquet_reads_the_same_as_jsonl(tmp_path: Path) -> None:
         (["[" * 100_000], {}, "data.path", "line 1 is not valid JSON"),
         ([{"q": "x", "answer": 1}], {}, "data.prompt_field", "line 1 has no 'prompt'; it has: answer, q"),
         ([ROWS[0], {"prompt": "x"}], {}, "data.answer_field", "line 2 has no 'answer'"),
+        (
+            [ROWS[0], {"prompt": "x", "answer": None}],
+            {},
+            "data.answer_field",
+            "line 2: 'answer' is null; give it a value",
+        ),
         ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "the prompt is empty"),
         ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([{"prompt": [], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),

@@ -197,6 +197,14 @@ async def test_class_without_reward_takes_an_installed_one():
         build_environment(Bare, {"reward": "exakt"})
 
 
+def test_option_that_the_class_does_not_take_is_named():
+    message = (
+        r"Calculator: got an unexpected keyword argument 'bonnus'; there are: bonus, tool_calls, reward, reward_opt"
+    )
+    with pytest.raises(ValueError, match=message):
+        build_environment(Calculator, {"bonnus": 1.0})
+
+
 async def test_calls_as_text_for_models_without_tools():
     session = ScriptedSession(says("I call add(2, b=3) now"), says("it is 5"))
     await play(session, tool_calls="text")

@@ -130,6 +130,24 @@ def test_mode_that_the_class_does_not_have_is_refused(site):
     assert message.startswith("objective lenient cannot run in periodic; use sync")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("token_loss = lambda self, inputs: (inputs.advantages.sum(), None)", r"token_loss returns has shape \[\]"),
+        (
+            "token_loss = lambda self, inputs: (inputs.advantages, inputs.advantages[:1] > 0)",
+            r"is_clipped returns .*\[1\]",
+        ),
+        ("advantages = lambda self, rewards: rewards.std()", r"advantages returns has shape \[\]; expected is \[\d\]"),
+    ],
+)
+def test_numbers_of_another_shape_train_nothing(site, tmp_path, wrong, words):
+    (site / "lenient.py").write_text(f"{MODULE}\nLenient.{wrong}\n")
+    config = job_config(objective={"type": "lenient"})
+    with pytest.raises(ValueError, match=f"objective lenient: what .*{words}"):
+        train(config, recorded_iterations(), tmp_path)
+
+
 def test_package_cannot_take_a_name_of_onbeat(site):
     assert type(job_config(objective={"type": "grpo"}).objective) is GrpoObjective
 
