@@ -53,7 +53,8 @@ def try_reward(
         return
     config = JobConfig.from_file(job, overrides)
     if config.environment is not None:
-        raise ValueError("the reward of this job comes from its environment, which plays whole episodes; use --job")
+        remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
+        raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
     if any(reward.name == HTTP_REWARD for reward in config.rewards):
         raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
