@@ -122,7 +122,7 @@ async def service():
 
 @pytest.fixture
 async def scorer(service: Service, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("services.rollout.retries.FIRST_DELAY_S", 0.01)
     scorer = Scorer(1, {"judge": RewardServiceSettings(url=service.url)}, "w0")
     yield scorer
     await scorer.close()
@@ -439,7 +439,7 @@ async def rig(redis_url: str):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
     monkeypatch.setattr(claim_loop, "MISSING_SERVICE_S", 0.05)
-    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("services.rollout.retries.FIRST_DELAY_S", 0.01)
 
 
 def reward(name: str = "behave", **options: object) -> Reward:

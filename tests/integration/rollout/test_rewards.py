@@ -130,7 +130,7 @@ def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def scorer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("services.rollout.retries.FIRST_DELAY_S", 0.01)
     scorer = Scorer(1, {}, "w0")
     yield scorer
     await scorer.close()
