@@ -25,7 +25,14 @@ from transformers import AutoModelForCausalLM
 from onbeat.hardware.processor import read_processor
 from services.rollout.engines import vllm_engine
 from services.rollout.engines.arrivals import BadWeightFile, read_shapes, whole_modules
-from services.rollout.engines.interface import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.engines.interface import (
+    ChatSampling,
+    Engine,
+    GeneratedResponse,
+    Sampling,
+    VersionMismatch,
+    VersionSpan,
+)
 from services.rollout.engines.registry import EngineDied
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
@@ -390,6 +397,8 @@ async def test_request_pinned_to_another_version_is_refused(either_engine: Subje
         with pytest.raises(VersionMismatch) as refusal:
             await either_engine.engine.generate(SHORT_PROMPT, 1, Sampling(4, 1.0, 0), other)
         assert (refusal.value.expected, refusal.value.served) == (other, version)
+        with pytest.raises(VersionMismatch):
+            await anext(either_engine.engine.stream(SHORT_PROMPT, ChatSampling(4, 1.0, 0), other))
     assert either_engine.engine.num_in_flight() == 0
 
 
