@@ -159,7 +159,7 @@ def ring(response, context, level):
 '''
 
 PLAYER = """
-import os, socketserver, tempfile
+import os, socketserver, sys, tempfile, threading
 from http.server import BaseHTTPRequestHandler
 
 class Refuse(BaseHTTPRequestHandler):
@@ -172,6 +172,7 @@ class Refuse(BaseHTTPRequestHandler):
 
 path = tempfile.mktemp()
 server = socketserver.UnixStreamServer(path, Refuse)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 print(path, flush=True)
 server.serve_forever()
 """
