@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tomllib
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
+from services.broker import metrics
 from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention
 from services.trainer.__main__ import candidates
@@ -525,7 +527,9 @@ async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) 
 # ---- health ------------------------------------------------------------------------------------------------------
 
 
-async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_health_and_prometheus(
+    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (await broker.get("/livez")).json() == {"status": "alive"}
     assert (await broker.get("/readyz")).json() == {"status": "ready"}
     job_id = await submit(broker)
@@ -546,6 +550,13 @@ async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) 
         assert f'onbeat_groups_total{{job_id="{job_id}",outcome="{outcome}"}} {count}.0' in text
     assert 'onbeat_jobs{state="RUNNING"}' in text
     assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
+    read = metrics.read_outcomes
+
+    async def read_slowly(*of: Any) -> Counter[str]:
+        await asyncio.sleep(0.01)
+        return await read(*of)
+
+    monkeypatch.setattr(metrics, "read_outcomes", read_slowly)
     for iteration in (1, 2):  # counts stay when iterations settle, however many scrape at once
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)

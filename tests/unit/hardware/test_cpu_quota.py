@@ -32,7 +32,7 @@ def test_no_control_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "num_ranks", "num_threads"), [(math.inf, 1, 6), (2.0, 1, 2), (0.5, 1, 1), (4.0, 2, 2)]
+    ("quota", "num_ranks", "num_threads"), [(math.inf, 1, 6), (math.inf, 2, 3), (2.0, 1, 2), (0.5, 1, 1), (4.0, 2, 2)]
 )
 def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ranks: int, num_threads: int) -> None:
     used: list[int] = []
