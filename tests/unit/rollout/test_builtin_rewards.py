@@ -5,6 +5,9 @@ import json
 import pytest
 import reasoning_gym as rg
 
+from onbeat.environments.final_reward import reward_of_answer
+from onbeat.streams.codec import PromptTask
+from services.rollout.episodes.runner import to_request
 from services.rollout.rewards import answers_as_code, builtin
 from services.rollout.rewards.child import InvalidReward, load_reward, score
 
@@ -76,6 +79,13 @@ def test_reasoning_gym_scores_entries_that_json_cannot_preserve():
     assert builtin.reasoning_gym(entry["answer"], context) == 1.0
     other_version = {**context, "question": "another one"}
     assert builtin.scorer_and_entry(other_version)[1]["question"] == "another one"
+
+
+async def test_reasoning_gym_scores_the_last_answer_of_an_environment():
+    context = context_of("chain_sum", 1, 0)
+    task = to_request(PromptTask(text=context["question"], reward_context_json=json.dumps(context))).task
+    conversation = [{"role": "assistant", "content": context["answer"]}]
+    assert await reward_of_answer("reasoning_gym", {}, task, conversation) == 1.0
 
 
 CODE_RUNNERS = sorted(answers_as_code.READ_BY_EVAL | answers_as_code.PARSED)
