@@ -121,12 +121,10 @@ async def read_held(ledger: Ledger, job_id: str, versions: Iterable[int]) -> Hel
     return held
 
 
-def weight_spans(events: Iterable[Event], held: Held) -> list[Span]:
-    """Return the load spans of all updates, and the pull spans of those in `held`."""
+def weight_spans(updates: Iterable[Event], held: Held) -> list[Span]:
+    """Return the load spans of all updates ("worker.updated"), and the pull spans of those in `held`."""
     spans = []
-    for event in events:
-        if event.kind != "worker.updated":
-            continue
+    for event in updates:
         worker, version = str(event.data["worker_id"]), int(event.data["policy_version"])
         load_s, pull_s = float(event.data["load_s"]), float(event.data["pull_s"])
         spans.append(Span(lane=worker, kind="load", start=event.time - load_s, end=event.time, iteration=version))

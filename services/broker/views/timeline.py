@@ -46,8 +46,10 @@ class Timelines:
             raise JobNotFound(job_id)  # deleted meanwhile
         start = float(hashes[shown[0] - read[0]]["opened_at"])
         end = float(hashes[-1].get("committed_at") or job.get("finished_at") or now)
-        held = await read_held(self._ledger, job_id, sorted({int(fields["policy_version"]) for fields in hashes}))
-        spans = weight_spans(await newest_events(self._ledger, job_id), held)
+        events = await newest_events(self._ledger, job_id)
+        updates = [each for each in events if each.kind == "worker.updated" and each.time > start]
+        held = await read_held(self._ledger, job_id, sorted({int(each.data["policy_version"]) for each in updates}))
+        spans = weight_spans(updates, held)
         busy: list[tuple[float, float]] = []  # times that the trainer has reported
         for number, fields in zip(read, hashes, strict=True):
             async with self._reading:

@@ -25,7 +25,17 @@ from onbeat.streams.ledger import Claim, Ledger
 from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.streams.ledger.scripts import Scripts
-from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
+from onbeat.types import (
+    Diagnosis,
+    Event,
+    IterationState,
+    IterationUpdate,
+    JobRecord,
+    JobState,
+    PublishedWeights,
+    Timeline,
+    WeightUpdate,
+)
 from services.broker.views import live
 from services.broker.views import timeline as timeline_module
 from services.broker.views.live import JobStreams
@@ -587,6 +597,19 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker: Br
     (record,) = [r for r in (await records(broker, job_id)) if r["iteration"] == 0]
     assert record["metrics"] == {}  # spans are no metric
     assert (record["reward_mean"], record["state"]) == (0.5, "COMMITTED")
+
+
+async def test_timeline_shows_the_pull_of_the_next_weights(broker: Broker, ledger: Ledger) -> None:
+    """A rollout may serve the next version before the iteration that made it is committed."""
+    job_id, epoch = await started_job(ledger)
+    await wait_open(ledger, job_id, 0)
+    published = PublishedWeights(full_bytes=10, delta_bytes=9, encode_s=0.1, publish_s=0.1)
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d", published)
+    await asyncio.sleep(0.1)  # the timeline begins with the iteration
+    update = WeightUpdate(received_bytes=9, pull_s=0.04, apply_s=0.01, load_s=0.03, held_s=0.02)
+    await ledger.versions.engine_ready(job_id, 1, "w1", update)
+    timeline = await get_timeline(broker, job_id)
+    assert sorted((s.lane, s.kind, s.iteration) for s in timeline.spans) == [("w1", "load", 1), ("w1", "pull", 1)]
 
 
 async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
