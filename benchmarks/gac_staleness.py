@@ -152,6 +152,9 @@ class StaleRollouts:
     def policy_version(self, iteration: int) -> int:
         return max(0, iteration - self._staleness)
 
+    def dispatched(self, iteration: int) -> set[str]:
+        return set()
+
     def is_drained(self, iteration: int) -> bool:
         return True
 

@@ -138,6 +138,7 @@ class IterationRecord(Record):
     policy_version: int
     num_groups: int
     num_accepted: int = 0
+    num_replaced: int = 0  # accepted, but with equal rewards or none, so that another prompt came in its place
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0

@@ -174,6 +174,9 @@ class RecordedJob:
     def policy_version(self, iteration):
         return next(group.policy_version for group in self._all if group.iteration == iteration)
 
+    def dispatched(self, iteration):
+        return {group.group_id for group in self._all if group.iteration == iteration}
+
     def is_drained(self, iteration):
         return all(group.iteration != iteration for group in self._groups)
 

@@ -176,6 +176,22 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "
             f"would have none; use at most {num_prompts}"
         )
+    most = job.rollout.max_prompts_per_iteration
+    if most is not None and most <= num_prompts:
+        yield (
+            f"rollout.max_prompts_per_iteration: {most} leaves nothing to replace groups of the first {num_prompts} "
+            f"prompts with; use more, {3 * num_prompts} say, or leave it out"
+        )
+    if most is not None and schedule.mode == "bounded":
+        yield (
+            "rollout.max_prompts_per_iteration: rollouts of a bounded schedule would have to return to older weights "
+            "for it; use schedule.mode = 'periodic', or leave it out"
+        )
+    if most is not None and num_updates > 1:
+        yield (
+            f"training.num_updates_per_iteration: {num_updates} updates cannot share an iteration whose groups are "
+            "known at its end only; use 1, or leave out rollout.max_prompts_per_iteration"
+        )
     if objective.old_policy == "proximal" and (job.max_staleness == 0 or objective.importance is None):
         yield (
             "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "

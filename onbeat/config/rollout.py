@@ -32,6 +32,13 @@ class EnvironmentConfig(Section):
 
 class RolloutConfig(Section):
     num_prompts_per_iteration: PositiveInt = Field(le=10_000, description="groups in an iteration")
+    max_prompts_per_iteration: PositiveInt | None = Field(
+        None,
+        le=10_000,
+        description="dynamic sampling (DAPO): a group whose rewards are all equal does not count, and the next prompt "
+        "takes its place, until `num_prompts_per_iteration` groups count or so many prompts were used; leave it out to "
+        "keep such groups",
+    )
     num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in a group (G)")
     max_response_tokens: PositiveInt = Field(le=1_048_576, description="length at which a response is cut")
     temperature: Float = Field(
@@ -54,3 +61,8 @@ class RolloutConfig(Section):
         description="order of prompts within an iteration: longest responses of the previous epoch first, or the "
         "order of the data. The same groups are trained either way",
     )
+
+    @property
+    def num_reserved_prompts(self) -> int:
+        """The number of prompts of the data that each iteration has for itself."""
+        return self.max_prompts_per_iteration or self.num_prompts_per_iteration

@@ -8,6 +8,7 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
+    replaced   iteration, group id, group id of the next spare prompt   the rewards of the accepted group do not differ
     committed  iteration, version, is_published, digest of the weights, used_digest
 
 A clean log proves: one policy version per iteration and group, each group accepted once and used by exactly one commit,
@@ -38,6 +39,7 @@ class Iteration:
     num_groups: int
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
+    replaced: set[str] = field(default_factory=set)  # ids of accepted groups that do not count
     weights_digest: str = ""  # digest of the version that it made
 
 
@@ -110,6 +112,13 @@ class Audit:
         require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
         opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
 
+    def _replaced(self, iteration: str, group_id: str, _next_id: str) -> None:
+        opened = self.iterations[int(iteration)]
+        require(group_id in opened.digests, "the group was not accepted")
+        require(group_id not in opened.replaced, "the group was replaced before")
+        opened.replaced.add(group_id)
+        opened.num_groups += 1
+
     def _committed(self, iteration: str, version: str, is_published: str, digest: str, used: str) -> None:
         number = int(iteration)
         require(number == self.next_iteration, f"the next iteration to commit is {self.next_iteration}")
@@ -128,6 +137,7 @@ RULES: dict[str, Callable[..., None]] = {
     "published": Audit._published,
     "opened": Audit._opened,
     "accepted": Audit._accepted,
+    "replaced": Audit._replaced,
     "committed": Audit._committed,
 }
 

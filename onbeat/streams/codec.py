@@ -175,6 +175,11 @@ def check_token_lengths(group: RolloutGroup) -> None:
             raise ValueError(f"group {group.group_id}, response {index}: {text}")
 
 
+def do_rewards_differ(group: RolloutGroup) -> bool:
+    """Return whether responses of the group got different rewards; False if it failed."""
+    return len({response.reward for response in group.responses}) > 1
+
+
 def span_versions(group: RolloutGroup) -> list[int]:
     """Return the distinct policy versions of all tokens, ascending."""
     return sorted({span.policy_version for response in group.responses for span in response.version_spans})

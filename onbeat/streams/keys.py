@@ -88,6 +88,10 @@ class JobKeys:
         """Return the key of an iteration's busy times. Hash: worker id -> seconds with a response in flight."""
         return self._key(f"busy:{iteration}")
 
+    def spares(self, iteration: int) -> str:
+        """Return the key of an open iteration's spare prompts. List: group id, PromptTask and so on, in order."""
+        return self._key(f"spares:{iteration}")
+
     @property
     def lengths(self) -> str:
         """Hash: row of the data -> mean tokens per response, when last generated; for data whose rows come again."""
@@ -156,7 +160,7 @@ class JobKeys:
 
     def numbered(self, number: int) -> list[str]:
         """Return every key of the iteration, the evaluation and the policy version of this number."""
-        of_iteration = [self.iteration(number), self.groups(number), self.busy(number)]
+        of_iteration = [self.iteration(number), self.groups(number), self.busy(number), self.spares(number)]
         of_training = [self.micro_batches(number), self.taken(number), self.weights(number), self.advantages(number)]
         of_evaluation = [self.evaluation(number), self.evaluation_groups(number), self.evaluation_results(number)]
         return [*of_iteration, *of_training, *of_evaluation]

@@ -33,10 +33,11 @@ def iteration_record(
     (the first one: by the first opening).
     """
     fields = hashes.fields
-    counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate", "num_lost")
+    of_groups = ("num_groups", "num_accepted", "num_replaced", "num_failed_groups")
+    refused = ("num_stale", "num_duplicate", "num_lost")
     times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
     known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
-    known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
+    known |= {name: fields[name] for name in ("policy_version", *of_groups, *refused, *times) if name in fields}
     record = IterationRecord.model_validate(known)
     record.engine_ready_at = ready_at
     if ready_at is not None and published_at is not None:

@@ -1,9 +1,10 @@
 """The audit of a job: it checks the audit log by itself, then the ledger and the groups still kept against the log."""
 
+import json
 from collections.abc import AsyncIterator
 
 from onbeat.streams.audit import Audit, AuditViolation, require
-from onbeat.streams.codec import decode_group, payload_digest, span_versions
+from onbeat.streams.codec import decode_group, do_rewards_differ, payload_digest, span_versions
 from onbeat.streams.ledger import Ledger
 from onbeat.types import AuditReport, IterationState, JobState
 
@@ -19,7 +20,8 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         require(not kept_head or audit.has_kept_head, f"link {kept_head} is not in the log: it was written anew")
         check_job(audit, fields)
         await check_iterations(ledger, audit)
-        num_contents = await check_contents(ledger, audit)
+        rollout = json.loads(fields["config"])["rollout"]
+        num_contents = await check_contents(ledger, audit, rollout.get("max_prompts_per_iteration"))
     except AuditViolation as error:
         await ledger.jobs.state(job_id)  # raises JobNotFound: what is missing may have been deleted with the job
         violation = str(error)
@@ -86,8 +88,10 @@ async def check_iterations(ledger: Ledger, audit: Audit) -> None:
         require(groups == wanted, f"iteration {number}: its ledger of groups is not that of the log")
 
 
-async def check_contents(ledger: Ledger, audit: Audit) -> int:
-    """Check that every kept group is the accepted one and that only trimmed ones are missing. Returns their number."""
+async def check_contents(ledger: Ledger, audit: Audit, max_groups: int | None) -> int:
+    """Check that every kept group is the accepted one and that only trimmed ones are missing. Returns their number.
+
+    `max_groups`: how many an iteration of dynamic sampling may have; None: the job has none."""
     accepted = {
         entry: (group_id, logged.digests[group_id])
         for logged in audit.iterations
@@ -99,7 +103,7 @@ async def check_contents(ledger: Ledger, audit: Audit) -> int:
             group_id, digest = accepted[entry]
             is_same = payload_digest(payload) == digest
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
-            check_versions(audit, group_id, payload)
+            check_content(audit, group_id, payload, max_groups)
             found.add(group_id)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
@@ -108,14 +112,20 @@ async def check_contents(ledger: Ledger, audit: Audit) -> int:
     return len(found)
 
 
-def check_versions(audit: Audit, group_id: str, payload: bytes) -> None:
-    """Check policy versions by the tokens themselves, not by what their rollout reported."""
+def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int | None) -> None:
+    """Check policy versions by the tokens themselves, not by what their rollout reported. With dynamic sampling, check
+    by its rewards that a group was replaced, or was not, by the rule."""
     try:
         group = decode_group(payload)
     except ValueError as error:
         raise AuditViolation(str(error)) from error
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
-    wanted = [] if group.HasField("failure") else [audit.iterations[group.iteration].version]
+    opened = audit.iterations[group.iteration]
+    if group_id in opened.replaced:
+        require(not do_rewards_differ(group), f"group {group_id} was replaced although its rewards differ")
+    elif max_groups is not None and opened.num_groups < max_groups:
+        require(do_rewards_differ(group), f"group {group_id} was not replaced although its rewards are equal")
+    wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)
     require(versions == wanted, f"group {group_id} has tokens of versions {versions}, its iteration is on {wanted}")
 

@@ -14,8 +14,9 @@ from services.broker.datasets.process import DatasetPool, DatasetProcess
 
 
 async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
-    """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1. Raises DatasetError."""
-    num_prompts = config.rollout.num_prompts_per_iteration
+    """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1; those after the first
+    `num_prompts_per_iteration` are spare. Raises DatasetError."""
+    num_prompts = config.rollout.num_reserved_prompts
     items, _ = await process.read(DatasetSpec.of_job(config), iteration * num_prompts, num_prompts)
     return build_tasks(config, iteration, items)
 

@@ -107,8 +107,9 @@ class JobWatcher:
         except DatasetError as error:
             await self._move(JobState.FAILED, f"iteration {iteration} has no prompts: {error}")
             return
-        tasks = await longest_first(self._ledger, self._job_id, tasks)
-        reason = await self._ledger.iterations.open(self._job_id, iteration, version, tasks)
+        num_prompts = config.rollout.num_prompts_per_iteration
+        first = await longest_first(self._ledger, self._job_id, tasks[:num_prompts])
+        reason = await self._ledger.iterations.open(self._job_id, iteration, version, first, tasks[num_prompts:])
         if reason:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
             return

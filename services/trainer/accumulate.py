@@ -13,7 +13,7 @@ import torch
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Loss
 from onbeat.streams.codec import RolloutGroup
-from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
+from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats, Tally
@@ -42,9 +42,9 @@ class GradientSum:
         vocab_size = self._policy.model.config.get_text_config().vocab_size
         for group in groups:
             self._opened.verify(group, vocab_size)
-            is_trained = self._config.objective.has_signal(group_rewards(group))
-            self._stats.add_group(group, is_trained)
-            if is_trained:
+            has_passes = is_trained(group, self._config)
+            self._stats.add_group(group, has_passes, does_count(group, self._config))
+            if has_passes:
                 trained.append(group)
             elif group.responses and self._config.objective.has_advantages:
                 self._stats.advantages[group.group_id] = [0.0] * len(group.responses)
@@ -56,7 +56,7 @@ class GradientSum:
         """Pass one row with zero gradient if no group of any rank had signal, so that the mismatch is measured."""
         if self._lockstep(len(self.rows)) == 0:
             with self._stats.busy("train/micro_batches_s"):
-                self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1])
+                self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1], weight=0.0)
 
     def sum_counts(self) -> None:
         """Sum the counts over all replicas. This waits for the last replica, so it is the beginning of the barrier."""
@@ -81,12 +81,12 @@ class GradientSum:
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def _add_rows(self, packed: list[list[Part]]) -> None:
+    def _add_rows(self, packed: list[list[Part]], weight: float = 1.0) -> None:
         num_passes = self._lockstep(len(packed))
         self._stats.add_micro_batch(num_passes)
         for row in packed:
             self.rows.append(row)
-            self._add_row(row)
+            self._add_row(row, weight)
         for _ in range(num_passes - len(packed)):
             self._pass_idle_row()
 
@@ -94,12 +94,12 @@ class GradientSum:
         """Return the largest count of all ranks if they pass rows together (sharded), else this rank's own count."""
         return self._world.largest(count) if self._policy.is_sharded else count
 
-    def _add_row(self, row: list[Part]) -> None:
+    def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
         batch = pack(row, self._device)
         loss_sum = self._loss(batch).loss_sum
         if not torch.isfinite(loss_sum):
             raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
-        loss_sum.backward()
+        (loss_sum * weight).backward()
 
     def _pass_idle_row(self) -> None:
         """Take part in the collectives of ranks that have one more row, without adding to the gradient."""

@@ -7,7 +7,7 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
-from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.episode import lay_out, num_response_places
 
@@ -130,10 +130,21 @@ def idle_batch(device: torch.device) -> MicroBatch:
     return pack([RolloutGroup(group_id="idle", prompt_token_ids=[0], responses=[response])], device)
 
 
+def does_count(group: RolloutGroup, config: JobConfig) -> bool:
+    """Return whether the group is one of those that the update is divided by: not if it was to be replaced."""
+    return config.rollout.max_prompts_per_iteration is None or do_rewards_differ(group)
+
+
+def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
+    """Return whether the group can change the update, so that it is passed through the model."""
+    return does_count(group, config) and config.objective.has_signal(group_rewards(group))
+
+
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
-    rewards = group_rewards(group)
-    return num_places(group, config.objective.trained_members(rewards)) if config.objective.has_signal(rewards) else 0
+    if not is_trained(group, config):
+        return 0
+    return num_places(group, config.objective.trained_members(group_rewards(group)))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

@@ -38,16 +38,18 @@ class GroupFeed:
         self._add(job.groups.accepted(next_iteration))
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
-        """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration."""
+        """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
+        dynamic sampling those that were dispatched to replace others."""
         self._forget_before(iteration)
+        wanted = set(wanted) | self._replacing(iteration)
         for group_ids in self._job.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
                 while not (recorded := self._pick(group_ids)):
                     self._wait(iteration, len(group_ids))
                 yield self._begin(iteration, recorded)
                 self._quiet_since = time.monotonic()
-        left = set(wanted) - self._job.groups.taken(iteration)
-        while left:
+        left = wanted - self._job.groups.taken(iteration)
+        while left := left or self._replacing(iteration) - self._job.groups.taken(iteration):
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
                 self._wait(iteration, len(left) - len(ready))
@@ -61,6 +63,12 @@ class GroupFeed:
             if granted:
                 yield self._begin(iteration, [mine[group_id] for group_id in granted])
             self._quiet_since = time.monotonic()
+
+    def _replacing(self, iteration: int) -> set[str]:
+        """Return the groups that dynamic sampling may have added to. A group that is accepted has been replaced in the
+        same move, if at all: so once all groups are taken and none is new, there will be none."""
+        is_dynamic = self._config.rollout.max_prompts_per_iteration is not None
+        return self._job.groups.dispatched(iteration) if is_dynamic else set()
 
     def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         many = "s" * (len(groups) != 1)

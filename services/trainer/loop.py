@@ -1,6 +1,6 @@
 """The training loop: periodic asynchrony (arXiv 2511.18871).
 
-    for each iteration t (one policy version, a fixed set of groups):
+    for each iteration t (one policy version; a fixed set of groups, or with dynamic sampling fixed by their rewards):
         for each update (all groups, or a share of them by their order):
             for each micro-batch of groups, in completion order, while others are still being generated:
                 leave out groups without signal
@@ -29,6 +29,7 @@ from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import JobState
 from services.trainer.accumulate import GradientSum
+from services.trainer.batch import does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.engine_probe import check_mismatch
 from services.trainer.gradient.gac import GacAction
@@ -99,9 +100,10 @@ class TrainLoop:
         scale = 1.0
         if self._config.objective.needs_whole_iteration:
             updates = [list(micro_batches) for micro_batches in updates]
-            scale = self._iteration_scale([group for update in updates for groups in update for group in groups])
-        num_responses = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
-        if num_responses == 0:
+            arrived = [group for update in updates for groups in update for group in groups]
+            scale = self._iteration_scale([group for group in arrived if does_count(group, self._config)])
+        num_arrived = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
+        if num_arrived == 0:
             raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
         snapshot = self._publisher.finish_version(iteration, stats)
         is_published = self._publisher.publish(snapshot, stats)
@@ -124,7 +126,7 @@ class TrainLoop:
         )
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
-        """Take one optimizer step on a share of the iteration; return its number of responses on all replicas."""
+        """Take one optimizer step on a share of the iteration; return how many responses arrived, on all replicas."""
         opened = self._opened
         gradient = GradientSum(opened, self._policy, self._world, stats, scale)
         for groups in micro_batches:
@@ -141,12 +143,12 @@ class TrainLoop:
             gradient.reduce()
             self.step(gradient, stats)
         opened.num_updates_done += 1
-        return stats.tally.num_responses
+        return stats.tally.num_arrived
 
     def step(self, gradient: GradientSum, stats: IterationStats) -> None:
         """Do exactly one rescale, one clip and one optimizer step: the second half of the barrier."""
         tally = stats.tally
-        if tally.num_responses == 0:  # all groups of the update failed
+        if tally.num_arrived == 0:  # all groups of the update failed
             return
         num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)

@@ -49,6 +49,9 @@ class RecordedGroups:
     def policy_version(self, iteration: int) -> int:
         return next(group.policy_version for group in self._groups if group.iteration == iteration)
 
+    def dispatched(self, iteration: int) -> set[str]:
+        return {group.group_id for group in self._groups if group.iteration == iteration}
+
     def is_drained(self, iteration: int) -> bool:
         return True
 

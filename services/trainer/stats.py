@@ -27,8 +27,9 @@ SPAN_KINDS = {"train/micro_batches_s": "micro_batch", "train/step_s": "optimizer
 
 @dataclass
 class Tally:
-    """The counts that an optimizer step may be divided by."""
+    """The counts of an update. All but the first are of groups that count; a step may be divided by them."""
 
+    num_arrived: int = 0  # responses of all groups
     num_tokens: int = 0
     num_responses: int = 0
     num_pairs: int = 0
@@ -79,8 +80,8 @@ class IterationStats:
     def start_update(self) -> None:
         self.tally = Tally()
 
-    def add_group(self, group: RolloutGroup, is_trained: bool) -> None:
-        """Count a group, whether or not it has a gradient."""
+    def add_group(self, group: RolloutGroup, is_trained: bool, does_count: bool = True) -> None:
+        """Count a group, whether or not it has a gradient. `does_count`: the update is divided by it, too."""
         rewards = [response.reward for response in group.responses]
         assert group.group_id not in self.digests, f"group {group.group_id} is used twice"
         self.digests[group.group_id] = group_digest(group)
@@ -95,12 +96,14 @@ class IterationStats:
         self._add("num_responses", len(rewards))
         for name, total in episode_sums(group).items():
             self._add(name, total)
-        self.tally.num_responses += len(rewards)
+        self.tally.num_arrived += len(rewards)
+        if does_count:
+            self.tally.num_responses += len(rewards)
+            self.tally.num_tokens += sum(len(response.token_ids) for response in group.responses)
         self.responses.add(group.responses)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
             self._add("truncated", response.finish_reason == "length")
-            self.tally.num_tokens += len(response.token_ids)
             oldest = min(span.policy_version for span in response.version_spans)
             self._raise("staleness_max", self.policy_version - oldest)
 

@@ -21,7 +21,7 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP
 from onbeat.types import JobState, Verdict
 from tests.model.bounds import Bounds
-from tests.model.invariants import Violation
+from tests.model.invariants import Violation, does_count
 from tests.model.store import EXPIRED_MS, JOB, KEYS, LEASE_S, NUM_GROUPS, State, Store, View
 
 FOREVER_S = 1e6
@@ -108,8 +108,9 @@ def release(store: Store, state: State, worker: str, group_id: str) -> bool:
 
 
 def open_iteration(store: Store, _: State, iteration: int, version: int) -> str:
-    tasks = [PromptTask(group_id=name, iteration=iteration, text="prompt") for name in group_ids(iteration)]
-    return store.run(store.ledger.iterations.open(JOB, iteration, version, tasks))
+    names = [f"{iteration}-{index}" for index in range(NUM_GROUPS + store.num_spares)]
+    tasks = [PromptTask(group_id=name, iteration=iteration, text="prompt") for name in names]
+    return store.run(store.ledger.iterations.open(JOB, iteration, version, tasks[:NUM_GROUPS], tasks[NUM_GROUPS:]))
 
 
 def move_job(store: Store, _: State, wanted: JobState, epoch: str = "") -> JobState:
@@ -170,13 +171,14 @@ def group_ids(iteration: int) -> tuple[str, ...]:
 
 def make_group(worker: str, group_id: str, version: int) -> RolloutGroup:
     span = VersionSpan(policy_version=version, start=0, end=1)
-    response = Response(token_ids=[4], rollout_logprobs=[-0.5], version_spans=[span], finish_reason="stop", reward=1.0)
+    rewards = [0.0, float(does_count(group_id))]
+    one = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
     return RolloutGroup(
         group_id=group_id,
         iteration=int(group_id.split("-")[0]),
         policy_version=version,
         prompt_token_ids=[1],
-        responses=[response],
+        responses=[Response(reward=reward, **one) for reward in rewards],
         worker_id=worker,
     )
 
@@ -334,7 +336,7 @@ class Actors:
         if lost:
             looked = become(world, place, trainer._replace(known=trainer.known | lost))
             yield Move(f"trainer {trainer.epoch} looks into the ledger for {', '.join(sorted(lost))}", looked)
-        wanted = set(group_ids(trainer.iteration))
+        wanted = {*group_ids(trainer.iteration), *view.groups.get(trainer.iteration, ())}
         trained = {name for _, names in trainer.trained for name in names.split(",")}
         if trained >= wanted and trainer.known >= wanted:
             version, digest = trainer.iteration + 1, stepped(trainer)

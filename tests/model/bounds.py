@@ -1,4 +1,4 @@
-"""How much may happen in a check. An iteration has two groups."""
+"""How much may happen in a check. An iteration has two groups, and spare ones."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ class Bounds:
     num_brokers: int = 1  # one that has looked long ago is as good as two, but for opening at the same moment
     num_ranks: int = 1  # of a trainer, each takes its own micro-batches
     num_faults: int = 1
+    num_spares: int = 0  # prompts of an iteration that may replace others: a group counts if its index is odd
     num_pauses: int = 0
     num_cancels: int = 0
 
@@ -26,6 +27,7 @@ SMALL = {
     "bounded": Bounds(max_staleness=1, num_faults=0),
     "ranks": Bounds(num_ranks=2, num_workers=1, num_faults=0),
     "users": Bounds(num_pauses=1, num_cancels=1, num_workers=1, num_faults=0),
+    "spares": Bounds(num_spares=1, num_iterations=1, num_workers=1),
 }
 LARGE = {
     "strict": Bounds(),
@@ -34,4 +36,5 @@ LARGE = {
     "rare checkpoints": Bounds(every_iterations=2, num_workers=1, num_brokers=2),
     "ranks": Bounds(num_ranks=2, num_workers=1, num_iterations=1),
     "users": Bounds(num_pauses=1, num_cancels=1, num_workers=1, num_iterations=1),
+    "spares": Bounds(num_spares=2, num_iterations=1),
 }

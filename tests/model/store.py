@@ -39,6 +39,7 @@ for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local kind, content = redis.call('TYPE', key).ok, {}
   if kind == 'hash' then content = redis.call('HGETALL', key)
   elseif kind == 'set' then content = redis.call('SMEMBERS', key)
+  elseif kind == 'list' then content = redis.call('LRANGE', key, 0, -1)
   elseif kind == 'stream' then
     content = {redis.call('XRANGE', key, '-', '+'), '0-0', {}}
     for _, group in ipairs(redis.call('XINFO', 'GROUPS', key)) do
@@ -83,6 +84,7 @@ class View:
     job: dict[str, str] = field(default_factory=dict)  # without times; `lease` is fresh | expired | none
     iterations: dict[int, dict[str, str]] = field(default_factory=dict)
     groups: dict[int, dict[str, str]] = field(default_factory=dict)  # group id -> waiting | accepted
+    spares: dict[int, list[str]] = field(default_factory=dict)  # group ids
     places: dict[str, str] = field(default_factory=dict)  # group id -> entry, as the ledger has it
     prompts: list[Entry] = field(default_factory=list)
     rollouts: list[Entry] = field(default_factory=list)
@@ -100,7 +102,7 @@ class View:
 
     def canonical(self) -> str:
         streams = (self.prompts, self.rollouts)
-        return repr((self.job, self.iterations, self.groups, *streams, self.micro_batches, self.taken))
+        return repr((self.job, self.iterations, self.groups, self.spares, *streams, self.micro_batches, self.taken))
 
 
 @dataclass
@@ -169,6 +171,7 @@ class Store:
         """`check` sees every call once, with the states before and after it, and raises what it finds wrong."""
         self.ledger = Ledger(AsyncFace(client, mutate))
         self.states: list[State] = []
+        self.num_spares = bounds.num_spares
         self.client, self._check = client, check
         self._numbers: dict[str, int] = {}
         self._outcomes: dict[Any, Outcome] = {}
@@ -242,6 +245,8 @@ def read_state(answer: list[bytes], before: State) -> State:
         elif name == "groups":
             for group_id, ledger in content.items():
                 view.groups.setdefault(int(number), {})[group_id], _, view.places[group_id] = ledger.partition(":")
+        elif name == "spares":
+            view.spares[int(number)] = content[::2]
         elif name == "micro_batches":
             view.micro_batches[int(number)] = content
         elif name == "taken":
@@ -288,7 +293,7 @@ def pairs(flat: list[str]) -> dict[str, str]:
     return dict(sorted(zip(flat[::2], flat[1::2], strict=True)))
 
 
-NORMAL: dict[str, Callable[[Any], Any]] = {"hash": pairs, "set": sorted, "stream": read_stream}
+NORMAL: dict[str, Callable[[Any], Any]] = {"hash": pairs, "set": sorted, "list": list, "stream": read_stream}
 
 
 def place(entry: str) -> tuple[int, ...]:

@@ -57,6 +57,16 @@ MUTANTS = {
         ONE_WORKER,
         "still has prompts",
     ),
+    "a group that counts is replaced": (
+        {"ARGV[14] == '0' and": ""},
+        Bounds(num_workers=1, num_spares=2, num_iterations=1),
+        "were not replaced",
+    ),
+    "an iteration ends without the group that replaces one": (
+        {"redis.call('HINCRBY', KEYS[3], 'num_groups', 1)": ""},
+        Bounds(num_workers=1, num_spares=1, num_iterations=1),
+        "has 3 groups, not 2",
+    ),
     "an iteration opens again": (
         {"if field('num_opened') ~= ARGV[1] then": "if false then"},
         Bounds(num_workers=1, num_brokers=2),

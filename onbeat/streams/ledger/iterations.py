@@ -17,15 +17,21 @@ TRACED_S = 86_400  # a record of traces that no broker reads or writes expires, 
 class Iterations(LedgerPart):
     """The iterations of all jobs."""
 
-    async def open(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
-        """Dispatch an iteration's fixed set of groups, all pinned to `version`, which must be the published one.
+    async def open(
+        self, job_id: str, iteration: int, version: int, tasks: list[PromptTask], spares: Sequence[PromptTask] = ()
+    ) -> str:
+        """Dispatch an iteration's groups, all pinned to `version`, which must be the published one.
+
+        With `spares`, each accepted group whose rewards do not differ is replaced by the next spare one.
 
         Return '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
         """
         job = JobKeys(job_id)
-        pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
-        more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts]
-        reason = await self._run("open_iteration", job, more_keys, iteration, version, ROLLOUT_GROUP, *pairs)
+        pinned = [pin_task(task, version) for task in (*tasks, *spares)]
+        pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts, job.spares(iteration)]
+        args = (iteration, version, ROLLOUT_GROUP, len(tasks), *pairs)
+        reason = await self._run("open_iteration", job, more_keys, *args)
         return cast(str, reason.decode())
 
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:

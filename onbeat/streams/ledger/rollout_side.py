@@ -11,6 +11,7 @@ from onbeat.streams.codec import (
     check_group,
     check_token_lengths,
     decode_task,
+    do_rewards_differ,
     encode_group,
     payload_digest,
     span_versions,
@@ -104,12 +105,12 @@ class RolloutSide(LedgerPart):
             else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
         )
         unit, ledger, results = keys_of_unit
-        more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths]
+        more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths, job.spares(number)]
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
         args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
         described = (versions, failure_text(group), group.timings.worker_busy_s, kind)
-        more_args = (*described, payload_digest(payload), *length_of(group))
+        more_args = (*described, payload_digest(payload), *length_of(group), int(do_rewards_differ(group)))
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
         return Verdict(verdict.decode())
 

@@ -36,15 +36,18 @@ local function num_unclaimed(stream, group)
   return redis.call('XLEN', stream) - redis.call('XPENDING', stream, group)[1]
 end
 
--- Writes a unit's record and puts its prompts on the stream. The arguments from `first` on are group id / PromptTask
--- pairs. `kind` is iteration | evaluation.
-local function dispatch(kind, number, version, unit, groups, prompts, first)
-  local num_groups = (#ARGV - first + 1) / 2
+local function put_prompt(kind, number, groups, prompts, group_id, task)
+  local entry = redis.call('XADD', prompts, '*', kind, number, 'group_id', group_id, 'task', task)
+  redis.call('HSET', groups, group_id, 'waiting:' .. entry)
+end
+
+-- Writes a unit's record and puts its prompts on the stream. The arguments from `first` on are `num_groups` pairs of
+-- group id and PromptTask. `kind` is iteration | evaluation.
+local function dispatch(kind, number, version, unit, groups, prompts, first, num_groups)
   redis.call('HSET', unit, kind, number, 'state', 'OPEN', 'policy_version', version, 'num_groups', num_groups,
     'num_accepted', 0, 'opened_at', now())
-  for i = first, #ARGV, 2 do
-    local entry = redis.call('XADD', prompts, '*', kind, number, 'group_id', ARGV[i], 'task', ARGV[i + 1])
-    redis.call('HSET', groups, ARGV[i], 'waiting:' .. entry)
+  for i = first, first + 2 * num_groups - 1, 2 do
+    put_prompt(kind, number, groups, prompts, ARGV[i], ARGV[i + 1])
   end
   redis.call('HSET', job, 'progress_at', now())
   emit(kind .. '.opened', kind .. ' ' .. number .. ' on policy version ' .. version,

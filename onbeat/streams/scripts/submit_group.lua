@@ -1,9 +1,11 @@
--- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths; or an evaluation with its groups and results.
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths, spares; or an evaluation with its groups and
+--       results.
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
 --       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
---       response.
--- The one place where a group is accepted. Returns accepted | stale | duplicate | lost | closed.
+--       response, whether its rewards differ ('1'/'0').
+-- The one place where a group is accepted. If the iteration has spare prompts, a group whose rewards do not differ is
+-- replaced in the same move, by the next of them. Returns accepted | stale | duplicate | lost | closed.
 local state = field('state')
 if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
 local kind = ARGV[10]
@@ -49,8 +51,29 @@ if ARGV[8] ~= '' then
   emit('group.failed', ARGV[5] .. ': ' .. ARGV[8],
     {[kind] = tonumber(ARGV[4]), group_id = ARGV[5], kind = ARGV[8], worker_id = ARGV[2]})
 end
+if kind == 'iteration' and ARGV[14] == '0' and redis.call('HEXISTS', KEYS[3], 'num_replaced') == 1 then
+  local group_id, task = redis.call('LPOP', KEYS[9]), redis.call('LPOP', KEYS[9])
+  if group_id then
+    put_prompt(kind, ARGV[4], KEYS[4], KEYS[6], group_id, task)
+    redis.call('HINCRBY', KEYS[3], 'num_groups', 1)
+    redis.call('HINCRBY', KEYS[3], 'num_replaced', 1)
+    record('replaced', ARGV[4], ARGV[5], group_id)
+  else
+    redis.call('HINCRBY', KEYS[3], 'num_not_replaced', 1)
+  end
+end
 if redis.call('HINCRBY', KEYS[3], 'num_accepted', 1) == tonumber(redis.call('HGET', KEYS[3], 'num_groups')) then
   redis.call('HSET', KEYS[3], 'state', 'DRAINED', 'drained_at', time)
+  local num_short = nil
+  if kind == 'iteration' then
+    redis.call('DEL', KEYS[9])
+    num_short = redis.call('HGET', KEYS[3], 'num_not_replaced')
+  end
+  if num_short then
+    emit('iteration.short', 'iteration ' .. ARGV[4] .. ' has used all of its prompts, and is ' .. num_short ..
+      ' groups with different rewards short (rollout.max_prompts_per_iteration)',
+      {iteration = tonumber(ARGV[4]), num_groups = tonumber(num_short)})
+  end
   emit(kind .. '.drained', kind .. ' ' .. ARGV[4], {[kind] = tonumber(ARGV[4])})
 end
 return 'accepted'

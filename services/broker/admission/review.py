@@ -124,7 +124,7 @@ class Admission:
 def review_numbers(config: JobConfig) -> list[Complaint]:
     complaints = []
     rollout = config.rollout
-    num_responses = rollout.num_prompts_per_iteration * rollout.num_samples_per_prompt
+    num_responses = rollout.num_reserved_prompts * rollout.num_samples_per_prompt
     if num_responses > MAX_RESPONSES_PER_ITERATION:
         message = f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
         message += "lower it"

@@ -143,8 +143,8 @@ const IterationHead = ({ record, what }) => html`
   </div>
 `;
 
-const groupsIn = ({ num_accepted: accepted, num_groups: total, num_failed_groups: failed }) =>
-  `${accepted} of ${total} groups are in${failed ? `; ${failed} of them failed` : ""}`;
+const groupsIn = ({ num_accepted: accepted, num_groups: total, num_failed_groups: failed, num_replaced: replaced }) =>
+  `${accepted} of ${total} groups are in${failed ? `; ${failed} of them failed` : ""}${replaced ? `; ${replaced} were replaced` : ""}`;
 
 function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }) {
   const counts = Object.entries({ stale, duplicate, "without a lease": lost }).filter(([, count]) => count > 0);
@@ -166,10 +166,11 @@ const Unfinished = ({ record }) => html`
 /** The newest values: whether the update was sound, and what it cost. */
 function Committed({ record, series }) {
   const failed = record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : "";
+  const replaced = record.num_replaced ? `, ${record.num_replaced} of them replaced` : "";
   const parts = { generating: record.generate_s, training: record.train_s, "weight sync": record.weight_sync_s };
   const rows = [
     ["Took", duration(record.wall_s), Object.entries(parts).map(([name, s]) => `${name} ${duration(s)}`).join(", ")],
-    ["Responses", number(record.num_responses), `${number(record.response_tokens)} tokens in ${record.num_accepted} groups${failed}`],
+    ["Responses", number(record.num_responses), `${number(record.response_tokens)} tokens in ${record.num_accepted} groups${failed}${replaced}`],
     ...VALUES.filter(([, name]) => series.last(name) !== null).map(([title, name, about, text = number]) => [title, text(series.last(name)), about]),
   ];
   return html`

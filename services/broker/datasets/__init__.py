@@ -47,7 +47,7 @@ class DatasetSpec(BaseModel):
 
     @classmethod
     def of_job(cls, config: JobConfig) -> "DatasetSpec":
-        num_items = config.schedule.num_iterations * config.rollout.num_prompts_per_iteration
+        num_items = config.schedule.num_iterations * config.rollout.num_reserved_prompts
         is_counted = isinstance(config.data, RowData) and config.data.max_prompt_tokens is not None
         model_path = config.model.path if is_counted else ""
         return cls(data=config.data, seed=config.seed, num_items=num_items, model_path=model_path)

@@ -113,7 +113,8 @@ class Alike:
 
     async def _start(self, job_id: str, job: Fields) -> str:
         """Return the entry before the oldest iteration that fits into the index."""
-        num_prompts = int(json.loads(job["config"])["rollout"]["num_prompts_per_iteration"])
+        rollout = json.loads(job["config"])["rollout"]
+        num_prompts = int(rollout.get("max_prompts_per_iteration") or rollout["num_prompts_per_iteration"])
         first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
         if first <= int(job.get("num_trimmed", "0")):
             return "-"

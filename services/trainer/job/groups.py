@@ -38,6 +38,10 @@ class GroupSource:
         assert version is not None, f"iteration {iteration} is not open"
         return version
 
+    def dispatched(self, iteration: int) -> set[str]:
+        """Return the ids of all groups of the iteration so far; none before it is open."""
+        return set(self._lease.run(self._ledger.iterations.groups(self._job.id, iteration)))
+
     def is_drained(self, iteration: int) -> bool:
         """Return whether every group of the iteration is accepted."""
         return self._lease.run(self._ledger.iterations.state(self._job.id, iteration)) is not IterationState.OPEN

@@ -63,6 +63,31 @@ async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient
     assert {error["field"] for error in await refusals(broker, **(wrong | valid))} == later
 
 
+@pytest.mark.parametrize(
+    ("sections", "field", "remedy"),
+    [
+        ({"rollout": {"max_prompts_per_iteration": 2}}, "rollout.max_prompts_per_iteration", "use more, 6 say"),
+        (
+            {"rollout": {"max_prompts_per_iteration": 4}, "schedule": {"mode": "bounded"}},
+            "rollout.max_prompts_per_iteration",
+            "use schedule.mode = 'periodic'",
+        ),
+        (
+            {"rollout": {"max_prompts_per_iteration": 4}, "training": {"num_updates_per_iteration": 2}},
+            "training.num_updates_per_iteration",
+            "use 1, or leave out rollout.max_prompts_per_iteration",
+        ),
+    ],
+    ids=["too few", "bounded", "several updates"],
+)
+async def test_dynamic_sampling_that_cannot_be_is_refused(
+    broker: httpx.AsyncClient, sections: dict[str, Any], field: str, remedy: str
+) -> None:
+    (error,) = await refusals(broker, **sections)
+    assert error["field"] == field
+    assert remedy in error["message"]
+
+
 async def test_what_does_not_hold_between_sections_is_said_together(broker: httpx.AsyncClient) -> None:
     wrong = {
         "rollout": {"num_samples_per_prompt": 1, "num_prompts_per_iteration": 2},

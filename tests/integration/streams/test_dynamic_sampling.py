@@ -1,0 +1,146 @@
+"""Dynamic sampling in the ledger: an accepted group whose rewards are equal is replaced by the next spare prompt, once.
+
+That this holds in any order of calls is checked in tests/model.
+"""
+
+import httpx
+import pytest
+
+from onbeat.streams.codec import PromptTask, RolloutGroup, decode_task
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Ledger, rollout_side
+from onbeat.types import IterationRecord, IterationState, Verdict
+from services.broker.auditor import run_audit
+from services.trainer.replay import read_record
+from tests.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    failed_group,
+    make_group,
+    start_training,
+    started_job,
+    tasks_for,
+    wait_open,
+)
+
+ROLLOUT = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 4}
+
+
+async def open_job(ledger: Ledger) -> tuple[str, str]:
+    """Iteration 0 has two groups and two spare prompts; returns (job id, epoch)."""
+    job_id, epoch = await started_job(ledger, rollout=ROLLOUT)
+    tasks = tasks_for(0, 4)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
+    return job_id, epoch
+
+
+def equal_group(task: PromptTask) -> RolloutGroup:
+    group = make_group(task)
+    for response in group.responses:
+        response.reward = 1.0
+    return group
+
+
+async def submit_next(ledger: Ledger, job_id: str, make: object) -> str:
+    """Be a rollout for one group; returns its id."""
+    (claim,) = await claim_all(ledger, job_id, count=1)
+    assert callable(make)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task)) is Verdict.ACCEPTED
+    return claim.task.group_id
+
+
+async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
+    fields = await ledger.iterations.fields(job_id, 0)
+    return fields["state"], fields["num_groups"], fields["num_replaced"]
+
+
+async def test_group_of_equal_rewards_is_replaced_by_the_next_prompt(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    assert await submit_next(ledger, job_id, equal_group) == "0-0"
+    assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
+    assert (await ledger.iterations.groups(job_id, 0))["0-2"].startswith("waiting:")
+    assert await submit_next(ledger, job_id, make_group) == "0-1"
+    assert await submit_next(ledger, job_id, make_group) == "0-2"
+    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "3", "1")
+    assert not await ledger.redis.exists(JobKeys(job_id).spares(0))
+    assert await commit(ledger, job_id, epoch, 0)
+    report = await run_audit(ledger, job_id)
+    assert (report.is_clean, report.num_groups) == (True, 3)
+    groups, _, _ = await read_record(ledger, job_id, 0, 0)
+    assert [group.group_id for group in groups] == ["0-0", "0-1", "0-2"]
+
+
+async def test_failed_group_is_replaced_too(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await submit_next(ledger, job_id, failed_group)
+    assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
+
+
+async def test_used_up_prompts_end_the_iteration_with_an_event(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    for _ in range(4):
+        await submit_next(ledger, job_id, equal_group)
+    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.short"]
+    assert event.message.startswith("iteration 0 has used all of its prompts, and is 2 groups with different rewards")
+    assert (await run_audit(ledger, job_id)).is_clean
+
+
+async def test_job_without_spare_prompts_keeps_its_groups(ledger: Ledger) -> None:
+    job_id, _ = await started_job(ledger)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
+    for _ in range(2):
+        await submit_next(ledger, job_id, equal_group)
+    fields = await ledger.iterations.fields(job_id, 0)
+    assert (fields["state"], fields["num_groups"]) == (IterationState.DRAINED, "2")
+    assert "iteration.short" not in {event.kind for event in await ledger.event_log.read(job_id)}
+    assert (await run_audit(ledger, job_id)).is_clean
+
+
+async def test_evaluation_takes_no_spare_prompt(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    task = PromptTask(group_id="eval-0-0", iteration=0, is_evaluation=True, text="held out")
+    assert await ledger.evaluations.open(job_id, 0, 0, 1, [task]) == ""
+    claims = await claim_all(ledger, job_id)
+    (of_evaluation,) = [claim for claim in claims if claim.task.is_evaluation]
+    group = equal_group(of_evaluation.task)
+    assert await ledger.rollout.submit(job_id, of_evaluation.entry_id, group) is Verdict.ACCEPTED
+    assert await ledger.redis.llen(JobKeys(job_id).spares(0)) == 4
+    assert await fields_of(ledger, job_id) == (IterationState.OPEN, "2", "0")
+
+
+@pytest.mark.parametrize(
+    ("make", "lie", "violation"),
+    [
+        (make_group, False, "group 0-0 was replaced although its rewards differ"),
+        (equal_group, True, "group 0-0 was not replaced although its rewards are equal"),
+    ],
+    ids=["replaced", "kept"],
+)
+async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, make: object, lie: bool, violation: str
+) -> None:
+    job_id, _ = await open_job(ledger)
+    monkeypatch.setattr(rollout_side, "do_rewards_differ", lambda group: lie)  # a rollout of somebody else's
+    await submit_next(ledger, job_id, make)
+    assert (await run_audit(ledger, job_id)).violation == violation
+
+
+async def test_each_iteration_has_its_own_prompts(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    """Of five rows, iteration 0 has the first four, iteration 1 the fifth and the first three; two are spare."""
+    job_id = await create_job(ledger, rollout=ROLLOUT, data={"shuffle": False})
+    epoch = await start_training(ledger, job_id)
+    seen = {}
+    for iteration in range(2):
+        await wait_open(ledger, job_id, iteration)
+        await submit_next(ledger, job_id, equal_group if iteration == 0 else make_group)
+        tasks = [decode_task(fields[b"task"]) for _, fields in await ledger.redis.xrange(JobKeys(job_id).prompts)]
+        seen |= {task.group_id: task.messages[-1].content for task in tasks}
+        for _ in tasks:
+            await submit_next(ledger, job_id, make_group)
+        assert await commit(ledger, job_id, epoch, iteration)
+    assert seen == {"0-1": "say 1", "0-2": "say 2", "1-1": "say 0"}
+    answer = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
+    records = [IterationRecord.model_validate(record) for record in answer]
+    assert [(record.num_groups, record.num_replaced) for record in records[:2]] == [(3, 1), (2, 0)]

@@ -1,0 +1,129 @@
+"""Dynamic sampling in the trainer: groups with equal rewards are replaced, and the update is that of the others."""
+
+import pytest
+import torch
+
+from onbeat.objectives import BUILT_IN
+from onbeat.streams.codec import GroupFailure, RolloutGroup, do_rewards_differ
+from services.trainer.feed import GroupFeed
+from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, train
+
+NUM_PROMPTS = 4
+REWARDS = [[0.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.2, 0.9, 0.1], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0], None, [0.3, 0.3, 0.7]]
+
+
+class ReplacingJob(RecordedJob):
+    """Dispatches the next group when one that does not count has been accepted, as the ledger does."""
+
+    def dispatched(self, iteration):
+        own = sorted((group for group in self._all if group.iteration == iteration), key=index_of)
+        taken = super().taken(iteration)
+        accepted = [group for group in own if group not in self._groups or group.group_id in taken]
+        num_replaced = sum(not do_rewards_differ(group) for group in accepted)
+        return {group.group_id for group in own[: NUM_PROMPTS + num_replaced]}
+
+    def taken(self, iteration):
+        return super().taken(iteration) | {name for batch in self.recorded.get(iteration, []) for name in batch}
+
+    def take(self, count, timeout_s):
+        """Hand out none that is not dispatched yet."""
+        waiting = self._groups
+        known = set().union(*(self.dispatched(group.iteration) for group in waiting))
+        self._groups = [group for group in waiting if group.group_id in known]
+        later = [group for group in waiting if group.group_id not in known]
+        taken = super().take(count, timeout_s)
+        self._groups += later
+        return taken
+
+
+def index_of(group):
+    return int(group.group_id.partition("-")[2])
+
+
+def groups_of(iteration, rewards=REWARDS):
+    """A group for each entry; None: it failed."""
+    groups = []
+    for index, own in enumerate(rewards):
+        group = make_group(f"{iteration}-{index}", 3 + index, (3, 1 + index, 4), version=iteration, rewards=own)
+        if own is None:
+            failure = GroupFailure(kind="reward_failed", message="it raised")
+            group = RolloutGroup(group_id=group.group_id, iteration=iteration, failure=failure)
+        groups.append(group)
+    return groups
+
+
+def config_of(objective=None, mode="periodic", num_iterations=2, **rollout):
+    return job_config(
+        objective=objective or {"type": "dapo"},
+        rollout={"max_prompts_per_iteration": 8} | rollout,
+        schedule={"mode": mode, "num_iterations": num_iterations},
+    )
+
+
+def train_replacing(config, groups, folder, **options):
+    return train(config, groups, folder, job=ReplacingJob(config, groups, **options))
+
+
+def renumbered(groups):
+    """The groups that count, as those of a job without dynamic sampling."""
+    counting = [group for group in groups if do_rewards_differ(group)]
+    for index, group in enumerate(counting):
+        group.group_id = f"{group.iteration}-{index % NUM_PROMPTS}"
+    return counting
+
+
+@pytest.mark.parametrize("kl", [{"coef": 0.0}, {"coef": 0.1}], ids=["", "kl"])
+@pytest.mark.parametrize("kind", [kind for kind, each in BUILT_IN.items() if "periodic" in each.modes])
+def test_update_is_that_of_the_groups_that_count(kind, kl, tmp_path):
+    if kind == "online_dpo" and kl["coef"]:
+        return
+    objective = {"type": kind, "kl": kl}
+    dynamic, plain = config_of(objective), config_of(objective, max_prompts_per_iteration=None)
+    found, job = train_replacing(dynamic, [*groups_of(0), *groups_of(1)], tmp_path / "a", arrivals=7, is_steady=True)
+    expected, _ = train(plain, renumbered([*groups_of(0), *groups_of(1)]), tmp_path / "b", arrivals=4)
+    assert gap(model_of(plain), expected).max() > 1e-3
+    assert gap(found, expected).mean() < 1e-6
+    assert gap(found, expected).max() < 1e-3
+    for _, _, metrics in job.commits:
+        assert metrics["rollout/uniform_groups"] == 2
+        assert metrics["num_responses"] == 18  # the reward's curve is of all
+
+
+def test_periodic_equals_sync_with_dynamic_sampling(tmp_path):
+    groups = [*groups_of(0), *groups_of(1)]
+    expected, _ = train_replacing(config_of(mode="sync"), groups, tmp_path / "sync", arrivals=14)
+    backwards = sorted(groups, key=lambda group: (group.iteration, -index_of(group)))
+    found, job = train_replacing(config_of(), backwards, tmp_path / "periodic")
+    assert {group_id for batch in job.recorded[1] for group_id in batch} == {f"1-{index}" for index in range(7)}
+    assert gap(found, expected).max() < 1e-3
+
+
+def test_recorded_micro_batches_are_repeated(tmp_path):
+    groups, config = groups_of(0), config_of(num_iterations=1)
+    first, job = train_replacing(config, groups, tmp_path / "first")
+    again, repeated = train_replacing(config, groups[::-1], tmp_path / "again", arrivals=9, micro_batches=job.recorded)
+    assert len(job.recorded[0]) > 1
+    assert repeated.recorded == {}
+    assert gap(first, again).max() == 0.0
+
+
+def test_an_iteration_without_a_group_that_counts_moves_nothing(tmp_path):
+    config = config_of({"type": "grpo", "kl": {"coef": 0.1}}, num_iterations=1)
+    groups = groups_of(0, [[1.0] * 3] * 8)
+    found, job = train_replacing(config, groups, tmp_path)
+    assert torch.equal(gap(found, model_of(config)), torch.zeros_like(gap(found, found)))
+    (_, _, metrics) = job.commits[0]
+    assert (metrics["train/grad_norm"], metrics["rollout/uniform_groups"]) == (0.0, 8)
+    assert "mismatch_mean" in metrics
+
+
+def test_replicas_together_get_the_groups_that_replace_others():
+    """Two replicas take from one job; each micro-batch is granted to one of them."""
+    config = config_of(num_iterations=1)
+    job = ReplacingJob(config, groups_of(0), is_steady=True)
+    replicas = [GroupFeed(job, config, 0, num_replicas=2).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]) for _ in "ab"]
+    while replicas:
+        for replica in list(replicas):
+            if next(replica, None) is None:
+                replicas.remove(replica)
+    assert sorted(group_id for batch in job.recorded[0] for group_id in batch) == [f"0-{index}" for index in range(7)]
