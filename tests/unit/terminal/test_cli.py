@@ -250,6 +250,17 @@ def test_stack_that_has_ended_by_itself_says_why(
             assert (reason in printed) == is_told, printed
 
 
+def test_given_folder_without_a_stack_is_not_the_default_broker(
+    onbeat: Command, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ONBEAT_URL", raising=False)
+    monkeypatch.setattr("onbeat.client.DEFAULT_URL", url)
+    assert f"no stack runs in {tmp_path}" in onbeat("jobs", "list", "--data-dir", str(tmp_path), code=1).err
+    onbeat("jobs", "list", "--data-dir", str(tmp_path), "--url", url)
+    monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))  # as in the broker's container
+    onbeat("jobs", "list")
+
+
 def test_down_without_a_stack_says_so(onbeat: Command, tmp_path: Path) -> None:
     assert "no stack runs" in onbeat("down", "--data-dir", str(tmp_path)).out
 
