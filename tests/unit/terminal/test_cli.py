@@ -53,7 +53,7 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
     for k in range(1, 7):
         assert out.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  50 tokens/s") == 1
     assert "SUCCEEDED" in out
-    assert "0.200 (first 5) -> 0.300 (last 5)" in out
+    assert "0.100 (first 3) -> 0.400 (last 3)" in out
     assert "clean: 4 groups, each used once" in out
     assert "15.1% of the bytes sent, engine open 0.35 s after the step (median)" in out  # (1000 + 6 * 10) / 7000
     assert out.count("[bold]\\x1b[2J2") == 4  # markup and control codes of a model are only text; 2 before, 2 after
