@@ -24,7 +24,7 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
-from harness import ROOT, save
+from harness import ROOT, save, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
@@ -134,12 +134,13 @@ def stack() -> Iterator[tuple[Compose, float]]:
     """Yield the stack with one rollout, and the seconds until all of it was healthy. Nothing is left afterwards."""
     compose = Compose()
     remove_dead()
-    try:
-        started = time.monotonic()
-        compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
-        yield compose, time.monotonic() - started
-    finally:
-        compose("down", "--volumes", "--timeout", "10", timeout_s=DOWN_S)
+    with termination_as_exit():
+        try:
+            started = time.monotonic()
+            compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
+            yield compose, time.monotonic() - started
+        finally:
+            compose("down", "--volumes", "--timeout", "10", timeout_s=DOWN_S)
 
 
 # ---- one rollout comes to serve a job ------------------------------------------------------------------------------

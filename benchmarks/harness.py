@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,9 +31,27 @@ MAX_LINE = 110  # characters
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Yield a folder, also for temporary files of this process and its children. It is removed at the end, or when the
-    next one is made."""
-    with private_folder("onbeat-bench-") as folder, temporary_files_in(folder):
+    next one is made. SIGTERM leaves the block as an exception does, so that the processes started in it end, too."""
+    with private_folder("onbeat-bench-") as folder, temporary_files_in(folder), termination_as_exit():
         yield folder
+
+
+@contextmanager
+def termination_as_exit() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit once, unless it has a handler: that of an outer block, or of the benchmark."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending what was started takes its time
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run_job(
@@ -40,7 +59,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run `onbeat run` in a folder of its own; return the report. Raises RuntimeError with the end of its output.
 
-    `may_be_cut`: of a job that is stopped by its time limit, or with this process, the report so far is returned.
+    `may_be_cut`: of a job that is stopped by its time limit, or by Ctrl-C, the report so far is returned.
     """
     with temporary_folder() as folder:
         report = folder / "report.json"
@@ -51,12 +70,14 @@ def run_job(
         with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT) as run:
             try:
                 output, _ = run.communicate(timeout=timeout_s)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit) as reason:
                 run.terminate()  # it pauses the job and reports, and then ends its services
                 with suppress(subprocess.TimeoutExpired):
                     run.communicate(timeout=STOP_S)
                 run.kill()
                 output, _ = run.communicate(timeout=STOP_S)
+                if isinstance(reason, SystemExit):
+                    raise
         if run.returncode != 0 and not (may_be_cut and report.is_file()):
             raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
         return json.loads(report.read_text())

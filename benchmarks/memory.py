@@ -19,6 +19,9 @@ from typing import Any
 
 from harness import ROOT, own_dtype, save, temporary_folder
 
+from onbeat.local.daemon import start_in_background, stop_in_background
+from onbeat.local.stack import StackOptions
+
 NUM_ITERATIONS, WARMUP = 6, 2
 SAMPLE_S = 0.25
 REST_S = 6.0  # after the job, until the memory that is still held is measured
@@ -116,9 +119,7 @@ def run(*overrides: str) -> dict[str, Any]:
     overrides = (f"schedule.num_iterations={NUM_ITERATIONS}", *overrides)
     with temporary_folder() as folder:
         data_dir = ["--data-dir", str(folder)]
-        stack = [*onbeat, "up", *data_dir]
-        subprocess.run(stack, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        root = json.loads((folder / "stack.json").read_text())["pid"]
+        root = start_in_background(StackOptions(folder)).pid
         sampler = Sampler(root)
         sampler.start()
         try:
@@ -134,7 +135,7 @@ def run(*overrides: str) -> dict[str, Any]:
         finally:
             sampler.stop()
             after = measure(root)
-            subprocess.run([*onbeat, "down", *data_dir], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            stop_in_background(folder)
     peak = max(sampler.samples, key=lambda sample: sample.total())
     sizes = [by_service(sample) for sample in sampler.samples]
     services = sorted({service for each in sizes for service in each})

@@ -38,9 +38,7 @@ CaFile = Annotated[
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option(
-        envvar="ONBEAT_DATA_DIR", help="Folder of the local stack: Redis, checkpoints, logs. Default: ./.onbeat"
-    ),
+    typer.Option(help="Folder of the local stack: Redis, checkpoints, logs. Default: ONBEAT_DATA_DIR, else ./.onbeat"),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -74,19 +72,23 @@ class Broker:
 
     url: str | None
     api_key: str | None
-    data_dir: Path | None
+    data_dir: Path | None  # as given; ONBEAT_DATA_DIR, which services have too, may have no stack
 
     def ask(self, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
-        """Put a question to the broker, and return its answer.
+        """Put a question to the broker, and return its answer. Raise OnbeatError if no stack runs in a given folder.
 
         The client trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
         """
         from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
+        from onbeat.errors import OnbeatError
         from onbeat.local.daemon import why_ended
         from onbeat.local.state import resolve_data_dir, running_stack
 
         folder = resolve_data_dir(self.data_dir)
         stack = None if self.url else running_stack(folder)
+        if self.data_dir and not self.url and stack is None:
+            remedy = f"start one with `onbeat up --data-dir {self.data_dir}`, or name a broker with --url"
+            raise OnbeatError(why_ended(folder) or f"no stack runs in {folder}; {remedy}")
         url = self.url or (stack.url if stack else DEFAULT_URL)
 
         async def call() -> Answer:

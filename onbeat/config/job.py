@@ -166,11 +166,6 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"schedule.earlier_ends: {schedule.earlier_ends} must ascend and stay below the "
             f"{schedule.num_iterations} iterations of the job; leave it out"
         )
-    if job.first_iteration >= schedule.num_iterations:
-        yield (
-            f"schedule.num_iterations: is {schedule.num_iterations}, but the checkpoint that the job starts from "
-            f"already has {job.first_iteration} iterations; raise it"
-        )
     if (num_updates := job.training.num_updates_per_iteration) > num_prompts:
         yield (
             f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "

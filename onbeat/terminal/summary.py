@@ -1,6 +1,7 @@
 """The summary of a finished run: a table of totals, and example responses of the first and the last iteration."""
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -52,8 +53,7 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "job", report["job_id"]
     yield "iterations", str(totals["iterations"])
     rewards = [record["reward_mean"] for record in report["iterations"] if record["reward_mean"] is not None]
-    first5, last5 = number(totals["reward_mean_first5"], ".3f"), number(totals["reward_mean_last5"], ".3f")
-    yield "reward", f"{first5} (first 5) -> {last5} (last 5)  {sparkline(rewards)}".rstrip()
+    yield "reward", reward_text(rewards)
     held_out = [record["reward_mean"] for record in report["evaluations"] if record["reward_mean"] is not None]
     if held_out:
         yield "held out", f"{held_out[0]:.3f} (first) -> {held_out[-1]:.3f} (last)  {sparkline(held_out)}"
@@ -71,6 +71,19 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if counts:
         yield "groups", ", ".join(counts)
     yield "checkpoint", report["checkpoint"] or "none"
+
+
+def reward_text(rewards: Sequence[float]) -> str:
+    """Return the means of the first and of the last iterations: five, or half of them if there are fewer than ten.
+
+    >>> reward_text([0.0, 0.2, 0.5, 0.6, 0.8])
+    '0.100 (first 2) -> 0.700 (last 2)  ▁▃▅▆█'
+    """
+    count = min(5, len(rewards) // 2)
+    if count == 0:
+        return number(rewards[0] if rewards else None, ".3f")
+    first, last, num = fmean(rewards[:count]), fmean(rewards[-count:]), f" {count}" if count > 1 else ""
+    return f"{first:.3f} (first{num}) -> {last:.3f} (last{num})  {sparkline(rewards)}"
 
 
 async def audit_text(client: AsyncClient, job_id: str) -> str:

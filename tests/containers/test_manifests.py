@@ -395,16 +395,20 @@ def test_the_runbook_s_kustomizations_build(tmp_path: Path):
         build(write_kustomization(folder, "nvidia", components, yaml.safe_dump(content)))
 
 
-def test_the_pod_of_the_runbook_reaches_the_volumes_of_a_backup():
-    item = yaml.safe_load((KUBERNETES / "restore-pod.yaml").read_text())
-    kubernetes_validate.validate(item, "1.32", strict=True)
-    pod, base = Pod("Pod", item["metadata"]["name"], {}, item["spec"]), build(KUBERNETES / "base")
-    assert list(violations(pod)) == []
-    assert item["metadata"]["namespace"] == base.of("Namespace")[0]["metadata"]["name"]
+def test_each_pod_of_the_runbook_has_one_volume_of_a_backup():
+    """One pod with both could not be scheduled where they are in different zones."""
+    base = build(KUBERNETES / "base")
     (claim,) = base.pod("redis").claims
-    assert {volume["persistentVolumeClaim"]["claimName"] for volume in pod.spec["volumes"]} == {
-        f"{claim}-onbeat-redis-0",
-        base.get("PersistentVolumeClaim", "onbeat-trainer-data")["metadata"]["name"],
+    claims = {
+        "redis": f"{claim}-onbeat-redis-0",
+        "trainer": base.get("PersistentVolumeClaim", "onbeat-trainer-data")["metadata"]["name"],
     }
-    for service in ("redis", "trainer"):
+    items = yaml.safe_load_all((KUBERNETES / "restore-pods.yaml").read_text())
+    for (service, claim), item in zip(claims.items(), items, strict=True):
+        kubernetes_validate.validate(item, "1.32", strict=True)
+        pod = Pod("Pod", item["metadata"]["name"], {}, item["spec"])
+        assert list(violations(pod)) == []
+        assert pod.name == f"onbeat-restore-{service}"
+        assert item["metadata"]["namespace"] == base.of("Namespace")[0]["metadata"]["name"]
+        assert [volume["persistentVolumeClaim"]["claimName"] for volume in pod.spec["volumes"]] == [claim]
         assert base.pod(service).spec["securityContext"]["runAsUser"] == pod.spec["securityContext"]["runAsUser"]

@@ -24,12 +24,16 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
         return [("model.path", message)]
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
-    if wanted in kept or (not kept and 0 < wanted <= newest):  # not kept: its trainer has another disk
-        return []
-    known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
-    message = f"job {parent} has no checkpoint after {wanted} iterations; " + (known if newest else "it has none yet")
-    remedy = "; take one of them, or let the next job keep more (checkpoint.every_iterations, checkpoint.keep)"
-    return [("fork.iteration", message + remedy)]
+    if not (wanted in kept or (not kept and 0 < wanted <= newest)):  # not kept: its trainer has another disk
+        known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
+        message = f"job {parent} has no checkpoint after {wanted} iterations; "
+        message += known if newest else "it has none yet"
+        remedy = "; take one of them, or let the next job keep more (checkpoint.every_iterations, checkpoint.keep)"
+        return [("fork.iteration", message + remedy)]
+    if wanted >= (num_iterations := config.schedule.num_iterations):
+        message = f"is {num_iterations}, but the checkpoint that the job starts from already has {wanted} iterations"
+        return [("schedule.num_iterations", f"{message}; raise it")]
+    return []
 
 
 def kept_checkpoints(newest: str) -> list[int]:

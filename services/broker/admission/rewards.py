@@ -45,9 +45,9 @@ async def review_on_data(
         shown = repr(answer[-MAX_SHOWN:])
         message = f"the answer of the first prompt ends with {shown}, which reward {reward.name} compares as a whole; "
         return [("data.answer_pattern", message + "set it to '#### (.+)'")], []
-    if compares_with_answer(reward, num_groups) and isinstance(answer, list | dict):
-        kind = "list" if isinstance(answer, list) else "mapping"
-        message = f"the answer of the first prompt is a {kind}, and reward {reward.name} compares text; "
+    if compares_with_answer(reward, num_groups) and isinstance(answer, list | dict | bool):
+        kind = "a list" if isinstance(answer, list) else "a mapping" if isinstance(answer, dict) else json.dumps(answer)
+        message = f"the answer of the first prompt is {kind}, and reward {reward.name} compares text; "
         return [("data.answer_field", message + "name a field with text, such as answer.value, or write one")], []
     if reward.name in OWN_REWARDS and reward.name != "math":  # these have been checked, and take any answer
         return [], []

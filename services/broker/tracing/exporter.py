@@ -32,7 +32,7 @@ from onbeat.network import is_loopback
 from onbeat.streams.inspection import existing_jobs, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
-from onbeat.types import JobState
+from onbeat.types import Event, JobState
 from services.broker.metrics import TraceMeters
 from services.broker.settings import Settings
 from services.broker.tracing.tree import read_trace, trace_id
@@ -193,10 +193,18 @@ class Tracer:
         events = await newest_events(self._ledger, job_id) if left else []
         for iteration in left:
             if iteration % self._every == 0:
-                spans = await read_trace(self._ledger, fields, events, iteration)
-                outcome = "missed" if spans is None else await self._send(job_id, iteration, spans)
-                self._meters.traces.labels(outcome).inc()
+                self._meters.traces.labels(await self._export(fields, events, iteration)).inc()
             await self._ledger.iterations.record_traced(job_id, iteration + 1)
+
+    async def _export(self, job: Fields, events: Sequence[Event], iteration: int) -> str:
+        """Read and send a trace, and return what became of it. Raises JobNotFound and CollectorUnavailable."""
+        try:
+            spans = await read_trace(self._ledger, job, events, iteration)
+        except ODD as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("job %s: iteration %d cannot be read and has no trace: %s", job["id"], iteration, reason)
+            return "unreadable"
+        return "missed" if spans is None else await self._send(job["id"], iteration, spans)
 
     async def _send(self, job_id: str, iteration: int, spans: Sequence[ReadableSpan]) -> str:
         """Send a trace, and return what became of it. Raises CollectorUnavailable."""

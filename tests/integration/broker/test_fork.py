@@ -60,6 +60,17 @@ async def test_refused_fork_names_the_reason_and_the_remedy(
         assert reason in answer.text
 
 
+async def test_fork_beyond_the_end_of_its_parent_names_the_checkpoint(
+    broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
+) -> None:
+    """The job's own end, which is its parent's unless it is changed, is not what is wrong."""
+    parent = await parent_of(broker, ledger, tmp_path, 1, 2)
+    answer = await broker.post("/v1/jobs", json=fork_body(parent, 9))
+    (error,) = answer.json()["errors"]
+    assert error["field"] == "fork.iteration"
+    assert "has no checkpoint after 9 iterations; there are those after 1, 2; take one of them" in error["message"]
+
+
 async def test_unseen_disk_is_left_to_the_trainer(broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path) -> None:
     parent = await parent_of(broker, ledger, tmp_path, 2)
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")

@@ -202,12 +202,18 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(
     assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
 
 
-@pytest.mark.parametrize("answer", [["Paris", "paris"], {"text": ["Paris"]}])
-async def test_answer_that_is_no_text_is_refused(broker: httpx.AsyncClient, tmp_path: Path, answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "kind"), [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "true")]
+)
+async def test_answer_that_is_no_text_is_refused(
+    broker: httpx.AsyncClient, tmp_path: Path, answer: Any, kind: str
+) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "The capital?", "answer": answer}) + "\n")
     for name in ("exact", "math"):
         (error,) = await refusals(broker, reward={"name": name})
-        assert (error["field"], "compares text; name a field" in error["message"]) == ("data.answer_field", True)
+        assert error["field"] == "data.answer_field"
+        message = f"the answer of the first prompt is {kind}, and reward {name} compares text; name a field"
+        assert error["message"].startswith(message)
 
 
 @pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])

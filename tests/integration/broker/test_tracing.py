@@ -302,6 +302,19 @@ async def test_job_that_cannot_be_read_keeps_no_other_one(ledger: Ledger, receiv
     assert exported(receiver, odd_job) == []
 
 
+@pytest.mark.parametrize("odd", ODD_SPANS)
+async def test_only_the_unreadable_iteration_of_a_job_has_no_trace(
+    ledger: Ledger, receiver: Receiver, caplog: pytest.LogCaptureFixture, odd: Any
+) -> None:
+    job_id, epoch = await started_job(ledger)
+    for iteration in range(3):
+        await run_iteration(ledger, job_id, epoch, iteration, **({"spans": [odd]} if iteration == 1 else {}))
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("all are counted", lambda: (exporter.count("unreadable"), exporter.count("exported")) == (1, 2))
+    assert exported(receiver, job_id) == [0, 2]
+    assert f"job {job_id}: iteration 1 cannot be read and has no trace: " in caplog.text
+
+
 async def test_iteration_that_is_sent_again_is_the_same_trace(ledger: Ledger, receiver: Receiver) -> None:
     """By another broker, after the first one died before it could count it."""
     job_id, _ = await traced_iterations(ledger)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -151,6 +152,23 @@ def test_interrupted_run_pauses_the_job_and_leaves_nothing(
     assert "job job-1 is PAUSED after 2 of 25 iterations: the same command continues it, --fresh begins anew" in out
     assert out.rstrip().endswith("checkpoints/iteration-000002")
     assert processes_of(data_dir) == []
+
+
+def test_terminated_benchmark_ends_the_run_that_it_started(
+    cli: list[str], data_dir: Path, tmp_path: Path, temporary: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 2  # -m onbeat.cli\nexec {shlex.join(cli)} "$@"\n')
+    python.chmod(0o700)
+    code = f"import sys; from benchmarks import harness; sys.executable = {str(python)!r}; "
+    code += f"harness.run_job({str(QUICKSTART)!r})"
+    process = start([sys.executable, "-c", code], data_dir, TMPDIR=str(temporary), FAKE_STEP_S="60")
+    wait_until(lambda: any(map(running_stack, temporary.iterdir())), "the stack is up", 30)
+    process.terminate()
+    out = finish(process)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert processes_of(temporary) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_newest_checkpoint_is_named_also_beyond_six_digits(data_dir: Path) -> None:

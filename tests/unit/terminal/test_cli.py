@@ -53,7 +53,7 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
     for k in range(1, 7):
         assert out.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  50 tokens/s") == 1
     assert "SUCCEEDED" in out
-    assert "0.200 (first 5) -> 0.300 (last 5)" in out
+    assert "0.100 (first 3) -> 0.400 (last 3)" in out
     assert "clean: 4 groups, each used once" in out
     assert "15.1% of the bytes sent, engine open 0.35 s after the step (median)" in out  # (1000 + 6 * 10) / 7000
     assert out.count("[bold]\\x1b[2J2") == 4  # markup and control codes of a model are only text; 2 before, 2 after
@@ -248,6 +248,17 @@ def test_stack_that_has_ended_by_itself_says_why(
             printed = "".join(onbeat(*command, "--data-dir", str(tmp_path), code=1))
             reason = f"the stack of {tmp_path} has ended: rollout-0 exited with code 1, after 4 restarts; {log} has"
             assert (reason in printed) == is_told, printed
+
+
+def test_given_folder_without_a_stack_is_not_the_default_broker(
+    onbeat: Command, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ONBEAT_URL", raising=False)
+    monkeypatch.setattr("onbeat.client.DEFAULT_URL", url)
+    assert f"no stack runs in {tmp_path}" in onbeat("jobs", "list", "--data-dir", str(tmp_path), code=1).err
+    onbeat("jobs", "list", "--data-dir", str(tmp_path), "--url", url)
+    monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))  # as in the broker's container
+    onbeat("jobs", "list")
 
 
 def test_down_without_a_stack_says_so(onbeat: Command, tmp_path: Path) -> None:

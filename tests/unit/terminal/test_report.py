@@ -91,6 +91,22 @@ def test_weight_totals_by_hand() -> None:
     assert dict(total_rows(report))["weights"] == "25.8% of the bytes sent, engine open 0.40 s after the step (median)"
 
 
+@pytest.mark.parametrize(
+    ("num_iterations", "text"),
+    [
+        (0, "-"),
+        (1, "0.000"),
+        (3, "0.000 (first) -> 0.200 (last)  "),
+        (9, "0.150 (first 4) -> 0.650 (last 4)  "),
+        (10, "0.200 (first 5) -> 0.700 (last 5)  "),
+        (20, "0.200 (first 5) -> 1.700 (last 5)  "),
+    ],
+)
+def test_summary_compares_no_iteration_with_itself(num_iterations: int, text: str) -> None:
+    report = make_report(JOB, records(num_iterations))
+    assert dict(total_rows(report))["reward"].rstrip("▁▂▃▄▅▆▇█") == text
+
+
 def test_summary_says_of_weights_only_what_is_known() -> None:
     joined = make_report(JOB, records(1), weights=weights(None))
     assert dict(total_rows(joined))["weights"] == "100.0% of the bytes sent"
