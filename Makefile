@@ -113,11 +113,10 @@ docs: setup
 	$(BIN)/python -m docs.generate
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Generated code is committed, so users need no protoc.
+# Generated messages are committed, so users need no protoc.
 proto: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. \
-		proto/onbeat/weights/v1/weights.proto
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. \
+		proto/onbeat/weights/v1/weights.proto proto/onbeat/rollout/v1/rollout.proto
 
 clean:
 	rm -rf .venv $(REHEARSAL) .wheels site

@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import IterationState
+from onbeat.types import IterationState, Verdict
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings
@@ -168,6 +168,13 @@ class Keys:
         return bearer(self.by_role[role])
 
 
+async def submit(broker: httpx.AsyncClient, **sections: Any) -> str:
+    """Submit a job over REST; returns its id."""
+    answer = await broker.post("/v1/jobs", json=job_body(**sections))
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
 async def create_job(ledger: Ledger, **sections: Any) -> str:
     config = JobConfig.model_validate(job_body(**sections))
     job_id = f"job-{uuid.uuid4().hex[:12]}"
@@ -248,6 +255,12 @@ async def claim_all(ledger: Ledger, job_id: str, worker: str = "w1", count: int 
     return await ledger.rollout.claim(job_id, worker, count, LEASE_S)
 
 
+async def submit_groups(ledger: Ledger, job_id: str, claims: Iterable[Claim], worker: str = "w1") -> None:
+    """Submit a group for each claim; all of them are accepted."""
+    for claim in claims:
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
+
+
 async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptTask]:
     """Be a rollout: claim and submit whatever is there; returns the tasks."""
     claims = await claim_all(ledger, job_id, worker)
@@ -265,6 +278,13 @@ async def commit(
     advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
     report = (metrics, used, is_published, advantages)
     return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *report)
+
+
+async def run_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, **metrics: float) -> None:
+    """Be broker, rollout and trainer of an iteration."""
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration)) == ""
+    await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, iteration, **metrics)
 
 
 async def train(ledger: Ledger, job_id: str, epoch: str, iterations: range, rollout_s: float = 0.0) -> None:

@@ -146,13 +146,13 @@ def watch(broker: Broker, job_id: JobId) -> None:
 @app.command()
 def cancel(broker: Broker, job_id: JobId) -> None:
     """Cancel a job. Its committed iterations are kept."""
-    move(broker, "cancel", job_id)
+    print_state(broker.ask(lambda client: client.jobs.cancel(job_id)))
 
 
 @app.command()
 def pause(broker: Broker, job_id: JobId) -> None:
     """Pause a job until it is resumed."""
-    move(broker, "pause", job_id)
+    print_state(broker.ask(lambda client: client.jobs.pause(job_id)))
 
 
 @app.command()
@@ -165,8 +165,7 @@ def resume(
     ] = None,
 ) -> None:
     """Resume a job that is paused, FAILED or CANCELLED, or one that SUCCEEDED, for more iterations."""
-    record = broker.ask(lambda client: client.jobs.resume(job_id, num_iterations))
-    typer.echo(f"{job_id} {record.state.value}")
+    print_state(broker.ask(lambda client: client.jobs.resume(job_id, num_iterations)))
 
 
 @app.command()
@@ -182,11 +181,8 @@ def delete(broker: Broker, job_id: JobId) -> None:
     typer.echo(f"{job_id} deleted" + (f"; its newest checkpoint is still at {checkpoint}" if checkpoint else ""))
 
 
-def move(broker: Broker, verb: str, job_id: str) -> None:
-    def ask_for(client: "AsyncClient") -> "Awaitable[JobRecord]":
-        return {"cancel": client.jobs.cancel, "pause": client.jobs.pause}[verb](job_id)
-
-    typer.echo(f"{job_id} {broker.ask(ask_for).state.value}")
+def print_state(job: "JobRecord") -> None:
+    typer.echo(f"{job.id} {job.state.value}")
 
 
 @app.command()

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from onbeat.errors import VersionNotHeld, WeightsError
 from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel
-from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", bound=Message)
 
 MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a live source that has nothing to send sends a sign of life
 PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that receives less than this in this time is aborted
@@ -52,15 +53,19 @@ class WeightsClient:
         self.address = address
         self.job_id = job_id
         self._channel, self._metadata = create_channel(address, security), call_metadata(security)
-        self._stub = weights_pb2_grpc.WeightsServiceStub(self._channel)
         self._pull: Callable[..., Any] = self._channel.unary_stream(  # its answers are bytes
             f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString
+        )
+        self._watch: Callable[..., Any] = self._channel.unary_stream(
+            f"/{SERVICE}/Watch",
+            request_serializer=weights_pb2.WatchRequest.SerializeToString,
+            response_deserializer=weights_pb2.WatchResponse.FromString,
         )
 
     async def describe(self) -> ModelDescription:
         request = weights_pb2.DescribeRequest(job_id=self.job_id)
         with self._as_weights_error("describe the model"):
-            answer = await self._ask(self._stub.Describe, request)
+            answer = await self._ask("Describe", request, weights_pb2.DescribeResponse)
             for file in answer.files:
                 if not FILE_NAME.fullmatch(file.name):
                     raise WeightsError(f"a model file is named {file.name[:80]!r}: expected a plain file name")
@@ -73,7 +78,7 @@ class WeightsClient:
         """
         request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
         with self._as_weights_error(f"get the manifest of version {version}", not_found=VersionNotHeld):
-            answer = await self._ask(self._stub.GetManifest, request)
+            answer = await self._ask("GetManifest", request, weights_pb2.GetManifestResponse)
             manifest = read_manifest(answer)
             if not 0 <= answer.age_s < math.inf:
                 raise WeightsError(f"the answer says that the version is {answer.age_s} s old")
@@ -87,7 +92,7 @@ class WeightsClient:
             job_id=self.job_id, key=key_message(key), puller=puller, failed_addresses=failed
         )
         with self._as_weights_error(f"locate {key}"):
-            return (await self._ask(self._stub.Locate, request)).address
+            return (await self._ask("Locate", request, weights_pb2.LocateResponse)).address
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """Report that the pull has ended. `is_complete`: this shard of the version is now held here in full."""
@@ -95,7 +100,7 @@ class WeightsClient:
             job_id=self.job_id, key=key_message(key), worker_id=worker_id, is_complete=is_complete
         )
         with self._as_weights_error(f"finish {key}"):
-            await self._ask(self._stub.Finish, request)
+            await self._ask("Finish", request, weights_pb2.FinishResponse)
 
     async def pull(
         self, key: PayloadKey, offset_bytes: int = 0, slowest_s: float = math.inf
@@ -142,14 +147,19 @@ class WeightsClient:
         """Yield the current version, then each newer one. Raise WeightsError when the server is gone."""
         with self._as_weights_error("watch for versions"):
             request = weights_pb2.WatchRequest(job_id=self.job_id)
-            async for answer in self._stub.Watch(request, metadata=self._metadata):
+            async for answer in self._watch(request, metadata=self._metadata):
                 yield checked(answer).policy_version
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _ask(self, method: "grpc.aio.UnaryUnaryMultiCallable[Any, Answer]", request: Any) -> Answer:
-        return checked(await method(request, timeout=CALL_DEADLINE_S, metadata=self._metadata))
+    async def _ask(self, method: str, request: Message, answer: type[Answer]) -> Answer:
+        call: Callable[..., Any] = self._channel.unary_unary(
+            f"/{SERVICE}/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        return checked(await call(request, timeout=CALL_DEADLINE_S, metadata=self._metadata))
 
     @contextlib.contextmanager
     def _as_weights_error(self, doing: str, not_found: type[WeightsError] = WeightsError) -> Iterator[None]:

@@ -7,7 +7,7 @@ from playwright.async_api import Page, Request, Route, expect
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, wait_open
+from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.conftest import Visitor
 from tests.browser.gallery import Gallery
 from tests.browser.test_form import write
@@ -121,8 +121,7 @@ async def test_opened_comparison_is_requested_once_until_the_next_poll(
 async def test_samples_of_iterations_that_came_later_are_reached(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
-    job_id = await create_job(ledger, schedule={"num_iterations": 4})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
 
     async def generate(iteration: int) -> None:
         await wait_open(ledger, job_id, iteration)

@@ -7,7 +7,7 @@ from playwright.async_api import Page, expect
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from tests.broker_fixtures import Broker, commit, create_job, drain, serving, start_training, wait_open
+from tests.broker_fixtures import Broker, commit, create_job, drain, serving, start_training, started_job, wait_open
 from tests.browser.conftest import Visitor
 from tests.conftest import free_port
 from tests.integration.broker.test_live_api import ledger_events, train
@@ -63,8 +63,7 @@ async def test_page_says_what_a_stuck_job_waits_for(visit: Visitor, broker: Brok
 async def test_job_is_paused_resumed_and_cancelled_from_its_page(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_test_id("pause-job").click()
     await expect_state(page, "paused")

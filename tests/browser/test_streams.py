@@ -8,7 +8,7 @@ from playwright.async_api import Page, Route, expect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
-from tests.broker_fixtures import Broker, create_job, start_training
+from tests.broker_fixtures import Broker, create_job, start_training, started_job
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 from tests.browser.test_live import cursors, expect_progress
@@ -61,8 +61,7 @@ async def watches(broker: Broker, count: int) -> bool:
 async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
-    job_id = await create_job(ledger, schedule={"num_iterations": 4})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
     page = await open_with_clock(visit, broker, job_id)
     await train(ledger, job_id, epoch, range(1))
     shown = page.get_by_test_id("events").get_by_role("listitem")
@@ -98,8 +97,7 @@ async def test_page_that_is_hidden_for_a_moment_keeps_its_connection(
 async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
-    job_id = await create_job(ledger, schedule={"num_iterations": 8})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 8})
     page = await open_with_clock(visit, broker, job_id)
     await train(ledger, job_id, epoch, range(2))
     await expect_progress(page, 2, 8)
@@ -119,8 +117,7 @@ async def test_page_error_reaches_the_console_and_its_stream_goes_on(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
     visit.watch.expect("this page has a defect")
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await ledger.jobs.move(job_id, JobState.FAILED, "no more memory")
     page = await visit(broker.url)
     shown = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")

@@ -11,15 +11,7 @@ from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import IterationState, Verdict
 from services.broker.auditor import run_audit
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    drain,
-    failed_group,
-    make_group,
-    open_job,
-    tasks_for,
-)
+from tests.broker_fixtures import claim_all, commit, drain, failed_group, make_group, open_job, submit_groups, tasks_for
 from tests.fuzz import FUZZ_FACTOR
 
 LARGE = 2**31 - 1
@@ -96,8 +88,7 @@ async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) 
     assert await claim_all(ledger, job_id, "w2") == []
     assert await number(ledger, job_id, "num_foreign") == len(entries)
     assert (await ledger.redis.xpending(JobKeys(job_id).prompts, ROLLOUT_GROUP))["pending"] == len(claims)
-    for claim in claims:
-        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+    await submit_groups(ledger, job_id, claims)
 
 
 async def take_all(ledger: Ledger, job_id: str) -> list[RolloutGroup]:

@@ -360,7 +360,7 @@ class Response(_message.Message):
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
         """The calls of the policy in an episode, in the order in which they began: they sampled token_ids, one after another.
-        Empty: one call, right behind the prompt.
+        Empty: one call, right behind the prompt. At most 1024.
         """
 
     def __init__(

@@ -31,6 +31,7 @@ from tests.broker_fixtures import (
     make_group,
     running_broker,
     start_training,
+    submit,
     wait_open,
     write_prompts,
 )
@@ -41,13 +42,6 @@ from tests.waiting import eventually
 def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
     numbers = {"pull_s": 0.1, "apply_s": 0.05, "load_s": 0.1, "open_s": open_s}
     return WeightUpdate(received_bytes=received_bytes, sources=["h:1"], **numbers)
-
-
-async def submit(broker: httpx.AsyncClient, **sections: Any) -> str:
-    response = await broker.post("/v1/jobs", json=job_body(**sections))
-    assert response.status_code == 201, response.text
-    job_id: str = response.json()["id"]
-    return job_id
 
 
 def problem_of(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -41,7 +41,9 @@ from tests.broker_fixtures import (
     start_service,
     start_training,
     started_job,
+    submit_groups,
     tasks_for,
+    train,
     wait_open,
     write_prompts,
 )
@@ -157,11 +159,6 @@ async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> lis
     return claims
 
 
-async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str = "w1") -> None:
-    for claim in claims:
-        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
-
-
 @pytest.mark.usefixtures("conductors")
 async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger) -> None:
     job_id, epoch = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
@@ -171,7 +168,7 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
     for iteration in (0, 1, 2):
         claims = await wait_claimable(ledger, job_id)
         assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {(iteration, 0)}
-        await submit(ledger, job_id, claims)
+        await submit_groups(ledger, job_id, claims)
     await asyncio.sleep(0.2)
     assert await ledger.iterations.state(job_id, 3) is None  # the bound
     for iteration in range(3):
@@ -180,7 +177,7 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
         assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {
             (iteration + 3, iteration + 1)
         }
-        await submit(ledger, job_id, claims)
+        await submit_groups(ledger, job_id, claims)
     for iteration in (3, 4, 5):
         await commit(ledger, job_id, epoch, iteration)
     assert (await ledger.jobs.fields(job_id))["num_opened"] == "6"
@@ -204,7 +201,7 @@ async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: L
     schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
     job_id, _ = await started_job(ledger, pool="mute", schedule=schedule)
     for _ in range(2):
-        await submit(ledger, job_id, await wait_claimable(ledger, job_id))
+        await submit_groups(ledger, job_id, await wait_claimable(ledger, job_id))
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "not open: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
@@ -288,7 +285,7 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledg
 
     await eventually("iteration 0 and evaluation 0 are open", has_prompts)
     trained = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
-    await submit(ledger, job_id, trained)
+    await submit_groups(ledger, job_id, trained)
     lost = await ledger.rollout.claim(job_id, "dead", 3, lease_s=0.3)
     assert {claim.task.is_evaluation for claim in lost} == {True}
     await commit(ledger, job_id, epoch, 0)
@@ -299,7 +296,7 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledg
     assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
     newer = make_group(again[0].task, "w2", version=1)
     assert await ledger.rollout.submit(job_id, again[0].entry_id, newer) is Verdict.STALE
-    await submit(ledger, job_id, again, "w2")
+    await submit_groups(ledger, job_id, again, "w2")
     late = make_group(lost[0].task, "dead")
     assert await ledger.rollout.submit(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
     assert await is_over(ledger, job_id, 0) is EvaluationState.DONE
@@ -308,8 +305,7 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledg
 
 @pytest.mark.usefixtures("conductors")
 async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: Ledger) -> None:
-    job_id = await create_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
     assert await is_over(ledger, job_id, 0) is EvaluationState.FAILED
     (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.failed"]
     assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
@@ -342,7 +338,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
     write_held_out(tmp_path)
     schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
     job_id, epoch = await started_job(ledger, evaluation=HELD_OUT, schedule=schedule)
-    await submit(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
+    await submit_groups(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
     await commit(ledger, job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
     assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
@@ -438,9 +434,7 @@ async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Led
         epoch = await ledger.trainer.claim_job(job_id, owner, 0.0)
         assert epoch is not None
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
-    await commit(ledger, job_id, epoch, 0)
+    await train(ledger, job_id, epoch, range(1))
     assert await ledger.trainer.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
     await wait_open(ledger, job_id, 1)
     await asyncio.sleep(SEVERAL_LOOKS_S)
@@ -539,10 +533,7 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger: Ledger, 
     await wait_open(ledger, job_id, 0)
     await asyncio.sleep(0.1)  # iteration 1 is prepared by now
     (tmp_path / "prompts.jsonl").unlink()
-    for iteration in range(2):
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+    await train(ledger, job_id, epoch, range(2))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("iteration 2 has no prompts: data.path: there is no file prompts.jsonl")
 

@@ -9,10 +9,9 @@ from onbeat.types import JobState
 from tests.broker_fixtures import (
     claim_all,
     commit,
-    create_job,
     failed_group,
     make_group,
-    start_training,
+    started_job,
     wait_open,
 )
 
@@ -22,8 +21,7 @@ NUM_ROWS = len(LENGTHS)
 
 async def start(ledger: Ledger, dispatch: str, num_prompts: int = NUM_ROWS) -> tuple[str, str]:
     rollout = {"num_prompts_per_iteration": num_prompts, "dispatch": dispatch}
-    job_id = await create_job(ledger, rollout=rollout, pool=dispatch.replace("_", "-"))
-    return job_id, await start_training(ledger, job_id)
+    return await started_job(ledger, rollout=rollout, pool=dispatch.replace("_", "-"))
 
 
 async def on_stream(ledger: Ledger, job_id: str) -> list[PromptTask]:

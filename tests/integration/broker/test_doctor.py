@@ -18,7 +18,7 @@ from onbeat.config import JobConfig
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger import Ledger
 from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.doctor.diagnosis import diagnose, explain_silence
 from services.broker.doctor.explain import ARRIVAL_S, explain_job
@@ -33,10 +33,12 @@ from tests.broker_fixtures import (
     create_job,
     drain,
     make_group,
+    run_iteration,
     running_broker,
     serving,
     start_training,
     started_job,
+    submit_groups,
     tasks_for,
     write_prompts,
 )
@@ -66,11 +68,6 @@ async def open_iteration(ledger: Ledger, job_id: str, iteration: int, num_groups
     assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups))
 
 
-async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str) -> None:
-    for claim in claims:
-        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
-
-
 def sentence_of(finding: Finding) -> str:
     """With N in place of whole seconds: a machine may be slow."""
     return re.sub(r"\b\d+ s\b", "N s", finding.sentence)
@@ -89,9 +86,7 @@ async def train_dully(ledger: Ledger, pool: str, num_iterations: int = 5) -> str
     job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": num_iterations})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
     for iteration in range(num_iterations):
-        await open_iteration(ledger, job_id, iteration, num_groups=2)
-        await drain(ledger, job_id)
-        assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.0, **dull)
+        await run_iteration(ledger, job_id, epoch, iteration, reward_mean=0.0, **dull)
     return job_id
 
 
@@ -156,7 +151,7 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     await open_iteration(ledger, job_id, 0)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     claims = await claim_all(ledger, job_id, "rollout-a", 6)
-    await submit(ledger, job_id, claims[:3], "rollout-a")
+    await submit_groups(ledger, job_id, claims[:3], "rollout-a")
     await ledger.rollout.release(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
     assert await ledger.rollout.submit(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
     findings = await explain_job(ledger, job_id)

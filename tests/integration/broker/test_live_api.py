@@ -205,8 +205,8 @@ async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker: Broker, 
 async def test_stream_sends_all_iterations_however_many_they_are(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id = await create_job(ledger, schedule={"num_iterations": 6})
-    await train(ledger, job_id, await start_training(ledger, job_id), range(5))
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 6})
+    await train(ledger, job_id, epoch, range(5))
     await ledger.jobs.move(job_id, JobState.FAILED)
     for at_once in (2, 5):  # the last read is full, or not
         monkeypatch.setattr(live, "ITERATIONS_AT_ONCE", at_once)
@@ -634,8 +634,8 @@ async def test_timeline_of_a_job_that_reports_less(broker: Broker, ledger: Ledge
 
 
 async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    job_id = await create_job(ledger)
-    await train(ledger, job_id, await start_training(ledger, job_id), range(3), rollout_s=0.25)
+    job_id, epoch = await started_job(ledger)
+    await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
     first = await get_timeline(broker, job_id)
 
     async def never(*_: Any) -> Any:
@@ -663,8 +663,8 @@ async def test_timeline_is_built_and_serialized_off_the_event_loop(
     monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
-        job_id = await create_job(ledger)
-        await train(ledger, job_id, await start_training(ledger, job_id), range(1), rollout_s=0.0)
+        job_id, epoch = await started_job(ledger)
+        await train(ledger, job_id, epoch, range(1), rollout_s=0.0)
         answer = await client.get(f"/v1/jobs/{job_id}/timeline")
     assert Timeline.model_validate_json(answer.content).iterations[:1] == [0]
     assert len(threads) == 2
@@ -701,8 +701,8 @@ async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker: Br
 
 
 async def test_pages_of_samples_and_metrics_after_an_iteration(broker: Broker, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await train(ledger, job_id, await start_training(ledger, job_id), range(2))
+    job_id, epoch = await started_job(ledger)
+    await train(ledger, job_id, epoch, range(2))
     async with AsyncClient(broker.url) as client:
         whole = await client.jobs.samples(job_id, iteration=1)
         pages = [await client.jobs.samples(job_id, iteration=1, limit=3, offset=offset) for offset in (0, 3, 6)]

@@ -12,14 +12,8 @@ from onbeat.streams import keys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.retention import Retention
-from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, train
+from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, train
 from tests.waiting import eventually
-
-
-async def submit(broker: httpx.AsyncClient, **sections: object) -> str:
-    answer = await broker.post("/v1/jobs", json=job_body(**sections))
-    assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
 
 
 async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger: Ledger) -> None:

@@ -31,6 +31,7 @@ from tests.broker_fixtures import (
     make_group,
     running_broker,
     started_job,
+    submit_groups,
     tasks_for,
     write_prompts,
 )
@@ -278,8 +279,8 @@ async def interleaved_job(ledger: Ledger) -> tuple[str, str]:
     for iteration in range(3):
         assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
         claims.append(await claim_all(ledger, job_id))
-    for claim in [claim for pair in zip(claims[1], claims[2], strict=True) for claim in pair] + claims[0]:
-        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
+    alternating = [claim for pair in zip(claims[1], claims[2], strict=True) for claim in pair]
+    await submit_groups(ledger, job_id, alternating + claims[0])
     for iteration in range(2):
         await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, [f"{iteration}-0", f"{iteration}-1"])
         assert await commit(ledger, job_id, epoch, iteration)

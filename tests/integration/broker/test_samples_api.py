@@ -302,8 +302,7 @@ async def test_commit_may_have_no_advantages(broker: httpx.AsyncClient, ledger: 
 
 
 async def test_rows_of_a_small_data_set_are_alike_in_every_epoch(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await create_job(ledger, schedule={"num_iterations": 7})  # 14 prompts of 5 rows
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 7})  # 14 prompts of 5 rows
     prompts: dict[str, str] = {}
 
     def note(group: RolloutGroup) -> None:

@@ -32,6 +32,7 @@ from tests.broker_fixtures import (
     drain,
     failed_group,
     make_group,
+    run_iteration,
     running_broker,
     start_training,
     started_job,
@@ -97,12 +98,6 @@ async def exporting(ledger: Ledger, url: str, **settings: Any) -> AsyncIterator[
 
 
 until = functools.partial(eventually, timeout_s=LIMIT_S)
-
-
-async def run_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, **metrics: Any) -> None:
-    assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration)) == ""
-    await drain(ledger, job_id)
-    assert await commit(ledger, job_id, epoch, iteration, **metrics)
 
 
 async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:

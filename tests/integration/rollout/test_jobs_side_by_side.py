@@ -17,7 +17,7 @@ from onbeat.types import JobState
 from services.rollout import worker as rollout_worker
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
-from tests.broker_fixtures import create_job, job_body, running_broker, write_prompts
+from tests.broker_fixtures import create_job, job_body, running_broker, submit, write_prompts
 from tests.integration.rollout.rollout_rig import NEW, G, Rig
 from tests.rollout_fakes import FakeEngine
 
@@ -26,12 +26,6 @@ PATIENCE_S = 60.0
 
 def new_pool() -> str:
     return f"p{uuid.uuid4().hex[:8]}"
-
-
-async def submit(broker: httpx.AsyncClient, **sections: object) -> str:
-    answer = await broker.post("/v1/jobs", json=job_body(**sections))
-    assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
 
 
 # ---- trainers and the queue ----------------------------------------------------------------------------------------

@@ -22,14 +22,15 @@ from tests.broker_fixtures import (
     failed_group,
     make_group,
     start_training,
+    started_job,
+    submit_groups,
     tasks_for,
 )
 
 
 async def finished_job(ledger: Ledger, num_durable: int = 1) -> str:
     """Three iterations of two groups; the second one has a failed group."""
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     for iteration in range(3):
         await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration))
         if iteration == 1:
@@ -51,16 +52,11 @@ async def test_finished_job_is_clean(ledger: Ledger) -> None:
 
 
 async def test_running_job_is_clean_while_others_write(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups=60))
     claims = await claim_all(ledger, job_id)
 
-    async def submit_all() -> None:
-        for claim in claims:
-            await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
-
-    submitting = asyncio.create_task(submit_all())
+    submitting = asyncio.create_task(submit_groups(ledger, job_id, claims))
     reports = []
     while not submitting.done():
         reports.append(await run_audit(ledger, job_id))
@@ -70,8 +66,7 @@ async def test_running_job_is_clean_while_others_write(ledger: Ledger) -> None:
 
 
 async def test_refused_submissions_leave_no_entry(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     first, second = await claim_all(ledger, job_id)
     assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task, version=7)) is Verdict.STALE

@@ -32,7 +32,9 @@ from tests.broker_fixtures import (
     failed_group,
     make_group,
     open_job,
-    start_training,
+    run_iteration,
+    started_job,
+    submit_groups,
     tasks_for,
 )
 from tests.conftest import unfinished
@@ -97,8 +99,7 @@ async def test_job_is_created_once(ledger: Ledger) -> None:
 
 
 async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) is None
     await ledger.trainer.renew_job(job_id, epoch, 0.0)
     assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) == "2"
@@ -153,8 +154,7 @@ async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger
 
 async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
     """A running job of that bound, nothing open yet; returns (job id, epoch)."""
-    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": max_staleness})
-    return job_id, await start_training(ledger, job_id)
+    return await started_job(ledger, schedule={"mode": "bounded", "max_staleness": max_staleness})
 
 
 async def test_admission_keeps_the_bound(ledger: Ledger) -> None:
@@ -187,9 +187,7 @@ async def test_unclaimed_prompts_hold_the_next_opening_back(ledger: Ledger) -> N
 
 async def test_freshest_version_is_not_waited_for(ledger: Ledger) -> None:
     job_id, epoch = await start_bounded(ledger, max_staleness=1)
-    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
-    await drain(ledger, job_id)
-    await commit(ledger, job_id, epoch, 0)
+    await run_iteration(ledger, job_id, epoch, 0)
     await ledger.redis.xadd(JobKeys(job_id).prompts, {"task": b""})  # some other work nobody has claimed
     assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
 
@@ -232,8 +230,7 @@ def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
 
 
 async def test_version_has_numbers_of_its_trainer_and_each_rollout(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
     await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
@@ -254,8 +251,7 @@ async def test_version_has_numbers_of_its_trainer_and_each_rollout(ledger: Ledge
 
 
 async def test_repeated_version_keeps_first_numbers_and_emits_an_event(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
         published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.5, publish_s=0.75)
         await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
@@ -622,8 +618,7 @@ async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledge
     script = BatchedScript(ledger.redis, ledger.redis.register_script("return redis.call('INCR', KEYS[1])"))
     counter = JobKeys(job_id).busy(0) + ":calls"
     assert await asyncio.gather(*(script([counter], []) for _ in range(5))) == [1, 2, 3, 4, 5]
-    for claim in claims:
-        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+    await submit_groups(ledger, job_id, claims)
     await ledger.redis.delete(counter)
 
 

@@ -25,7 +25,7 @@ from tests.broker_fixtures import (
     drain,
     failed_group,
     running_broker,
-    start_training,
+    started_job,
     wait_open,
     write_prompts,
 )
@@ -91,8 +91,7 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
         async with running_broker(ledger, tmp_path) as broker:
             evaluation = {"every_iterations": 1, "num_samples_per_prompt": 1}
             evaluation["data"] = {"type": "jsonl", "path": "prompts.jsonl"}  # type: ignore[assignment]
-            job_id = await create_job(ledger, evaluation=evaluation, schedule={"num_iterations": 2})
-            epoch = await start_training(ledger, job_id)
+            job_id, epoch = await started_job(ledger, evaluation=evaluation, schedule={"num_iterations": 2})
             assert (await broker.post(f"/v1/jobs/{job_id}:pause")).json()["state"] == "PAUSED"
             assert (await broker.post(f"/v1/jobs/{job_id}:resume")).json()["state"] == "RUNNING"
             await wait_open(ledger, job_id, 0)

@@ -14,7 +14,7 @@ from onbeat.errors import LeaseLost
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.lease import ClaimedJob
-from tests.broker_fixtures import create_job, start_training
+from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually
 
 SCRIPT = """
@@ -66,8 +66,7 @@ async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_trainer_notices_between_its_writes_that_it_lost_its_job(rank: int, ledger: Ledger, lease_of) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))
     lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0, rank))
 

@@ -11,14 +11,12 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.lease import ClaimedJob
 from services.trainer.trackers.follow import LeasedJob, Tracking
-from tests.broker_fixtures import commit, create_job, drain, start_training, tasks_for
+from tests.broker_fixtures import run_iteration, started_job
 
 
 async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int) -> None:
-    assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration))
-    await drain(ledger, job_id)
     values = {"reward_mean": iteration / 4, "prompt_tokens": 30.0, "response_tokens": 70.0, "train/grad_norm": 1.5}
-    assert await commit(ledger, job_id, epoch, iteration, **values)
+    await run_iteration(ledger, job_id, epoch, iteration, **values)
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,8 +29,7 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
     ledger: Ledger, lease_of, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("services.trainer.trackers.follow.LOOK_S", 0.05)
-    job_id = await create_job(ledger, schedule={"num_iterations": 9})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 9})
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))
     lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0))
     for iterations in (range(3), range(3, 5)):

@@ -40,6 +40,16 @@ class Valve:
             num_passed += 1
 
 
+async def join_a_stuck_relay(plane):
+    """A relay that has the beginning of version 0 and gets no more, its pull, and a child near it."""
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [Valve()]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    stuck = relay.start(0)
+    await until(lambda: stuck.stats.received_bytes > 0)
+    return stuck, child
+
+
 # ---- few copies leave the trainer ------------------------------------------------------------------------------------
 
 
@@ -132,15 +142,11 @@ async def test_relay_that_moves_on_redirects_its_children(plane):
 
 
 async def test_children_of_a_relay_whose_pull_fails_learn_it_at_once(plane):
-    await plane.trainer.publish(0, weights(0))
-    plane.trainer.server.faults = [Valve()]
-    relay, child = await plane.join("relay"), await plane.join("child")
-    relays_pull = relay.start(0)
-    await until(lambda: relays_pull.stats.received_bytes > 0)
+    stuck, child = await join_a_stuck_relay(plane)
     pull = child.start(0)
     await until(lambda: pull.stats.received_bytes > 0)
     started = time.monotonic()
-    await relays_pull.cancel()
+    await stuck.cancel()
     await child.see_through(pull)
     assert time.monotonic() - started < 3
     assert "ABORTED" in pull.stats.faults[0]
@@ -211,11 +217,7 @@ async def test_relay_that_never_gets_its_version_reports_it_in_time(plane, monke
 async def test_a_relay_whose_source_is_silent_keeps_its_pullers(plane, monkeypatch):
     """The relay finds another source; who pulls from it gets signs of life meanwhile, and is not to blame it."""
     monkeypatch.setattr(server_module, "SIGN_OF_LIFE_S", 0.05)
-    await plane.trainer.publish(0, weights(0))
-    plane.trainer.server.faults = [Valve()]
-    relay, child = await plane.join("relay"), await plane.join("child")
-    stuck = relay.start(0)
-    await until(lambda: stuck.stats.received_bytes > 0)
+    stuck, child = await join_a_stuck_relay(plane)
     waiting = child.start(0)
     await until(lambda: waiting.stats.received_bytes > 0)
     monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 0.3)
@@ -228,11 +230,7 @@ async def test_a_relay_whose_source_is_silent_keeps_its_pullers(plane, monkeypat
 async def test_relay_with_a_silent_source_redirects_pullers_in_time(plane, monkeypatch):
     monkeypatch.setattr(server_module, "GROWTH_DEADLINE_S", 0.2)
     monkeypatch.setattr(server_module, "SIGN_OF_LIFE_S", 0.05)
-    await plane.trainer.publish(0, weights(0))
-    plane.trainer.server.faults = [Valve()]
-    relay, child = await plane.join("relay"), await plane.join("child")
-    stuck = relay.start(0)
-    await until(lambda: stuck.stats.received_bytes > 0)
+    stuck, child = await join_a_stuck_relay(plane)
     pull = await child.pull(0)
     assert "ABORTED" in pull.stats.faults[0]
     await stuck.cancel()

@@ -9,6 +9,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -27,7 +28,9 @@ from onbeat.weights.security import (
     create_server,
     reachable_host,
 )
-from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from onbeat.weights.server import service_handler
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import SERVICE
 from tests.integration.authority import Authority, pem_of_key
 
 KEY = "correct-horse-battery"
@@ -51,7 +54,7 @@ def mutual_server(authority, tls_server):
     return replace(tls_server, tls_ca=authority.cert)
 
 
-class Weights(weights_pb2_grpc.WeightsServiceServicer):
+class Weights:
     """Watch sends one version; of the job `endless` it then stays open."""
 
     async def Describe(self, request, context):
@@ -71,7 +74,7 @@ class Wire:
 
     async def serve(self, security, max_concurrent_calls=8):
         server = create_server(security, max_concurrent_calls)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(Weights(), server)
+        server.add_generic_rpc_handlers((service_handler(Weights()),))
         port = bind(server, security, "127.0.0.1:0")
         await server.start()
         self._stack.push_async_callback(server.stop, None)
@@ -84,10 +87,18 @@ class Wire:
 
     def stub(self, address, security):
         """Its calls send what those of a `WeightsClient` send."""
-        stub = weights_pb2_grpc.WeightsServiceStub(self.channel(address, security))
-        metadata = call_metadata(security)
-        stub.Describe, stub.Watch = partial(stub.Describe, metadata=metadata), partial(stub.Watch, metadata=metadata)
-        return stub
+        channel, metadata = self.channel(address, security), call_metadata(security)
+        describe = channel.unary_unary(
+            f"/{SERVICE}/Describe",
+            request_serializer=weights_pb2.DescribeRequest.SerializeToString,
+            response_deserializer=weights_pb2.DescribeResponse.FromString,
+        )
+        watch = channel.unary_stream(
+            f"/{SERVICE}/Watch",
+            request_serializer=weights_pb2.WatchRequest.SerializeToString,
+            response_deserializer=weights_pb2.WatchResponse.FromString,
+        )
+        return SimpleNamespace(Describe=partial(describe, metadata=metadata), Watch=partial(watch, metadata=metadata))
 
 
 @pytest.fixture
@@ -372,9 +383,9 @@ async def test_a_refused_call_takes_no_place(wire):
 
 HOLDER = """
 import sys, time, grpc
-from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
-stub = weights_pb2_grpc.WeightsServiceStub(grpc.insecure_channel(sys.argv[1]))
-for answer in stub.Watch(weights_pb2.WatchRequest(job_id="endless")):
+from onbeat.weights.v1 import weights_pb2
+watch = grpc.insecure_channel(sys.argv[1]).unary_stream("/onbeat.weights.v1.WeightsService/Watch")
+for answer in watch(weights_pb2.WatchRequest(job_id="endless").SerializeToString()):
     print("open", flush=True)
 """
 

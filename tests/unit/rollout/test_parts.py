@@ -41,10 +41,12 @@ def test_overlapping_groups_count_once_and_idle_time_does_not():
     assert busy.seconds(0) == 5.5
 
 
-def test_groups_that_end_crosswise_count_as_one_stretch():
+@pytest.mark.parametrize(("iteration", "seconds"), [(0, [5.0, 0.0]), (1, [4.0, 1.0])])
+def test_groups_that_end_crosswise_share_no_second(iteration: int, seconds: list[float]):
+    """The second group belongs to `iteration`, the first one to 0."""
     clock = Clock()
     busy = BusyMeter(clock)
-    first, second = busy.running(0), busy.running(0)
+    first, second = busy.running(0), busy.running(iteration)
     first.__enter__()
     clock.now = 3.0
     second.__enter__()
@@ -52,7 +54,7 @@ def test_groups_that_end_crosswise_count_as_one_stretch():
     first.__exit__(None, None, None)
     clock.now = 5.0
     second.__exit__(None, None, None)
-    assert busy.seconds(0) == 5.0
+    assert [busy.seconds(0), busy.seconds(1)] == seconds
 
 
 def test_iterations_have_separate_busy_times_and_old_ones_expire():
@@ -64,20 +66,6 @@ def test_iterations_have_separate_busy_times_and_old_ones_expire():
     assert busy.seconds(MAX_ITERATIONS + 4) == MAX_ITERATIONS + 4
     assert busy.seconds(0) == 0.0
     assert len(busy._finished_s) == MAX_ITERATIONS
-
-
-def test_overlapping_iterations_share_no_second():
-    clock = Clock()
-    busy = BusyMeter(clock)
-    straggler, newer = busy.running(0), busy.running(1)
-    straggler.__enter__()
-    clock.now = 3.0
-    newer.__enter__()
-    clock.now = 4.0
-    straggler.__exit__(None, None, None)
-    clock.now = 5.0
-    newer.__exit__(None, None, None)
-    assert (busy.seconds(0), busy.seconds(1)) == (4.0, 1.0)
 
 
 def test_a_failed_generation_ends_its_busy_time():
