@@ -39,6 +39,7 @@ class FakeJobs:
         self.findings: list[dict[str, Any]] = []  # of the doctor
         self.workers: list[dict[str, Any]] = [{"id": "rollout-0", "state": "generating", "num_in_flight": 3}]
         self.num_streams = 0  # that were opened
+        self.begins_with_watch = False  # jobs wait until somebody asks what they wait for
         self.ends: list[str] = []  # reasons with which the next streams end at once
         self.is_stopping = False
         self.uploads: dict[str, bytes] = {}
@@ -73,7 +74,8 @@ class FakeJobs:
 
     def num_committed(self, job_id: str) -> int:
         job = self.jobs[job_id]
-        steps = int((time.time() - job["created_at"]) / STEP_S)
+        begun_at = job.get("watched_at", time.time()) if self.begins_with_watch else job["created_at"]
+        steps = int((time.time() - begun_at) / STEP_S)
         return min(steps, job["config"]["schedule"]["num_iterations"])
 
     def iterations(self, job_id: str) -> list[dict[str, Any]]:
@@ -228,6 +230,7 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}:explain")
     async def explain(job_id: str) -> Any:
+        fake.jobs[job_id].setdefault("watched_at", time.time())
         return fake.diagnosis()
 
     @app.get("/v1/jobs/{job_id}")

@@ -16,6 +16,7 @@ from onbeat.completions import CompletionRequest, Message
 from onbeat.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
 from onbeat.streams import keys
 from onbeat.streams.chat import Chats
+from onbeat.streams.codec import PromptTask
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.scripts import Scripts, drop_foreign
@@ -97,6 +98,7 @@ async def over(ledger: Ledger, job_id: str) -> str:
 async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger: Ledger) -> None:
     job_id, _ = await run_job(ledger)
     await evaluate(ledger, job_id, 0)
+    assert await ledger.iterations.open(job_id, 3, 3, tasks_for(3), [PromptTask(group_id="3-2", iteration=3)]) == ""
     names = {name.partition(":")[0] for name in await keys_of(ledger, job_id)}
     every_key = JobKeys(job_id)
     known = {key.rpartition("}:")[2].partition(":")[0] for key in (*every_key.of_job, *every_key.numbered(0))}

@@ -472,12 +472,12 @@ async def begin_visit(rig: Rig) -> Visit:
 
 
 async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
-    rig.gate._limits = GateLimits(60.0, grace_s=0.1)
+    rig.gate._limits = GateLimits(60.0, grace_s=1.0)
     rig.trainer.newest = 1
     visit, loading = await begin_visit(rig), rig.generate(1)
     await settle()
     loading.cancel()
-    await settle(0.3)  # longer than its grace
+    await settle(1.2)  # longer than its grace
     visit.may_end.set()
     assert (await visit.task, rig.engine.loads) == ("by 0", [])
 

@@ -35,7 +35,7 @@ def in_pipe(*arguments: str, **env: str) -> str:
 
 
 def test_piped_watch_has_no_control_codes_with_forced_colours(url: str, fake: FakeJobs) -> None:
-    fake.findings = [PROBLEM]
+    fake.findings, fake.begins_with_watch = [PROBLEM], True
     out = in_pipe("jobs", "watch", create(url, CONFIG), FORCE_COLOR="1")
     lines = [line for line in out.splitlines() if line.startswith("iteration ")]
     assert [line.split()[1] for line in lines] == [f"{k}/60" for k in range(1, 61)]
