@@ -98,6 +98,19 @@ def test_periodic_equals_sync_with_dynamic_sampling(tmp_path):
     assert gap(found, expected).max() < 1e-3
 
 
+def test_replacing_groups_do_not_wait_for_a_slow_one():
+    class SlowFirstGroup(ReplacingJob):
+        def take(self, count, timeout_s):
+            self._groups.sort(key=lambda group: group.group_id == "0-0")
+            return super().take(count, timeout_s)
+
+    config = config_of(num_iterations=1)
+    job = SlowFirstGroup(config, groups_of(0))
+    list(GroupFeed(job, config, 0).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]))
+    trained = [group_id for batch in job.recorded[0] for group_id in batch]
+    assert trained == [f"0-{index}" for index in (1, 2, 3, 4, 5, 6, 0)]
+
+
 def test_recorded_micro_batches_are_repeated(tmp_path):
     groups, config = groups_of(0), config_of(num_iterations=1)
     first, job = train_replacing(config, groups, tmp_path / "first")
