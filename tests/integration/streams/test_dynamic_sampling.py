@@ -110,6 +110,20 @@ async def test_evaluation_takes_no_spare_prompt(ledger: Ledger) -> None:
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "2", "0")
 
 
+async def test_audit_sees_a_kept_group_after_all_prompts_were_used(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _ = await open_job(ledger)
+    with monkeypatch.context() as patched:
+        patched.setattr(rollout_side, "do_rewards_differ", lambda group: True)  # a rollout of somebody else's
+        await submit_next(ledger, job_id, equal_group)
+    for _ in range(3):
+        await submit_next(ledger, job_id, equal_group)
+    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
+    violation = (await run_audit(ledger, job_id)).violation
+    assert violation == "group 0-0 was not replaced although its rewards are equal"
+
+
 @pytest.mark.parametrize(
     ("make", "lie", "violation"),
     [
