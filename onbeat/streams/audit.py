@@ -114,10 +114,12 @@ class Audit:
         opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
         opened.num_before[group_id] = opened.num_groups
 
-    def _replaced(self, iteration: str, group_id: str, _next_id: str) -> None:
+    def _replaced(self, iteration: str, group_id: str, next_id: str) -> None:
         opened = self.iterations[int(iteration)]
         require(group_id in opened.digests, "the group was not accepted")
         require(group_id not in opened.replaced, "the group was replaced before")
+        wanted = f"{iteration}-{opened.num_groups}"
+        require(next_id == wanted, f"{next_id} took its place, {wanted} is the next prompt")
         opened.replaced.add(group_id)
         opened.num_groups += 1
 
