@@ -39,6 +39,7 @@ class Iteration:
     num_groups: int
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
+    num_before: dict[str, int] = field(default_factory=dict)  # group id -> number of groups just before its acceptance
     replaced: set[str] = field(default_factory=set)  # ids of accepted groups that do not count
     weights_digest: str = ""  # digest of the version that it made
 
@@ -111,11 +112,14 @@ class Audit:
         wanted = "" if failure else str(opened.version)
         require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
         opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
+        opened.num_before[group_id] = opened.num_groups
 
-    def _replaced(self, iteration: str, group_id: str, _next_id: str) -> None:
+    def _replaced(self, iteration: str, group_id: str, next_id: str) -> None:
         opened = self.iterations[int(iteration)]
         require(group_id in opened.digests, "the group was not accepted")
         require(group_id not in opened.replaced, "the group was replaced before")
+        wanted = f"{iteration}-{opened.num_groups}"
+        require(next_id == wanted, f"{next_id} took its place, {wanted} is the next prompt")
         opened.replaced.add(group_id)
         opened.num_groups += 1
 

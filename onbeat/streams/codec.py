@@ -7,6 +7,7 @@ made and used, durations and the sum of the lengths where a group is submitted.
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 
 from blake3 import blake3
@@ -176,8 +177,9 @@ def check_token_lengths(group: RolloutGroup) -> None:
 
 
 def do_rewards_differ(group: RolloutGroup) -> bool:
-    """Return whether responses of the group got different rewards; False if it failed."""
-    return len({response.reward for response in group.responses}) > 1
+    """Return whether responses of the group got rewards that differ in float32, in which advantages are computed; False
+    if it failed."""
+    return len(set(array("f", [response.reward for response in group.responses]))) > 1
 
 
 def span_versions(group: RolloutGroup) -> list[int]:

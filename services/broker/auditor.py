@@ -123,7 +123,7 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
     opened = audit.iterations[group.iteration]
     if group_id in opened.replaced:
         require(not do_rewards_differ(group), f"group {group_id} was replaced although its rewards differ")
-    elif max_groups is not None and opened.num_groups < max_groups:
+    elif max_groups is not None and opened.num_before[group_id] < max_groups:
         require(do_rewards_differ(group), f"group {group_id} was not replaced although its rewards are equal")
     wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)

@@ -6,7 +6,7 @@
 Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part with idle ones.
 """
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 
@@ -55,8 +55,10 @@ class GradientSum:
     def complete(self) -> None:
         """Pass one row with zero gradient if no group of any rank had signal, so that the mismatch is measured."""
         if self._lockstep(len(self.rows)) == 0:
+            counted = replace(self._stats.tally)
             with self._stats.busy("train/micro_batches_s"):
                 self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1], weight=0.0)
+            self._stats.tally = counted  # what a band rejects of this row is no part of the update
 
     def sum_counts(self) -> None:
         """Sum the counts over all replicas. This waits for the last replica, so it is the beginning of the barrier."""

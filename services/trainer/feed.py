@@ -32,6 +32,7 @@ class GroupFeed:
 
     def __init__(self, job: TrainingJob, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
         self._job, self._config, self._num_replicas = job, config, num_replicas
+        self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: list[RolloutGroup] = []
         self._quiet_since = self._looked_at = time.monotonic()
@@ -53,7 +54,8 @@ class GroupFeed:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
                 self._wait(iteration, len(left) - len(ready))
-                if self._num_replicas > 1:  # other replicas take groups, too
+                left |= self._replacing(iteration)
+                if self._num_replicas > 1 or self._is_dynamic:  # other replicas take groups, too
                     left -= self._job.groups.taken(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
@@ -67,8 +69,7 @@ class GroupFeed:
     def _replacing(self, iteration: int) -> set[str]:
         """Return the groups that dynamic sampling may have added to. A group that is accepted has been replaced in the
         same move, if at all: so once all groups are taken and none is new, there will be none."""
-        is_dynamic = self._config.rollout.max_prompts_per_iteration is not None
-        return self._job.groups.dispatched(iteration) if is_dynamic else set()
+        return self._job.groups.dispatched(iteration) if self._is_dynamic else set()
 
     def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         many = "s" * (len(groups) != 1)

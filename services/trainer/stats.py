@@ -12,7 +12,7 @@ import torch
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
 from onbeat.response_stats import ResponseStats
-from onbeat.streams.codec import RolloutGroup, group_digest
+from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
 from services.trainer.episode import CACHED_FRAC, EPISODE_MEANS, episode_sums
 from services.trainer.gradient.gac import GacAction, GacDecision
@@ -88,7 +88,7 @@ class IterationStats:
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
-        self._add("rollout/uniform_groups", len(set(rewards)) == 1)
+        self._add("rollout/uniform_groups", bool(rewards) and not do_rewards_differ(group))
         self._add("train/skipped_groups", bool(rewards) and not is_trained)
         self._add("reward", sum(rewards))
         self._add("reward_square", sum(reward * reward for reward in rewards))

@@ -110,6 +110,30 @@ async def test_evaluation_takes_no_spare_prompt(ledger: Ledger) -> None:
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "2", "0")
 
 
+async def test_audit_sees_spare_prompts_out_of_order(ledger: Ledger) -> None:
+    job_id, _ = await started_job(ledger, rollout=ROLLOUT)
+    tasks = tasks_for(0, 4)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], [tasks[3], tasks[2]]) == ""
+    await submit_next(ledger, job_id, equal_group)
+    violation = (await run_audit(ledger, job_id)).violation
+    assert violation is not None
+    assert violation.endswith("0-3 took its place, 0-2 is the next prompt")
+
+
+async def test_audit_sees_a_kept_group_after_all_prompts_were_used(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _ = await open_job(ledger)
+    with monkeypatch.context() as patched:
+        patched.setattr(rollout_side, "do_rewards_differ", lambda group: True)  # a rollout of somebody else's
+        await submit_next(ledger, job_id, equal_group)
+    for _ in range(3):
+        await submit_next(ledger, job_id, equal_group)
+    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
+    violation = (await run_audit(ledger, job_id)).violation
+    assert violation == "group 0-0 was not replaced although its rewards are equal"
+
+
 @pytest.mark.parametrize(
     ("make", "lie", "violation"),
     [

@@ -5,7 +5,12 @@ import torch
 
 from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import GroupFailure, RolloutGroup, do_rewards_differ
+from services.trainer.accumulate import GradientSum
 from services.trainer.feed import GroupFeed
+from services.trainer.iteration import OpenIteration
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats, Tally
+from services.trainer.world import ALONE
 from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, train
 
 NUM_PROMPTS = 4
@@ -98,6 +103,19 @@ def test_periodic_equals_sync_with_dynamic_sampling(tmp_path):
     assert gap(found, expected).max() < 1e-3
 
 
+def test_replacing_groups_do_not_wait_for_a_slow_one():
+    class SlowFirstGroup(ReplacingJob):
+        def take(self, count, timeout_s):
+            self._groups.sort(key=lambda group: group.group_id == "0-0")
+            return super().take(count, timeout_s)
+
+    config = config_of(num_iterations=1)
+    job = SlowFirstGroup(config, groups_of(0))
+    list(GroupFeed(job, config, 0).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]))
+    trained = [group_id for batch in job.recorded[0] for group_id in batch]
+    assert trained == [f"0-{index}" for index in (1, 2, 3, 4, 5, 6, 0)]
+
+
 def test_recorded_micro_batches_are_repeated(tmp_path):
     groups, config = groups_of(0), config_of(num_iterations=1)
     first, job = train_replacing(config, groups, tmp_path / "first")
@@ -115,6 +133,18 @@ def test_an_iteration_without_a_group_that_counts_moves_nothing(tmp_path):
     (_, _, metrics) = job.commits[0]
     assert (metrics["train/grad_norm"], metrics["rollout/uniform_groups"]) == (0.0, 8)
     assert "mismatch_mean" in metrics
+
+
+def test_replica_without_a_group_that_counts_adds_nothing():
+    """It passes a row for the mismatch. What the band rejects of it would be missing in the divisor of all replicas."""
+    band = {"type": "band", "low": 0.999, "high": 1.001}
+    config = config_of({"type": "dapo", "importance": band}, num_iterations=1)
+    policy, stats = Policy.create(model_of(config), config), IterationStats(0)
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, ALONE, stats)
+    gradient.add(groups_of(0)[1:2])
+    gradient.complete()
+    assert stats.sums["token/rejected_frac"] > 0
+    assert stats.tally == Tally(num_arrived=3)
 
 
 def test_replicas_together_get_the_groups_that_replace_others():

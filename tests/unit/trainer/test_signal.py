@@ -8,6 +8,7 @@ import torch
 
 from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
+from onbeat.streams.codec import do_rewards_differ
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import cost, group_rewards, pack
 from services.trainer.iteration import OpenIteration
@@ -129,6 +130,10 @@ def test_rewards_decide_as_the_loss_sees_them(kind):
         group = make_group("0-0", 4, (2, 3, 4)[: len(rewards)], rewards=rewards)
         assert config.objective.has_signal(group_rewards(group)) == expected
         assert (cost(group, config) > 0) == expected
+        assert do_rewards_differ(group) == expected
+        stats = IterationStats(0)
+        stats.add_group(group, is_trained=expected)
+        assert stats.sums["rollout/uniform_groups"] == (bool(rewards) and not expected)
 
 
 def mixed_iteration(iteration, uniform):
