@@ -146,6 +146,10 @@ async def test_each_iteration_has_its_own_prompts(broker: httpx.AsyncClient, led
         for _ in tasks:
             await submit_next(ledger, job_id, make_group)
         assert await commit(ledger, job_id, epoch, iteration)
+    text = (await broker.get("/metrics")).text
+    assert f'onbeat_replaced_groups_total{{job_id="{job_id}"}} 1.0' in text
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 5.0' in text
+    assert 'outcome="replaced"' not in text
     assert seen == {"0-1": "say 1", "0-2": "say 2", "1-1": "say 0"}
     answer = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     records = [IterationRecord.model_validate(record) for record in answer]
