@@ -61,6 +61,13 @@ async def test_jobs_can_be_ticked_on_a_phone(visit: Visitor, gallery: Gallery) -
     await expect(page.get_by_role("link", name="Compare")).to_be_visible()
 
 
+async def test_bounds_of_a_reward_are_side_by_side_on_a_phone(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("samples"), viewport=PHONE, has_touch=True, is_mobile=True)
+    await expect(drawn(page, "samples")).to_be_attached()
+    boxes = [await page.get_by_label(name, exact=True).bounding_box() for name in ("Reward from", "to")]
+    assert len({box["y"] for box in boxes if box}) == 1
+
+
 @pytest.mark.parametrize("name", ["jobs", "workers", "group"])
 async def test_ids_stay_on_one_line_on_a_phone(visit: Visitor, gallery: Gallery, name: str) -> None:
     page = await visit(gallery.url, gallery.place(name), viewport=PHONE, has_touch=True, is_mobile=True)
