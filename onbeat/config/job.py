@@ -9,6 +9,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
+from onbeat.config.rollout import MAX_PROMPTS
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
@@ -173,9 +174,11 @@ def problems_of(job: JobConfig) -> Iterator[str]:
         )
     most = job.rollout.max_prompts_per_iteration
     if most is not None and most <= num_prompts:
+        example = min(3 * num_prompts, MAX_PROMPTS)
+        remedy = f"use more, {example} say" if example > num_prompts else "lower rollout.num_prompts_per_iteration"
         yield (
             f"rollout.max_prompts_per_iteration: {most} leaves nothing to replace groups of the first {num_prompts} "
-            f"prompts with; use more, {3 * num_prompts} say, or leave it out"
+            f"prompts with; {remedy}, or leave it out"
         )
     if most is not None and schedule.mode == "bounded":
         yield (

@@ -7,6 +7,8 @@ from pydantic import Field
 from onbeat.section import Float, Int, PositiveInt, Section
 from onbeat.types import MAX_TURNS
 
+MAX_PROMPTS = 10_000  # of an iteration
+
 
 class EnvironmentConfig(Section):
     """An installed program that calls the policy as often as it needs and gives the reward. Responses are episodes."""
@@ -31,10 +33,10 @@ class EnvironmentConfig(Section):
 
 
 class RolloutConfig(Section):
-    num_prompts_per_iteration: PositiveInt = Field(le=10_000, description="groups in an iteration")
+    num_prompts_per_iteration: PositiveInt = Field(le=MAX_PROMPTS, description="groups in an iteration")
     max_prompts_per_iteration: PositiveInt | None = Field(
         None,
-        le=10_000,
+        le=MAX_PROMPTS,
         description="dynamic sampling (DAPO): a group whose rewards are all equal does not count, and the next prompt "
         "takes its place, until `num_prompts_per_iteration` groups count or so many prompts were used; leave it out to "
         "keep such groups",

@@ -33,7 +33,7 @@ def iteration_record(
     (the first one: by the first opening).
     """
     fields = hashes.fields
-    of_groups = ("num_groups", "num_accepted", "num_replaced", "num_failed_groups")
+    of_groups = ("num_groups", "num_accepted", "num_replaced", "num_not_replaced", "num_failed_groups")
     refused = ("num_stale", "num_duplicate", "num_lost")
     times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
     known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}

@@ -14,6 +14,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WeightsRecord
 
+REPLACED = "replaced"  # these are counted by an outcome, too
 OUTCOMES = {
     "accepted": "num_accepted",
     "failed": "num_failed_groups",
@@ -34,6 +35,9 @@ class JobGauges:
             "onbeat_policy_version", "Newest published policy version.", labels=["job_id"]
         )
         self.groups = CounterMetricFamily("onbeat_groups", "Submitted groups by outcome.", labels=["job_id", "outcome"])
+        self.replaced = CounterMetricFamily(
+            "onbeat_replaced_groups", "Accepted or failed groups that another prompt replaced.", labels=["job_id"]
+        )
         self.unreadable = GaugeMetricFamily(
             "onbeat_unreadable_records", "Jobs and heartbeats that cannot be read and are left out.", labels=["kind"]
         )
@@ -152,6 +156,7 @@ class Meters:
         gauges.versions.add_metric([job_id], version)
         if weights is not None:
             gauges.add_weights(job_id, weights)
+        gauges.replaced.add_metric([job_id], counts.pop(REPLACED))
         for outcome, number in counts.items():
             gauges.groups.add_metric([job_id, outcome], number)
         return state
@@ -161,7 +166,7 @@ class Meters:
         while totals.num_settled < next_iteration - 1:  # late duplicates of the last one may still come
             totals.settled += await read_outcomes(ledger, job_id, totals.num_settled)
             totals.num_settled += 1
-        counts = Counter(dict.fromkeys(OUTCOMES, 0))
+        counts = Counter(dict.fromkeys([*OUTCOMES, REPLACED], 0))
         counts.update(totals.settled)
         for iteration in range(totals.num_settled, num_opened):
             counts.update(await read_outcomes(ledger, job_id, iteration))
@@ -169,11 +174,12 @@ class Meters:
 
 
 async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[str]:
-    """Count an iteration's groups by outcome. A failed group is accepted as one without training data: here it counts
-    as failed, not as accepted."""
+    """Count an iteration's groups by outcome, and those that were replaced. A failed group is accepted as one without
+    training data: here it counts as failed, not as accepted."""
     fields = await ledger.iterations.fields(job_id, iteration)
     counts = Counter({outcome: int(fields.get(name, "0")) for outcome, name in OUTCOMES.items()})
     counts["accepted"] -= counts["failed"]
+    counts[REPLACED] = int(fields.get("num_replaced", "0"))
     return counts
 
 

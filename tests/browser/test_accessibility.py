@@ -54,6 +54,29 @@ async def test_on_a_phone_nothing_scrolls_sideways(visit: Visitor, gallery: Gall
     assert await page.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [PHONE["width"]] * 2
 
 
+async def test_jobs_can_be_ticked_on_a_phone(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, viewport=PHONE, has_touch=True, is_mobile=True)
+    for name in ("learned", "slower"):
+        await page.get_by_role("checkbox", name=f"Select {name}").check()
+    await expect(page.get_by_role("link", name="Compare")).to_be_visible()
+
+
+async def test_bounds_of_a_reward_are_side_by_side_on_a_phone(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("samples"), viewport=PHONE, has_touch=True, is_mobile=True)
+    await expect(drawn(page, "samples")).to_be_attached()
+    boxes = [await page.get_by_label(name, exact=True).bounding_box() for name in ("Reward from", "to")]
+    assert len({box["y"] for box in boxes if box}) == 1
+
+
+@pytest.mark.parametrize("name", ["jobs", "workers", "group"])
+async def test_ids_stay_on_one_line_on_a_phone(visit: Visitor, gallery: Gallery, name: str) -> None:
+    page = await visit(gallery.url, gallery.place(name), viewport=PHONE, has_touch=True, is_mobile=True)
+    await expect(drawn(page, name)).to_be_attached()
+    ids = page.locator(".pool, tbody .mono, tbody th a[href*='group=']")
+    assert await ids.count() > 0
+    assert await ids.evaluate_all("(all) => all.filter((each) => each.getClientRects().length > 1).length") == 0
+
+
 async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit: Visitor, gallery: Gallery) -> None:
     page = await visit(gallery.url, color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"

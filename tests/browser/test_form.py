@@ -36,6 +36,12 @@ async def selected(page: Page) -> str:
     return str(await editor(page).evaluate(script))
 
 
+async def test_lines_of_the_quick_start_fit_the_editor(visit: Visitor, broker: Broker) -> None:
+    page = await visit(broker.url, "#/new")
+    await expect(editor(page)).to_have_value(QUICKSTART.read_text())
+    assert await editor(page).evaluate("(text) => text.scrollWidth - text.clientWidth") == 0
+
+
 async def test_empty_job_names_every_field_that_is_missing(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")

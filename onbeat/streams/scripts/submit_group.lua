@@ -70,8 +70,9 @@ if redis.call('HINCRBY', KEYS[3], 'num_accepted', 1) == tonumber(redis.call('HGE
     num_short = redis.call('HGET', KEYS[3], 'num_not_replaced')
   end
   if num_short then
-    emit('iteration.short', 'iteration ' .. ARGV[4] .. ' has used all of its prompts, and is ' .. num_short ..
-      ' groups with different rewards short (rollout.max_prompts_per_iteration)',
+    local groups = num_short == '1' and ' group' or ' groups'
+    emit('iteration.short', 'iteration ' .. ARGV[4] .. ' has used all of its prompts, and is ' .. num_short .. groups ..
+      ' with different rewards short (rollout.max_prompts_per_iteration)',
       {iteration = tonumber(ARGV[4]), num_groups = tonumber(num_short)})
   end
   emit(kind .. '.drained', kind .. ' ' .. ARGV[4], {[kind] = tonumber(ARGV[4])})

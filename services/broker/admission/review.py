@@ -128,7 +128,8 @@ def review_numbers(config: JobConfig) -> list[Complaint]:
     if num_responses > MAX_RESPONSES_PER_ITERATION:
         message = f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
         message += "lower it"
-        complaints.append(("rollout.num_prompts_per_iteration", message))
+        name = "num" if rollout.max_prompts_per_iteration is None else "max"
+        complaints.append((f"rollout.{name}_prompts_per_iteration", message))
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
         message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
         message += "lower it or the prompts per iteration"

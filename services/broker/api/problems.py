@@ -1,7 +1,7 @@
 """Problem documents (RFC 9457): every refusal and failure of the API is mapped to one here, and nowhere else."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,9 +13,10 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from onbeat.config.explain import explain_errors
+from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.connection import explain_refusal
+from services.broker.admission.models import Complaint
 from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import context_of
@@ -117,13 +118,29 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
     if any(details["type"] == "json_invalid" for details in error.errors()):
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
-    complaints = explain_errors(error.errors(), error.body)
-    if getattr(request.scope["route"], "path", None) in JOB_PATHS and isinstance(error.body, dict):
+    is_job = getattr(request.scope["route"], "path", None) in JOB_PATHS
+    complaints = explain_errors(error.errors(), error.body) if is_job else explain_others(error.errors())
+    if is_job and isinstance(error.body, dict):
         wrong = [field for field, _ in complaints]
         misspelt = [f for f, each in zip(wrong, error.errors(), strict=False) if each["type"] == "extra_forbidden"]
         complaints += await examine_the_rest(context_of(request), error.body, wrong, misspelt)
     detail = "Nothing was created or changed. Correct the fields and send it again."
     return problem(422, "Invalid request", detail, field_errors(request, complaints))
+
+
+def explain_others(errors: Sequence[Any]) -> list[Complaint]:
+    """Return (field, message) of the first errors in a request whose body, if it has one, is no job."""
+    return [each for error in errors[:MAX_EXPLAINED] for each in explain_other(error)]
+
+
+def explain_other(error: Any) -> list[Complaint]:
+    source, *location = error["loc"]
+    if source != "body":
+        return explain_error(error, None)
+    message = f"{error['msg']}, got {show(error.get('input'))}"
+    if error["type"] == "extra_forbidden":
+        message = "is no key of this request; /openapi.json names those there are"
+    return [(dotted(map(str, location)) or "body", message)]
 
 
 async def on_malformed_toml(_: Request, error: Exception) -> ProblemResponse:

@@ -230,7 +230,7 @@ class SamePrompt extends Component {
         columns=${columns}
         rows=${groups.toReversed().map((each) => this.row(id, group, each, marked))}
         numbersFrom=${1}
-        className="small"
+        className="small ids"
       />
       <button
         class="button primary"

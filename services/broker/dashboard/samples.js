@@ -160,7 +160,7 @@ class SamplesPage extends Component {
           />
           ${step(-1, "Iteration before", "‹")}${step(1, "Next iteration", "›")}
         <//>
-        ${bound("min", "Reward from")}${bound("max", "to")}
+        <div class="filter-row">${bound("min", "Reward from")}${bound("max", "to")}</div>
         <div class="actions">
           <button class="button" type="submit">Show</button>
           <button class="button quiet" type="button" onClick=${reset}>Reset</button>

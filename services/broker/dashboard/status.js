@@ -143,8 +143,15 @@ const IterationHead = ({ record, what }) => html`
   </div>
 `;
 
-const groupsIn = ({ num_accepted: accepted, num_groups: total, num_failed_groups: failed, num_replaced: replaced }) =>
-  `${accepted} of ${total} groups are in${failed ? `; ${failed} of them failed` : ""}${replaced ? `; ${replaced} were replaced` : ""}`;
+const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} groups are in`, ...remarksOn(record)].join("; ");
+
+/** What became of accepted groups that do not count. */
+const remarksOn = ({ num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
+  [
+    failed && `${failed} of them failed`,
+    replaced && `${replaced} of them replaced`,
+    missing && `${missing} of them not replaced: no prompts are left`,
+  ].filter(Boolean);
 
 function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }) {
   const counts = Object.entries({ stale, duplicate, "without a lease": lost }).filter(([, count]) => count > 0);
@@ -156,21 +163,18 @@ const Unfinished = ({ record }) => html`
   <article>
     <${IterationHead} record=${record} what="was not committed" />
     <p class="muted">
-      When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived${record.num_failed_groups
-        ? `, ${record.num_failed_groups} of them failed`
-        : ""}.${refusals(record)}
+      ${[`When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived`, ...remarksOn(record)].join(", ")}.${refusals(record)}
     </p>
   </article>
 `;
 
 /** The newest values: whether the update was sound, and what it cost. */
 function Committed({ record, series }) {
-  const failed = record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : "";
-  const replaced = record.num_replaced ? `, ${record.num_replaced} of them replaced` : "";
+  const about = [`${number(record.response_tokens)} tokens in ${record.num_accepted} groups`, ...remarksOn(record)].join(", ");
   const parts = { generating: record.generate_s, training: record.train_s, "weight sync": record.weight_sync_s };
   const rows = [
     ["Took", duration(record.wall_s), Object.entries(parts).map(([name, s]) => `${name} ${duration(s)}`).join(", ")],
-    ["Responses", number(record.num_responses), `${number(record.response_tokens)} tokens in ${record.num_accepted} groups${failed}${replaced}`],
+    ["Responses", number(record.num_responses), about],
     ...VALUES.filter(([, name]) => series.last(name) !== null).map(([title, name, about, text = number]) => [title, text(series.last(name)), about]),
   ];
   return html`

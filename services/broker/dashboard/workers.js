@@ -72,7 +72,7 @@ class WorkersPage extends Component {
       </section>`}
       <${Figures} label="The pool" of=${figures} />
       ${workers.length
-        ? html`<${Table} label="Rollouts" columns=${COLUMNS} rows=${rowsOf(workers, now)} numbersFrom=${NUMBERS_FROM} />`
+        ? html`<${Table} label="Rollouts" columns=${COLUMNS} rows=${rowsOf(workers, now)} numbersFrom=${NUMBERS_FROM} className="ids" />`
         : NO_ROLLOUTS}
     `;
   }

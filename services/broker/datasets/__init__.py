@@ -65,8 +65,8 @@ class DatasetSpec(BaseModel):
 class PromptDataset(Protocol):
     note: str  # what a job's events should say about the data; '' for nothing
 
-    def item(self, index: int) -> PromptItem:
-        """Return prompt number `index` of the job, 0 <= index < num_items. Raises DatasetError."""
+    def items(self, indices: range) -> list[PromptItem]:
+        """Return the prompts of the job with these numbers, from 0 to num_items - 1. Raises DatasetError."""
         ...
 
     def is_current(self) -> bool:

@@ -64,7 +64,7 @@ def take_stdout() -> TextIO:
 def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> dict[str, Any]:
     try:
         dataset = find_dataset(request.spec, data_dir, open_datasets)
-        items = [dataset.item(index) for index in range(request.first, request.first + request.count)]
+        items = dataset.items(range(request.first, request.first + request.count))
     except DatasetError as error:
         return {"error": {"field": error.field, "message": error.message}}
     return {"items": [item.model_dump() for item in items], "note": dataset.note}

@@ -67,13 +67,21 @@ class FileDataset:
     def is_current(self) -> bool:
         return file_identity(self._path) == self._identity
 
-    def item(self, index: int) -> PromptItem:
-        epoch, position = divmod(index, len(self._rows))
-        place = self._epoch_order(epoch)[position] if self._data.shuffle else position
+    def items(self, indices: range) -> list[PromptItem]:
+        """Return the prompts. Rows are read in the order of the file, so that each part of it is read once."""
+        rows = [self._row_of(index) for index in indices]
         try:
-            return self.to_item(self._rows[place])
+            found = {row: self.to_item(row) for row in sorted(set(rows))}
         except OSError as error:
             raise DatasetError("data.path", f"{self._data.path} cannot be read: {error.strerror or error}") from error
+        return [found[row] for row in rows]
+
+    def item(self, index: int) -> PromptItem:
+        return self.items(range(index, index + 1))[0]
+
+    def _row_of(self, index: int) -> int:
+        epoch, position = divmod(index, len(self._rows))
+        return self._rows[self._epoch_order(epoch)[position] if self._data.shuffle else position]
 
     def to_item(self, index: int) -> PromptItem:
         data, row = self._data, self._reader.row(index)

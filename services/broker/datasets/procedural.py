@@ -51,6 +51,9 @@ class ReasoningGymDataset:
     def is_current(self) -> bool:
         return True
 
+    def items(self, indices: range) -> list[PromptItem]:
+        return [self.item(index) for index in indices]
+
     def item(self, index: int) -> PromptItem:
         entry = self._dataset[index]
         context = {name: entry[name] for name in ("question", "answer", "metadata")}

@@ -23,10 +23,12 @@ CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop a
 SLOW_OPENING_S = 60.0  # for preparing prompts
 JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
 
-REFUSALS = {
+REMARKS = {
     "stale": "submissions were refused for their policy version",
     "lost": "submissions were refused because another rollout holds the lease",
     "failed_groups": "of the accepted groups failed and are not trained",
+    "replaced": "of the accepted groups with equal rewards or none, replaced by other prompts",
+    "not_replaced": "of the accepted groups with equal rewards or none, not replaced: all prompts are used up",
 }
 START_TRAINER = "`onbeat up`, or `python -m services.trainer` with ONBEAT_POOL="
 START_ROLLOUT = "`onbeat up`, or `python -m services.rollout` with ONBEAT_POOL="
@@ -254,9 +256,9 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
         what = "has to train and commit them" if unit in s.iterations else "has to score them"
         sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {what}"
         return s.find(sentence, who=unit.name, waits_for=user, since_s=since_s)
-    refused = {what: int(fields.get(f"num_{what}", "0")) for what in ("stale", "lost", "failed_groups")}
-    refusals = [f"{number} {REFUSALS[what]}" for what, number in refused.items() if number]
-    parts = [start, *describe_leases(s, unit), *refusals]
+    counts = {what: int(fields.get(f"num_{what}", "0")) for what in REMARKS}
+    remarks = [f"{number} {REMARKS[what]}" for what, number in counts.items() if number]
+    parts = [start, *describe_leases(s, unit), *remarks]
     since_s = max(0.0, s.now - float(fields["opened_at"]))
     return s.find("; ".join(parts), who=unit.name, waits_for=count(len(unit.waiting), "group"), since_s=since_s)
 

@@ -160,6 +160,18 @@ def look_at_signal(c: Course) -> Finding | None:
     return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
 
 
+def look_at_missing_groups(c: Course) -> Finding | None:
+    """Look for dynamic sampling that nearly always runs out of prompts."""
+    num_short = sum(record.num_not_replaced > 0 for record in c.recent)
+    if num_short < MOSTLY * len(c.recent) or c.equal_share == 1:
+        return None
+    rollout, missing = c.config.rollout, fmean(record.num_not_replaced for record in c.recent)
+    sentence = f"{c.lately} of {c.job_id}, {num_short} used all {rollout.max_prompts_per_iteration} prompts, and "
+    sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with different rewards were missing on "
+    sentence += "average: raise rollout.max_prompts_per_iteration, or take prompts of another difficulty (data)"
+    return c.find(sentence, "rollout.max_prompts_per_iteration", is_problem=False)
+
+
 def explain_solved(c: Course) -> Finding:
     sentence = f"{c.lately} every response reached solved_at = {c.config.solved_at:g}"
     if c.has_risen:
@@ -232,6 +244,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_truncation,
     look_at_signal,
+    look_at_missing_groups,
     look_at_held_out,
     look_at_entropy,
     look_at_mismatch,

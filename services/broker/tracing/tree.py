@@ -2,7 +2,7 @@
 
     iteration
       pull, load              of the weights that generated it, by rollout
-      group                   from the opening, when its prompt was there to be claimed, to the step that used it
+      group                   from when its prompt was there to be claimed to the step that used it
         wait_for_rollout, generate, score, wait_for_trainer, micro_batch
       checkpoint, optimizer, publish
 
@@ -39,9 +39,9 @@ from services.broker.views.spans import (
 BROKER = "broker"  # the lane of spans in which a group waits
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (
-    *("policy_version", "num_groups", "num_failed_groups", "num_responses", "prompt_tokens", "response_tokens"),
-    *("reward_mean", "reward_std", "staleness_max", "mismatch_mean", "wall_s", "generate_s", "train_s"),
-    *("weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd"),
+    *("policy_version", "num_groups", "num_replaced", "num_failed_groups", "num_responses", "prompt_tokens"),
+    *("response_tokens", "reward_mean", "reward_std", "staleness_max", "mismatch_mean", "wall_s", "generate_s"),
+    *("train_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd"),
 )
 OF_GROUP = (
     *("group_id", "worker_id", "policy_version", "num_responses"),
@@ -139,8 +139,9 @@ async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], itera
     job_id = job["id"]
     records = {each.iteration: each for each in await read_iterations(ledger, job_id, iteration - 2, 2)}
     record, previous = records[iteration], records.get(iteration - 1)
-    groups = list((await read_groups(ledger, job_id, iteration)).values())
-    if None in groups or record.committed_at is None:
+    accepted = (await read_groups(ledger, job_id, iteration)).values()
+    groups = [group for group in accepted if group is not None]
+    if len(groups) < len(accepted) or record.committed_at is None:
         return None
     has_changed = any(event.kind == "job.taken_over" and event.time > record.committed_at for event in events)
     trace = Trace(job_id, iteration, "" if has_changed else job.get("owner", ""))
@@ -157,10 +158,11 @@ async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], itera
     recorded = await ledger.iterations.micro_batches(job_id, iteration)
     num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
     steps = find_steps(trained, recorded, num_updates, record.num_groups, num_replicas)
+    replaced_at = replacement_times(groups, record)
     for group in groups:
-        if group is not None:
-            number = update_of(group.group_id, num_updates, record.num_groups)
-            add_group(trace, group, record, steps.get(group.group_id, Step(number, None)))
+        number = update_of(group.group_id, num_updates, record.num_groups)
+        step = steps.get(group.group_id, Step(number, None))
+        add_group(trace, group, record, replaced_at.get(group.group_id, record.opened_at), step)
     add_steps(trace, trained)
     add_root(trace, job, record)
     return trace.spans
@@ -177,6 +179,17 @@ def updates_for(events: Iterable[Event], record: IterationRecord, previous: Iter
             yield event
 
 
+def replacement_times(groups: Iterable[AcceptedGroup], record: IterationRecord) -> dict[str, float]:
+    """Return when the prompt of each group that replaced another was dispatched: when the other one was accepted.
+
+    `groups`: in the order of their acceptance, in which spare prompts are taken.
+    """
+    moments = [group.accepted_at for group in groups if not group.do_rewards_differ]
+    first = record.num_groups - record.num_replaced
+    replacing = [f"{record.iteration}-{index}" for index in range(first, record.num_groups)]
+    return dict(zip(replacing, moments, strict=False))
+
+
 # ---- spans -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,9 +203,9 @@ def add_root(trace: Trace, job: Fields, record: IterationRecord) -> None:
     trace.add(trace.span("iteration", BROKER, start, end), "iteration", parent="", attributes=attributes)
 
 
-def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, step: "Step") -> None:
+def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, dispatched_at: float, step: "Step") -> None:
     """Add a group's span and those inside it."""
-    whole, measured = f"group/{group.group_id}", group_spans(group, record.opened_at)
+    whole, measured = f"group/{group.group_id}", group_spans(group, dispatched_at)
     began_at = measured[0].start if measured else group.accepted_at
     begun_at = used_at = record.committed_at or group.accepted_at
     if step.optimizer:
@@ -201,13 +214,13 @@ def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, step:
     if step.micro_batch:
         start, end = step.micro_batch.start, step.micro_batch.end
     attributes, error = known_attributes(group, OF_GROUP), group.failure[:MAX_MESSAGE]
-    own = trace.span("group", BROKER, record.opened_at, max(end, used_at))
+    own = trace.span("group", BROKER, dispatched_at, max(end, used_at))
     trace.add(own, whole, attributes=attributes, error=error)
 
     def add_child(span: Span, number: str = "", **more: Any) -> None:
         trace.add(span, f"{whole}/{span.kind}{number}", whole, **more)
 
-    add_child(trace.span("wait_for_rollout", BROKER, record.opened_at, began_at))
+    add_child(trace.span("wait_for_rollout", BROKER, dispatched_at, began_at))
     for index, span in enumerate(measured):  # the spans of episodes come several times
         add_child(span, f"-{index}" if group.in_engine else "")
     add_child(trace.span("wait_for_trainer", BROKER, group.accepted_at, start))

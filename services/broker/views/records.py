@@ -134,7 +134,7 @@ def group_samples(
             prompt=group.prompt_text,
             response=response.text,
             reward=response.reward,
-            reward_parts={name: value for name, value in response.reward_parts.items() if math.isfinite(value)},
+            reward_parts={name: x for name, x in sorted(response.reward_parts.items()) if math.isfinite(x)},
             advantage=advantages[index] if index < len(advantages) else None,
             num_tokens=len(response.token_ids),
             finish_reason=response.finish_reason,

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onbeat.streams.codec import RolloutGroup, decode_group
+from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import Fields
@@ -45,6 +45,7 @@ class AcceptedGroup:
     prompt_tokens: int
     response_tokens: int
     reward_mean: float | None
+    do_rewards_differ: bool
 
 
 async def read_groups(
@@ -82,6 +83,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
         reward_mean=sum(rewards) / len(rewards) if rewards else None,
+        do_rewards_differ=do_rewards_differ(group),
     )
 
 

@@ -32,6 +32,7 @@ from tests.broker_fixtures import (
     commit,
     create_job,
     drain,
+    failed_group,
     make_group,
     run_iteration,
     running_broker,
@@ -173,6 +174,22 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     await beat_rollout(ledger, pool, "rollout-a", "starting", job_id=job_id, doing="starting the engine")
     (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
     assert "attempt 1 at most; starting the engine); 1 handed back" in unit.sentence
+
+
+async def test_open_iteration_says_which_groups_do_not_count(ledger: Ledger, pool: str) -> None:
+    rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
+    job_id, _ = await started_job(ledger, pool=pool, rollout=rollout)
+    tasks = tasks_for(0, 3)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
+    for claim in await claim_all(ledger, job_id, count=2):
+        assert await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task)) == "accepted"
+    (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
+    assert unit.sentence.startswith("iteration 0 (policy version 0): 2 of 3 groups accepted; 1 unclaimed")
+    assert unit.sentence.endswith(
+        "2 of the accepted groups failed and are not trained; "
+        "1 of the accepted groups with equal rewards or none, replaced by other prompts; "
+        "1 of the accepted groups with equal rewards or none, not replaced: all prompts are used up"
+    )
 
 
 async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger, pool: str) -> None:

@@ -68,6 +68,21 @@ async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient
     [
         ({"rollout": {"max_prompts_per_iteration": 2}}, "rollout.max_prompts_per_iteration", "use more, 6 say"),
         (
+            {"rollout": {"num_prompts_per_iteration": 5_000, "max_prompts_per_iteration": 5_000}},
+            "rollout.max_prompts_per_iteration",
+            "use more, 10000 say",
+        ),
+        (
+            {"rollout": {"num_prompts_per_iteration": 10_000, "max_prompts_per_iteration": 10_000}},
+            "rollout.max_prompts_per_iteration",
+            "lower rollout.num_prompts_per_iteration",
+        ),
+        (
+            {"rollout": {"max_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
+            "rollout.max_prompts_per_iteration",
+            "10240000 responses in one iteration",
+        ),
+        (
             {"rollout": {"max_prompts_per_iteration": 4}, "schedule": {"mode": "bounded"}},
             "rollout.max_prompts_per_iteration",
             "use schedule.mode = 'periodic'",
@@ -78,7 +93,7 @@ async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient
             "use 1, or leave out rollout.max_prompts_per_iteration",
         ),
     ],
-    ids=["too few", "bounded", "several updates"],
+    ids=["too few", "too few of many", "too few of most", "too many", "bounded", "several updates"],
 )
 async def test_dynamic_sampling_that_cannot_be_is_refused(
     broker: httpx.AsyncClient, sections: dict[str, Any], field: str, remedy: str

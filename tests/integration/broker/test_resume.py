@@ -87,6 +87,25 @@ async def test_refusal_says_what_to_do(
     assert (await ledger.jobs.fields(job_id))["state"] == before["state"]
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"iterations": 5}, "iterations", "is no key of this request; /openapi.json names those there are"),
+        ({"num_iterations": 5.5}, "num_iterations", "got 5.5"),
+        ([], "body", "got []"),
+    ],
+)
+async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(
+    broker: httpx.AsyncClient, ledger: Ledger, body: object, field: str, message: str
+) -> None:
+    job_id, _ = await started_job(ledger)
+    answer = await broker.post(f"/v1/jobs/{job_id}:resume", json=body)
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"]) == (422, field)
+    assert message in error["message"]
+    assert "job" not in error["message"]
+
+
 async def test_job_whose_data_has_gone_stays_as_it_is(
     broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
 ) -> None:

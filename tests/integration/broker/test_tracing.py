@@ -213,6 +213,31 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger: Led
     assert len(trace) == 1 + (1 + 5) * 2 + (1 + 3) + 3 + 2
 
 
+async def test_replacing_group_waits_since_the_other_was_accepted(ledger: Ledger, receiver: Receiver) -> None:
+    """0-0 has different rewards; 0-1 failed and is replaced by 0-2."""
+    rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
+    job_id, epoch = await started_job(ledger, rollout=rollout)
+    tasks = tasks_for(0, 3)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
+    for make in (make_group, failed_group, make_group):
+        (claim,) = await claim_all(ledger, job_id, count=1)
+        await asyncio.sleep(0.25)  # longer than the groups' durations
+        await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task))
+    assert await commit(ledger, job_id, epoch, 0)
+    async with exporting(ledger, receiver.url):
+        await until("it is there", lambda: exported(receiver, job_id) == [0])
+    found = {span.id: span for span in receiver.spans}
+    whole, replaced, replacing = (
+        found[sha256_hex(f"{job_id}/0/{path}", 16)] for path in ("iteration", "group/0-1", "group/0-2")
+    )
+    accepted = (await ledger.iterations.groups(job_id, 0))["0-1"].removeprefix("accepted:")
+    assert whole.attributes["onbeat.num_replaced"] == 1
+    assert replaced.start == pytest.approx(float((await ledger.iterations.fields(job_id, 0))["opened_at"]), abs=1e-5)
+    assert replacing.start == pytest.approx(int(accepted.partition("-")[0]) / 1000, abs=1e-5)
+    (waited,) = [span for span in found.values() if (span.name, span.parent_id) == ("wait_for_rollout", replacing.id)]
+    assert waited.start == replacing.start < waited.end
+
+
 async def test_trace_holds_no_text_of_prompts_and_responses(ledger: Ledger, receiver: Receiver) -> None:
     job_id = await run_job(ledger, 1)
     async with exporting(ledger, receiver.url):

@@ -9,6 +9,7 @@ import pytest
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
+from onbeat.streams.records import read_iterations
 from onbeat.types import IterationRecord, IterationState, Verdict
 from services.broker.auditor import run_audit
 from services.trainer.replay import read_record
@@ -77,13 +78,18 @@ async def test_failed_group_is_replaced_too(ledger: Ledger) -> None:
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
 
 
-async def test_used_up_prompts_end_the_iteration_with_an_event(ledger: Ledger) -> None:
+@pytest.mark.parametrize(("num_equal", "missing"), [(4, "2 groups"), (3, "1 group")])
+async def test_used_up_prompts_end_the_iteration_with_an_event(ledger: Ledger, num_equal: int, missing: str) -> None:
     job_id, _ = await open_job(ledger)
-    for _ in range(4):
-        await submit_next(ledger, job_id, equal_group)
+    for number in range(4):
+        await submit_next(ledger, job_id, equal_group if number < num_equal else make_group)
     assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
     (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.short"]
-    assert event.message.startswith("iteration 0 has used all of its prompts, and is 2 groups with different rewards")
+    assert event.message.startswith(
+        f"iteration 0 has used all of its prompts, and is {missing} with different rewards short"
+    )
+    (record,) = await read_iterations(ledger, job_id, -1, 1)
+    assert (record.num_replaced, record.num_not_replaced) == (2, num_equal - 2)
     assert (await run_audit(ledger, job_id)).is_clean
 
 
@@ -164,6 +170,10 @@ async def test_each_iteration_has_its_own_prompts(broker: httpx.AsyncClient, led
         for _ in tasks:
             await submit_next(ledger, job_id, make_group)
         assert await commit(ledger, job_id, epoch, iteration)
+    text = (await broker.get("/metrics")).text
+    assert f'onbeat_replaced_groups_total{{job_id="{job_id}"}} 1.0' in text
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 5.0' in text
+    assert 'outcome="replaced"' not in text
     assert seen == {"0-1": "say 1", "0-2": "say 2", "1-1": "say 0"}
     answer = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     records = [IterationRecord.model_validate(record) for record in answer]

@@ -14,7 +14,7 @@ import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
 from services.broker.datasets import DatasetError, DatasetSpec
-from services.broker.datasets.child import open_dataset
+from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
 from services.broker.datasets.process import DatasetPool
 from services.broker.tasks import build_evaluation_tasks, build_tasks
@@ -137,7 +137,20 @@ def test_parquet_reads_the_same_as_jsonl(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=3)
     jsonl, parquet = open_file(tmp_path), open_file(tmp_path, type="parquet", path="rows.parquet")
-    assert [jsonl.item(i) for i in range(25)] == [parquet.item(i) for i in range(25)]
+    assert [jsonl.item(i) for i in range(25)] == [parquet.item(i) for i in range(25)] == parquet.items(range(25))
+
+
+def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path: Path) -> None:
+    """In the order of the prompts, which is shuffled, nearly each of them would read another row group."""
+    rows = [{"prompt": f"say {number}", "answer": str(number)} for number in range(400)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=20)
+    dataset = open_file(tmp_path, type="parquet", path="rows.parquet")
+    request = ReadRequest(spec=DatasetSpec(data=dataset._data, seed=0, num_items=100), first=0, count=100, timeout_s=9)
+    num_read = -dataset._reader._group.cache_info().misses
+    answer = answer_request(request, tmp_path, {request.spec.model_dump_json(): dataset})
+    num_read += dataset._reader._group.cache_info().misses
+    assert len({item["context"]["answer"] for item in answer["items"]}) == 100
+    assert num_read <= 20
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,23 @@ def test_no_alarm_while_responses_learn_to_be_short(num: int) -> None:
     assert problems(find(course[:num])) == {}
 
 
+@pytest.mark.parametrize(("num_short", "num_equal", "is_said"), [(6, 5.0, True), (5, 5.0, False), (8, 8.0, False)])
+def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short: int, num_equal: float, is_said: bool) -> None:
+    """Eight of eight prompts with equal rewards are another finding."""
+    course = [
+        iteration(number, 0.5, **(DULL | {"rollout/uniform_groups": num_equal})).model_copy(
+            update={"num_groups": 8, "num_replaced": 4, "num_not_replaced": int(number < num_short)}
+        )
+        for number in range(8)
+    ]
+    rollout = {"num_prompts_per_iteration": 4, "max_prompts_per_iteration": 8}
+    said = [each for each in find(course, rollout=rollout) if each.key == "rollout.max_prompts_per_iteration"]
+    assert [each.is_problem for each in said] == [False] * is_said
+    if is_said:
+        start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with different rewards"
+        assert said[0].sentence.startswith(start)
+
+
 def test_a_run_that_learns_is_summed_up() -> None:
     (finding,) = [finding for finding in find(learning()[:25]) if not finding.key]
     assert finding.sentence.startswith("job-1 has a mean reward of 0.9")

@@ -22,7 +22,7 @@ from onbeat.streams.records import (
 )
 from services.broker.evaluations import due_evaluation, score
 from services.broker.views.groups import group_detail
-from services.broker.views.records import group_order, turns_of
+from services.broker.views.records import group_order, group_samples, turns_of
 
 COMMITTED = {
     "iteration": "3",
@@ -143,6 +143,14 @@ def test_scores_of_parts_are_series() -> None:
     assert series["eval/reward/short_mean"] == [(4, 1.0)]
     assert series["eval/response_tokens_max"] == [(4, 3)]
     assert series["eval/reward_mean"] == [(4, 0.5)]
+
+
+def test_parts_of_a_reward_come_in_order() -> None:
+    """Protobuf gives them in an order that differs from process to process."""
+    names = ["form", "length", "right", "style", "tone", "units"]
+    group = RolloutGroup(responses=[Response(reward_parts=dict.fromkeys(reversed(names), 1.0))])
+    (sample,) = group_samples(group)
+    assert list(sample.reward_parts) == names
 
 
 @pytest.mark.parametrize(
