@@ -201,11 +201,11 @@ def test_check_of_a_section_names_its_field_once() -> None:
 
 
 def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
-    overrides = ["rollout.num_samples_per_promt=3", "schedule.num_iterations=0", "objective.type=grop", "data.seed=1"]
+    overrides = ["rollout.num_samples_per_promt=3", "schedule.num_iterations=0", "objective.type=grop", "data.seeds=1"]
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    assert lines[0] == "  data.seed: is no key of a job; there are: options, system_prompt, task, type"
+    assert lines[0] == "  data.seeds: is no key of a job; there are: options, system_prompt, task, type"
     assert lines[1] == "  rollout.num_samples_per_promt: is no key of a job; did you mean num_samples_per_prompt?"
     assert lines[2].startswith("  objective.type: no objective 'grop' is installed here; there are: cispo,")
     assert lines[3].startswith("  schedule.num_iterations: Input should be greater than or equal to 1, got 0 (")
