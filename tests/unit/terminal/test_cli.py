@@ -72,6 +72,18 @@ def test_summary_says_why_nothing_was_learned(onbeat: Command, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("url")
+def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> None:
+    fake.findings = [
+        {"sentence": "it stands", "is_problem": True, "key": "reward"},
+        {"sentence": "few groups teach", "key": "rollout.num_samples_per_prompt"},
+        {"sentence": "trainer-0 holds job-1"},
+    ]
+    onbeat("jobs", "create", str(QUICKSTART))
+    lines = onbeat("doctor", "job-1", code=1).out.splitlines()
+    assert lines[:3] == ["PROBLEM  it stands", "note     few groups teach", "ok       trainer-0 holds job-1"]
+
+
+@pytest.mark.usefixtures("url")
 def test_watch_fails_unless_the_job_succeeded(onbeat: Command, fake: FakeJobs) -> None:
     onbeat("jobs", "create", str(QUICKSTART))
     fake.jobs["job-1"]["ended"] = "FAILED"
