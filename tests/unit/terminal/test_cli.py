@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from onbeat.config import JobConfig
+from onbeat.local.state import StackState
 from tests.unit.fake_broker import FakeJobs
 from tests.unit.terminal.conftest import Command
 
@@ -81,6 +83,19 @@ def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> No
     onbeat("jobs", "create", str(QUICKSTART))
     lines = onbeat("doctor", "job-1", code=1).out.splitlines()
     assert lines[:3] == ["PROBLEM  it stands", "note     few groups teach", "ok       trainer-0 holds job-1"]
+
+
+@pytest.mark.parametrize(("age_s", "num_alarms"), [(0.0, 0), (60.0, 1)])
+def test_watch_gives_a_new_stack_time_to_start(
+    onbeat: Command, url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch, age_s: float, num_alarms: int
+) -> None:
+    stack = StackState(pid=1, command="up", url=url, redis_url="", started_at=time.time() - age_s)
+    monkeypatch.delenv("ONBEAT_URL")
+    monkeypatch.setattr("onbeat.local.state.running_stack", lambda folder: stack)
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
+    fake.findings = [{"sentence": "no rollout is alive", "is_problem": True}]
+    onbeat("jobs", "create", str(QUICKSTART))
+    assert onbeat("jobs", "watch", "job-1").out.count("doctor: no rollout is alive") == num_alarms
 
 
 @pytest.mark.usefixtures("url")
