@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -93,7 +94,8 @@ class Broker:
 
         folder, stack = resolve_data_dir(self.data_dir), self.find_stack()
         if self.data_dir and not self.url and stack is None:
-            remedy = f"start one with `onbeat up --data-dir {self.data_dir}`, or name a broker with --url"
+            given = shlex.quote(str(self.data_dir))
+            remedy = f"start one with `onbeat up --data-dir {given}`, or name a broker with --url"
             raise OnbeatError(why_ended(folder) or f"no stack runs in {folder}; {remedy}")
         url = self.url or (stack.url if stack else DEFAULT_URL)
 

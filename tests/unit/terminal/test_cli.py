@@ -85,6 +85,17 @@ def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> No
     assert lines[:3] == ["PROBLEM  it stands", "note     few groups teach", "ok       trainer-0 holds job-1"]
 
 
+@pytest.mark.parametrize("command", [["jobs", "list"], ["replay", "job-1", "--iteration", "2"]])
+def test_folder_with_a_space_is_quoted_in_a_remedy(
+    onbeat: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.delenv("ONBEAT_REDIS_URL", raising=False)
+    folder = tmp_path / "my data"
+    error = onbeat(*command, "--data-dir", str(folder), code=2 if command[0] == "replay" else 1).err
+    assert error.startswith("error: no stack runs in")
+    assert f"`onbeat up --data-dir '{folder}'`" in error
+
+
 @pytest.mark.parametrize(("age_s", "num_alarms"), [(0.0, 0), (60.0, 1)])
 def test_watch_gives_a_new_stack_time_to_start(
     onbeat: Command, url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch, age_s: float, num_alarms: int
