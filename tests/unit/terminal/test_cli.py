@@ -361,7 +361,8 @@ def test_template_is_a_job_and_is_not_overwritten(
     onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = tmp_path / "my job.toml"
-    onbeat("init", str(job))
+    assert f"`onbeat run '{job}'` trains" in onbeat("init", str(job)).out
+    assert "ends with .toml" in onbeat("init", str(job.with_suffix(".json")), code=2).err
     assert JobConfig.from_file(job).name == "my-job"
     assert "is there already" in onbeat("init", str(job), code=2).err
     monkeypatch.delenv("ONBEAT_URL", raising=False)
