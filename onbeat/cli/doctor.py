@@ -49,8 +49,11 @@ def explain_unreachable(url: str, reason: str, notes: Sequence[str]) -> "Diagnos
 
 
 def describe(found: "Diagnosis") -> str:
-    """Return the findings as text, with problems marked, and a verdict at the end."""
-    lines = [("PROBLEM  " if finding.is_problem else "ok       ") + finding.sentence for finding in found.findings]
+    """Return the findings as text, with problems and notes (which name a key to change) marked, and a verdict."""
+    lines = [
+        ("PROBLEM  " if finding.is_problem else "note     " if finding.key else "ok       ") + finding.sentence
+        for finding in found.findings
+    ]
     num_problems = sum(finding.is_problem for finding in found.findings)
     verdict = "healthy" if found.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
     return "\n".join([*lines, verdict])

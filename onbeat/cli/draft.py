@@ -1,5 +1,6 @@
 """`onbeat init` and `onbeat validate`: write a job file, and check it before it is submitted."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +53,8 @@ num_iterations = 25
 
 def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.toml")) -> None:
     """Write a job file to start from."""
+    if path.suffix != ".toml":
+        raise ValueError(f"{path}: the job is written in TOML; name a file that ends with .toml")
     name = "".join(character if character.isalnum() and character.isascii() else "-" for character in path.stem)
     try:
         with path.open("x") as file:
@@ -60,7 +63,8 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
         raise ValueError(f"{path} is there already; name another file") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
-    typer.echo(f"{path} is written; `onbeat validate {path}` checks it, `onbeat run {path}` trains")
+    given = shlex.quote(str(path))
+    typer.echo(f"{path} is written; `onbeat validate {given}` checks it, `onbeat run {given}` trains")
 
 
 def validate(broker: Broker, job: Job, overrides: Overrides = None) -> None:

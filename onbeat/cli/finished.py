@@ -10,16 +10,18 @@ from onbeat.cli.options import Broker, JobId
 
 
 def view(
-    folder: Annotated[Path, typer.Argument(help="The data folder of a run.")] = Path(".onbeat"),
+    folder: Annotated[
+        Path | None, typer.Argument(help="The data folder of a run. Default: ONBEAT_DATA_DIR, else ./.onbeat")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8800 if it is free.")] = None,
 ) -> None:
     """Show the dashboard for the jobs of a data folder, read-only, until Ctrl-C."""
     from onbeat.local.redis_server import free_port
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.local.stack import LocalStack, StackOptions
-    from onbeat.local.state import running_stack
+    from onbeat.local.state import resolve_data_dir, running_stack
 
-    folder = folder.expanduser().resolve()
+    folder = resolve_data_dir(folder)
     state = running_stack(folder)
     if state is not None:
         typer.echo(f"a stack runs on {folder} already: open {state.url}")

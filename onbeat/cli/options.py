@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from onbeat.client import AsyncClient
+    from onbeat.local.state import StackState
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -74,6 +76,12 @@ class Broker:
     api_key: str | None
     data_dir: Path | None  # as given; ONBEAT_DATA_DIR, which services have too, may have no stack
 
+    def find_stack(self) -> "StackState | None":
+        """Return the running stack of the data folder, unless another broker is named."""
+        from onbeat.local.state import resolve_data_dir, running_stack
+
+        return None if self.url else running_stack(resolve_data_dir(self.data_dir))
+
     def ask(self, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
         """Put a question to the broker, and return its answer. Raise OnbeatError if no stack runs in a given folder.
 
@@ -82,12 +90,12 @@ class Broker:
         from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
         from onbeat.errors import OnbeatError
         from onbeat.local.daemon import why_ended
-        from onbeat.local.state import resolve_data_dir, running_stack
+        from onbeat.local.state import resolve_data_dir
 
-        folder = resolve_data_dir(self.data_dir)
-        stack = None if self.url else running_stack(folder)
+        folder, stack = resolve_data_dir(self.data_dir), self.find_stack()
         if self.data_dir and not self.url and stack is None:
-            remedy = f"start one with `onbeat up --data-dir {self.data_dir}`, or name a broker with --url"
+            given = shlex.quote(str(self.data_dir))
+            remedy = f"start one with `onbeat up --data-dir {given}`, or name a broker with --url"
             raise OnbeatError(why_ended(folder) or f"no stack runs in {folder}; {remedy}")
         url = self.url or (stack.url if stack else DEFAULT_URL)
 

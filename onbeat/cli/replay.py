@@ -1,6 +1,7 @@
 """`onbeat replay`: run a committed iteration again from its record and compare the bits."""
 
 import os
+import shlex
 import subprocess
 import sys
 from typing import Annotated
@@ -29,9 +30,8 @@ def replay(
     if stack is not None:
         environment = inherited_environment() | {"ONBEAT_REDIS_URL": stack.redis_url}
     elif "ONBEAT_REDIS_URL" not in environment:
-        remedy = f"start it with `onbeat up --data-dir {folder}`, or set ONBEAT_REDIS_URL"
-        typer.echo(f"no stack runs in {folder}: {remedy}", err=True)
-        raise typer.Exit(2)
+        remedy = f"start it with `onbeat up --data-dir {shlex.quote(str(folder))}`, or set ONBEAT_REDIS_URL"
+        raise ValueError(f"no stack runs in {folder}: {remedy}")
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
     # The replay runs in its own process, because this one never imports torch.
     command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]

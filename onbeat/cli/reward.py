@@ -97,7 +97,7 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
     (answer,) = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], [request])
     if "error" in answer:
         raise ValueError(f"{answer['error']['field']}: {answer['error']['message']}")
-    return list(answer["items"])
+    return [item for index, item in enumerate(answer["items"]) if item["row"] in (None, index)]  # a short file repeats
 
 
 def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:

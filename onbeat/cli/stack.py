@@ -1,5 +1,6 @@
 """`onbeat run`, `onbeat up`, `onbeat down`: the local stack."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +62,8 @@ def up(
     from onbeat.local.state import running_stack
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
-    state, where = running_stack(options.data_dir), f" --data-dir {data_dir}" if data_dir is not None else ""
+    state = running_stack(options.data_dir)
+    where = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir is not None else ""
     if state is not None:
         typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
         return

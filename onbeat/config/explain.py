@@ -16,6 +16,21 @@ PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
+FOREIGN_KEYS = {  # of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to the key
+    **dict.fromkeys(("num_generations", "group_size", "n"), "rollout.num_samples_per_prompt"),
+    **dict.fromkeys(("max_completion_length", "max_completion_tokens"), "rollout.max_response_tokens"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "rollout.num_prompts_per_iteration"),
+    **dict.fromkeys(("max_steps", "total_training_steps"), "schedule.num_iterations"),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef"), "objective.kl.coef"),
+    **dict.fromkeys(("epsilon", "clip_ratio_low"), "objective.clip_low"),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "objective.clip_high"),
+    **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every_iterations"),
+    **dict.fromkeys(("eval_steps", "test_freq"), "evaluation.every_iterations"),
+    **dict.fromkeys(("max_model_len", "seq_len"), "model.max_context_tokens"),
+    "lr": "optimizer.learning_rate",
+    "lr_scheduler_type": "optimizer.decay",
+    "r": "lora.rank",
+}
 MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and memory
 
 
@@ -91,13 +106,7 @@ def tags_at(path: list[str]) -> set[str]:
 
 def explain_value(error: Any, path: list[str]) -> str:
     if error["type"] == "extra_forbidden":
-        if any(path[-1] in section.model_fields for section in sections_at(path[:-1])):
-            tag, section = tag_name(path[:-1]), path[-2]
-            return f"belongs to another {tag} of {section}; leave it out, or change {section}.{tag}"
-        own = named_by(path[:-1], error["loc"])
-        close = difflib.get_close_matches(path[-1], own, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(own))}"
-        return f"is no key of a job; {hint}"
+        return explain_unknown(path, error["loc"])
     field = named_by(path[:-1], error["loc"]).get(path[-1])
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
@@ -107,6 +116,31 @@ def explain_value(error: Any, path: list[str]) -> str:
         what = "is not complete" if is_missing else f"has no {name} {show(error['ctx']['tag'])}"
         return f"{what}; set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
     return f"{error['msg'].removeprefix('Value error, ')}, got {show(error.get('input'))}{meaning}"
+
+
+def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
+    """Say where the key belongs: to another type of its section, to another section, or under another name."""
+    *above, key = path
+    if owners := [each.model_fields for each in sections_at(above) if key in each.model_fields]:
+        tag = str(tag_name(above))
+        types = " or ".join(repr(value) for fields in owners for value in get_args(fields[tag].annotation))
+        return f"belongs to {dotted(above)}.{tag} = {types}; leave it out, or change the {tag}"
+    own = named_by(above, location)
+    close = homes_of(key) or difflib.get_close_matches(key, own, n=1)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(sorted(own))}"
+    return f"is no key of a job; {hint}"
+
+
+def homes_of(key: str) -> list[str]:
+    """Return where a job has this key, with its section, or what another framework's key is called here.
+
+    >>> homes_of("num_iterations"), homes_of("lr")
+    (['schedule.num_iterations'], ['optimizer.learning_rate'])
+    """
+    if key in FOREIGN_KEYS:
+        return [FOREIGN_KEYS[key]]
+    homes = [f"{name}.{key}" for name in JobSections.model_fields if key in named_by([name], [])]
+    return homes + [f"{key} at the top level"] * (key in JobSections.model_fields)
 
 
 def show(value: Any) -> str:

@@ -45,7 +45,7 @@ class JobRun:
     async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
-            self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
+            self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}", soft_wrap=True)
             progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
             await self._finish(client, progress)
             return progress.job.state
@@ -58,16 +58,18 @@ class JobRun:
                 continue
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
-                self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)")
+                self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)", soft_wrap=True)
                 return await client.jobs.resume(job.id) if job.state == JobState.PAUSED else job
             if is_fresh and (is_same(job, self._config) or job.state != JobState.PAUSED):
                 await client.jobs.cancel(job.id)
             elif job.state == JobState.PAUSED:
                 self._console.print(
-                    f"job {job.id} ({job.name}) has another job file and stays paused after {done}: a new job begins"
+                    f"job {job.id} ({job.name}) has another job file and stays paused after {done}: a new job begins",
+                    soft_wrap=True,
                 )
             else:
-                self._console.print(f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it")
+                line = f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it"
+                self._console.print(line, soft_wrap=True)
         for file in self._files:
             await client.datasets.push(file)
         return await client.jobs.create(self._config)
@@ -105,17 +107,20 @@ def run_job(
     job = config.model_dump(mode="json")
     files = take_local_files(job, job_folder, options.data_dir)
     config = JobConfig.model_validate(job)
+    run: JobRun | None = None
     with terminations_as_interrupts() as has_hung_up:
         try:
             with open_stack(replace(options, pool=config.pool), console) as (url, tick):
                 run = JobRun(url, config, files, report_path, console)
                 exit_code = run_or_pause(run, is_fresh, tick, console, has_hung_up)
         except KeyboardInterrupt:
-            console.print("stopped; the same command continues where the job stands")
+            is_submitted = run is not None and run.job is not None
+            goes_on = "continues where the job stands" if is_submitted else "starts the services again"
+            console.print(f"stopped; the same command {goes_on}")
             return INTERRUPTED
     if exit_code != INTERRUPTED and running_stack(options.data_dir) is None:
         console.print(f"see it again: onbeat view {shlex.quote(str(options.data_dir))}", soft_wrap=True)
-    if exit_code == INTERRUPTED and run.job is not None:
+    if exit_code == INTERRUPTED and run is not None and run.job is not None:
         console.print(describe_stop(run.job, options.data_dir), soft_wrap=True)
     return exit_code
 
@@ -132,7 +137,9 @@ def run_or_pause(
             asyncio.run(run.pause())
             console.print("stopping (Ctrl-C again to stop at once)")
         except (OnbeatError, TimeoutError) as error:
-            console.print(f"the job was not paused in time, and goes on when services are back: {error}")
+            console.print(
+                f"the job was not paused in time, and goes on when services are back: {error}", soft_wrap=True
+            )
         return INTERRUPTED
 
 
@@ -167,12 +174,12 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
                 f"the stack that is up serves pool {UP_POOL!r}, the job asks for {options.pool!r}: "
                 f"`onbeat down` first, or add --set pool={UP_POOL}"
             )
-        console.print(f"using the stack that is up at {running.url}, with its own rollouts, engine and cores")
+        line = f"using the stack that is up at {running.url}, with its own rollouts, engine and cores"
+        console.print(line, soft_wrap=True)
         yield running.url, lambda: None
         return
-    console.print(
-        f"starting Redis, broker, trainer and {options.num_rollouts} rollout(s) in {options.data_dir}", soft_wrap=True
-    )
+    rollouts = "1 rollout" if options.num_rollouts == 1 else f"{options.num_rollouts} rollouts"
+    console.print(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}", soft_wrap=True)
     console.print(describe_places(options), soft_wrap=True)
     with LocalStack(options, command="run", report=lambda line: console.print(line, soft_wrap=True)) as stack:
         yield stack.url, stack.check

@@ -13,6 +13,7 @@ from onbeat.errors import OnbeatError
 from onbeat.terminal.formatting import duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
+from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
 from onbeat.types import Finding, Sample
 
@@ -22,16 +23,14 @@ NUM_EXAMPLES = 3
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
     job, committed = progress.job, progress.committed
     report = make_report(job, committed, progress.scored, await client.jobs.weights(job.id))
-    table = Table.grid(padding=(0, 2))
-    table.add_row("state", Text(job.state, style=state_style(job.state)))
-    for label, text in total_rows(report):
-        table.add_row(label, Text(printable(text)))
+    rows = [("state", Text(job.state, style=state_style(job.state)))]
+    rows += [(label, Text(printable(text))) for label, text in total_rows(report)]
     if text := await audit_text(client, job.id):
-        table.add_row("audit", Text(printable(text)))
+        rows.append(("audit", Text(printable(text))))
     for finding in await about_learning(client, job.id):
-        table.add_row("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else ""))
+        rows.append(("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else "")))
     console.print()
-    console.print(table)
+    print_rows(console, rows)
     if not committed:
         return
     first, last = committed[0].iteration, committed[-1].iteration
@@ -44,6 +43,18 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     num_examples = min(len(before), len(after)) or max(len(before), len(after))
     print_examples(console, f"before training (iteration {first})", before[:num_examples])
     print_examples(console, f"after (iteration {last})", after[:num_examples])
+
+
+def print_rows(console: Console, rows: Sequence[tuple[str, Text]]) -> None:
+    """Print one line per row; on a terminal, long texts are folded below their beginning."""
+    if not can_redraw(console):
+        for label, text in rows:
+            console.print(Text.assemble(f"{label:<12}", text), soft_wrap=True)
+        return
+    table = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
-from onbeat.config.explain import explain_errors
+from onbeat.config.explain import FOREIGN_KEYS, explain_errors, named_by
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.inspection import IterationHashes
@@ -202,7 +202,7 @@ GOOD: dict[str, Any] = {
     ("section", "change", "field", "message"),
     [
         ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
-        ("data", {"path": "x"}, "data.path", "belongs to another type of data"),
+        ("data", {"path": "x"}, "data.path", "belongs to data.type = 'jsonl' or 'parquet' or 'hf'; leave it out, or"),
         (
             "data",
             {"type": "csv"},
@@ -225,7 +225,10 @@ GOOD: dict[str, Any] = {
         ("schedule", {"num_iterations": True}, "schedule.num_iterations", "should be a number"),
         ("schedule", {"mode": "bounded", "publish_above_kl": 0.1}, "schedule.publish_above_kl", "to 2 or more"),
         ("evaluation", {"num_prompts": 10**6}, "evaluation.num_prompts", "or equal to 10000"),
-        ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
+        ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to schedule.mode = 'bounded'"),
+        ("rollout", {"num_iterations": 3}, "rollout.num_iterations", "did you mean schedule.num_iterations?"),
+        ("rollout", {"seed": 3}, "rollout.seed", "did you mean seed at the top level?"),
+        ("rollout", {"num_generations": 8}, "rollout.num_generations", "did you mean rollout.num_samples_per_prompt?"),
         ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (largest number"),
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
         (
@@ -320,3 +323,9 @@ def test_messages_that_json_cannot_hold_leave_their_group_shown(value: str) -> N
     response = Response(token_ids=[5], rollout_logprobs=[-1.0], text="ok", turns=[turn])
     shown = group_detail(RolloutGroup(group_id="0-0", prompt_token_ids=[1, 2, 3, 4], responses=[response]))
     assert json.loads(shown.model_dump_json())["responses"][0]["turns"][0]["text"] == "ok"
+
+
+@pytest.mark.parametrize("place", sorted(set(FOREIGN_KEYS.values())))
+def test_key_of_another_framework_leads_to_a_key_of_a_job(place: str) -> None:
+    *above, key = place.split(".")
+    assert key in named_by(above, [])

@@ -198,6 +198,17 @@ def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir:
     wait_until(lambda: processes_of(data_dir) == [], "nothing is left")
 
 
+def test_ctrl_c_before_the_job_promises_no_job(cli: list[str], data_dir: Path) -> None:
+    process = start([*cli, "run", str(QUICKSTART), "--rollouts", "2"], data_dir)
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("starting"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert "broker, trainer and 2 rollouts in" in line
+    assert "stopped; the same command starts the services again" in finish(process)
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("is_signal_late", [False, True])
 def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signal_late: bool) -> None:
     """A write to a terminal that has gone may fail before its SIGHUP arrives, which is blocked here."""

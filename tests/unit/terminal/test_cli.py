@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from onbeat.config import JobConfig
+from onbeat.local.state import StackState
 from tests.unit.fake_broker import FakeJobs
 from tests.unit.terminal.conftest import Command
 
@@ -69,6 +71,42 @@ def test_summary_says_why_nothing_was_learned(onbeat: Command, monkeypatch: pyte
     onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=2")
     lines = [line.split(maxsplit=1) for line in onbeat("jobs", "watch", "job-1").out.splitlines()]
     assert [line[1].rstrip() for line in lines if line[:1] == ["learning"]] == ["job-1 learns nothing"]
+
+
+@pytest.mark.usefixtures("url")
+def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> None:
+    fake.findings = [
+        {"sentence": "it stands", "is_problem": True, "key": "reward"},
+        {"sentence": "few groups teach", "key": "rollout.num_samples_per_prompt"},
+        {"sentence": "trainer-0 holds job-1"},
+    ]
+    onbeat("jobs", "create", str(QUICKSTART))
+    lines = onbeat("doctor", "job-1", code=1).out.splitlines()
+    assert lines[:3] == ["PROBLEM  it stands", "note     few groups teach", "ok       trainer-0 holds job-1"]
+
+
+@pytest.mark.parametrize("command", [["jobs", "list"], ["replay", "job-1", "--iteration", "2"]])
+def test_folder_with_a_space_is_quoted_in_a_remedy(
+    onbeat: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.delenv("ONBEAT_REDIS_URL", raising=False)
+    folder = tmp_path / "my data"
+    error = onbeat(*command, "--data-dir", str(folder), code=2 if command[0] == "replay" else 1).err
+    assert error.startswith("error: no stack runs in")
+    assert f"`onbeat up --data-dir '{folder}'`" in error
+
+
+@pytest.mark.parametrize(("age_s", "num_alarms"), [(0.0, 0), (60.0, 1)])
+def test_watch_gives_a_new_stack_time_to_start(
+    onbeat: Command, url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch, age_s: float, num_alarms: int
+) -> None:
+    stack = StackState(pid=1, command="up", url=url, redis_url="", started_at=time.time() - age_s)
+    monkeypatch.delenv("ONBEAT_URL")
+    monkeypatch.setattr("onbeat.local.state.running_stack", lambda folder: stack)
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
+    fake.findings = [{"sentence": "no rollout is alive", "is_problem": True}]
+    onbeat("jobs", "create", str(QUICKSTART))
+    assert onbeat("jobs", "watch", "job-1").out.count("doctor: no rollout is alive") == num_alarms
 
 
 @pytest.mark.usefixtures("url")
@@ -201,11 +239,11 @@ def test_check_of_a_section_names_its_field_once() -> None:
 
 
 def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
-    overrides = ["rollout.num_samples_per_promt=3", "schedule.num_iterations=0", "objective.type=grop", "data.seed=1"]
+    overrides = ["rollout.num_samples_per_promt=3", "schedule.num_iterations=0", "objective.type=grop", "data.seeds=1"]
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    assert lines[0] == "  data.seed: is no key of a job; there are: options, system_prompt, task, type"
+    assert lines[0] == "  data.seeds: is no key of a job; there are: options, system_prompt, task, type"
     assert lines[1] == "  rollout.num_samples_per_promt: is no key of a job; did you mean num_samples_per_prompt?"
     assert lines[2].startswith("  objective.type: no objective 'grop' is installed here; there are: cispo,")
     assert lines[3].startswith("  schedule.num_iterations: Input should be greater than or equal to 1, got 0 (")
@@ -323,7 +361,8 @@ def test_template_is_a_job_and_is_not_overwritten(
     onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = tmp_path / "my job.toml"
-    onbeat("init", str(job))
+    assert f"`onbeat run '{job}'` trains" in onbeat("init", str(job)).out
+    assert "ends with .toml" in onbeat("init", str(job.with_suffix(".json")), code=2).err
     assert JobConfig.from_file(job).name == "my-job"
     assert "is there already" in onbeat("init", str(job), code=2).err
     monkeypatch.delenv("ONBEAT_URL", raising=False)

@@ -1,12 +1,15 @@
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
 from onbeat.terminal.report import build_report, check_report_path, make_report, write_report
-from onbeat.terminal.summary import total_rows
+from onbeat.terminal.summary import print_rows, total_rows
 from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
 from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve, weights_json
 
@@ -115,6 +118,21 @@ def test_summary_says_of_weights_only_what_is_known() -> None:
     totals = make_report(JOB, records(1), weights=[*weights(None), untold])["totals"]
     assert (totals["weight_bytes_full"], totals["weight_bytes_received"]) == (2000, 2000)  # a share of like with like
     assert totals["weight_open_s"] == 0.5
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("file", "num_lines"), [(io.StringIO(), 1), (FakeTerminal(), 3)])
+def test_long_path_in_the_summary_is_not_cut(file: io.StringIO, num_lines: int) -> None:
+    console = Console(file=file, width=40, force_interactive=file.isatty(), color_system=None)
+    path = "/home/user/.onbeat/jobs/job-1/checkpoints/iteration-000006"
+    print_rows(console, [("checkpoint", Text(path))])
+    lines = file.getvalue().splitlines()
+    assert "".join(line[12:].rstrip() for line in lines) == path
+    assert len(lines) == num_lines
 
 
 def test_unfinished_iteration_is_left_out() -> None:

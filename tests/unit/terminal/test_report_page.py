@@ -46,5 +46,9 @@ def test_view_starts_only_a_broker_that_changes_nothing(tmp_path: Path) -> None:
     assert (broker.name, broker.env["ONBEAT_IS_READ_ONLY"]) == ("broker", "true")
 
 
-def test_view_of_a_folder_without_a_run_is_refused(onbeat: Command, tmp_path: Path) -> None:
+def test_view_of_a_folder_without_a_run_is_refused(
+    onbeat: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "is no data folder of a run" in onbeat("view", str(tmp_path), code=2).err
+    monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path / "other"))
+    assert f"{tmp_path / 'other'} is no data folder of a run" in onbeat("view", code=2).err
