@@ -238,6 +238,12 @@ def test_data_of_jobs_fits_into_the_brokers_container(cpu: Manifests, compose: d
     assert int(limit[:-1]) * UNITS[limit[-1]] == run_of(cpu, "broker").memory_bytes
 
 
+def test_rollouts_on_npus_have_the_engine_of_compose(compose: dict[str, Any]):
+    ascend = build(KUBERNETES / "overlays" / "ascend")
+    engine = ascend.environment("rollout", FIELDS)["ONBEAT_ENGINE"]
+    assert engine == compose["rollout-npu"]["environment"]["ONBEAT_ENGINE"]
+
+
 @pytest.mark.parametrize("service", [*SETTINGS, "redis"])
 def test_containers_are_as_hardened_as_in_compose(cpu: Manifests, compose: dict[str, Any], service: str):
     run, other = run_of(cpu, service), compose[service]
