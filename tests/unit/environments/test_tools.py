@@ -1,7 +1,9 @@
 """Tools of a class: what the policy learns about them, and what happens when it calls them."""
 
 import asyncio
+import functools
 import re
+import traceback
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -164,6 +166,34 @@ async def test_parameters_and_fields_may_have_any_name():
 async def test_broken_tool_is_a_failure_not_a_reward():
     with pytest.raises(ConnectionError, match="the database is gone"):
         await play(ScriptedSession(calls("fail", {}), says("well")))
+
+
+async def test_asynchronous_method_may_hide_behind_a_decorator():
+    def counted(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        return call
+
+    class Wrapped(Calculator):
+        look = counted(Calculator.look)
+
+    session = ScriptedSession(calls("look", {"at": "left"}), says("ok"))
+    await play(session, Wrapped)
+    assert '"seen": "left"' in session.asked[1][-1]["content"]
+
+
+async def test_stop_iteration_of_a_tool_does_not_wait_for_ever():
+    class Empty(Calculator):
+        def fail(self) -> str:
+            """Find nothing."""
+            return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration was raised; give `next` a default value") as caught:
+        async with asyncio.timeout(5.0):
+            await play(ScriptedSession(calls("fail", {})), Empty)
+    assert traceback.extract_tb(caught.tb)[-1].name == "fail"  # messages name the place
 
 
 @pytest.mark.parametrize("answers", [[calls("stop", {}), says("never asked")], [calls("add", {"a": 1})]])
