@@ -57,7 +57,7 @@ class MethodTool(NamedTuple):
 
 def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
     """Return the public methods of an object by name, but for those reserved."""
-    methods = inspect.getmembers(type(instance), inspect.isfunction)
+    methods = inspect.getmembers(type(instance), lambda each: inspect.isfunction(inspect.unwrap(each)))  # also cached
     names = [name for name, _ in methods if not name.startswith("_") and name not in reserved]
     return {name: tool_of(getattr(instance, name)) for name in names}
 

@@ -184,6 +184,18 @@ async def test_asynchronous_method_may_hide_behind_a_decorator():
     assert '"seen": "left"' in session.asked[1][-1]["content"]
 
 
+async def test_cached_method_is_a_tool():
+    class Cached(Calculator):
+        @functools.cache  # noqa: B019
+        def twice(self, a: int) -> int:
+            """Double."""
+            return 2 * a
+
+    session = ScriptedSession(calls("twice", {"a": 4}), says("8"))
+    await play(session, Cached)
+    assert session.asked[1][-1]["content"] == "8"
+
+
 async def test_stop_iteration_of_a_tool_does_not_wait_for_ever():
     class Empty(Calculator):
         def fail(self) -> str:
