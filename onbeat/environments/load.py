@@ -22,6 +22,9 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
 
     A class with a method `run` is an environment; one with `init` and `step` is a game; any other has tools.
     """
+    if not callable(target) and options:
+        message = f"environment.options: {target!r:.200} is an object, which takes none, not even {', '.join(options)}"
+        raise ValueError(f"{message}; install its class, or a function that returns it")
     if not inspect.isclass(target) or hasattr(target, "run"):
         built: Any = target(**options) if callable(target) else target
         if not callable(getattr(built, "run", None)):
