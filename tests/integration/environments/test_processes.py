@@ -142,6 +142,9 @@ class Game:
     def init(self, seed): return f"say {seed}"
     def step(self, message): return "well", len(message["content"]), True
 
+class Blocking:
+    def run(self, task, policy): return Outcome(1.0)
+
 def gives_a_number():
     return 5
 
@@ -179,6 +182,7 @@ server.serve_forever()
 
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
+blocking = onbeat_test_environments:Blocking
 number = onbeat_test_environments:gives_a_number
 verifiers = onbeat_test_environments:of_verifiers
 tools = onbeat_test_environments:Tools
@@ -412,6 +416,11 @@ async def test_environment_that_cannot_be_built_fails_all(processes, changes, ki
     results = await processes.play(request("a", "b", **changes))
     assert kinds(results) == [kind, kind]
     assert words in results[0].message
+
+
+async def test_run_that_is_not_asynchronous_says_what_to_write(processes):
+    (result,) = await processes.play(request("a", name="blocking"))
+    assert (result.kind, "write `async def run`" in result.message) == ("invalid", True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
