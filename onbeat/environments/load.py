@@ -29,6 +29,7 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
         built: Any = target(**options) if callable(target) else target
         if not callable(getattr(built, "run", None)):
             raise ValueError(f"{target!r} gave a {type(built).__name__}, which has no method `run`")
+        check_run(built)
         environment: Environment = built
         return environment
     if hasattr(target, "init") and hasattr(target, "step"):
@@ -41,6 +42,15 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
         load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
     check_options(target, own, [each.name for each in fields(ToolsOptions)])
     return ToolsEnvironment(maker(target, own), adapter)
+
+
+def check_run(environment: Any) -> None:
+    """Raise ValueError for a method `run` that does not take a task and a session."""
+    try:
+        inspect.signature(environment.run).bind(None, None)
+    except TypeError as error:
+        name = type(environment).__name__
+        raise ValueError(f"{name}.run has to be run(task, policy): {error}; a tool needs another name") from error
 
 
 def check_options(target: Callable[..., Any], options: Mapping[str, Any], others: Sequence[str] = ()) -> None:

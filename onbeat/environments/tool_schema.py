@@ -63,12 +63,19 @@ def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
 
 
 def tool_of(method: Callable[..., Any]) -> MethodTool:
-    """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them."""
+    """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them, and for a
+    method that cannot be a tool."""
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise ValueError(f"the tool {method.__name__} is a generator: it has to return what it says, not to yield it")
     about, _, arguments = (inspect.getdoc(method) or "").partition("Args:")
     described = describe_arguments(NEXT_SECTION.split(arguments, maxsplit=1)[0])
     hints = get_type_hints(method)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"the tool {method.__name__} has `{parameter}`: arguments are passed by name, one for each"
+            )
         if name not in hints:
             raise ValueError(f"the tool {method.__name__} needs a type hint for its parameter {name}")
         default = ... if parameter.default is parameter.empty else parameter.default

@@ -311,6 +311,40 @@ def test_tool_without_hints_or_docstring_is_refused():
         tool_of(no_text)
 
 
+def test_method_that_cannot_be_called_as_a_tool_is_refused():
+    def parts(*args: int) -> int:
+        """Add them."""
+
+    def options(**kwargs: int) -> int:
+        """Set them."""
+
+    def pages(a: int):
+        """Turn them."""
+        yield a
+
+    for method, words in (
+        (parts, r"has `\*args: int`"),
+        (options, r"has `\*\*kwargs: int`"),
+        (pages, "is a generator"),
+    ):
+        with pytest.raises(ValueError, match=f"the tool {method.__name__} {words}"):
+            tool_of(method)
+
+
+def test_tool_named_run_is_told_to_take_another_name():
+    class Programmer:
+        def run(self, code: str) -> str:
+            """Run a program."""
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    with pytest.raises(
+        ValueError, match=r"Programmer.run has to be run\(task, policy\): .*; a tool needs another name"
+    ):
+        build_environment(Programmer, {})
+
+
 def test_reset_may_name_the_fields_that_it_wants():
     class Picky:
         def reset(self, answer: str) -> None:
