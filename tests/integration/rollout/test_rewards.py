@@ -25,6 +25,8 @@ from tests.broker_fixtures import failed_group, make_group, tasks_for
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals")
+
 REWARDS = '''
 import os, resource, signal, subprocess, sys, time
 from pathlib import Path
@@ -64,6 +66,8 @@ def behave(response, context, **options):
         return 1e39
     if response == "too huge":
         return 10**400
+    if response == "real-time":
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
     if response == "odd part":
         return {"reward": 1.0, chr(0xD800): 1.0}
     if response == "huge part":
@@ -203,6 +207,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
+        pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),
