@@ -92,7 +92,7 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
     result = reward(response, request["context"], **request["options"])
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
-        raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
+        raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(map(str, parts))}")
     values = check_numbers(parts)
     return {"reward": values.pop("reward"), "parts": values}
 

@@ -66,6 +66,8 @@ def behave(response, context, **options):
         return 1e39
     if response == "too huge":
         return 10**400
+    if response == "no reward":
+        return {1: 2.0, "a": 3.0}
     if response == "real-time":
         os.kill(os.getpid(), signal.SIGRTMIN + 1)
     if response == "odd part":
@@ -208,6 +210,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
         pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
+        ("no reward", RewardRefused, r"invalid: .* has no 'reward', only \['1', 'a'\]"),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),
