@@ -69,7 +69,7 @@ class ChildScorer:
         except InvalidReward as error:
             send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
         except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
-            message = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()  # no halves of characters
             send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
 
 

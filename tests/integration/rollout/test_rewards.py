@@ -50,6 +50,8 @@ def behave(response, context, **options):
         return len([bytes(1 << 20) for _ in range(10_000)])
     if response == "raise":
         raise KeyError("no such thing")
+    if response == "raise half a character":
+        raise ValueError("in " + chr(0xD800))
     if response == "crash":
         print("last words", file=sys.stderr, flush=True)
         os.abort()
@@ -206,6 +208,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
         ("odd part", RewardRefused, r"invalid: the part named '\\ud800' has a name that is no text"),
         ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
+        ("raise half a character", RewardRefused, r"raised: ValueError: in \?"),
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
