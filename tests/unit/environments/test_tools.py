@@ -239,6 +239,11 @@ async def test_class_without_reward_takes_an_installed_one():
         build_environment(Bare, {"reward": "exakt"})
 
 
+def test_second_reward_is_refused():
+    with pytest.raises(ValueError, match=r"Calculator has get_reward: leave out options.reward"):
+        build_environment(Calculator, {"reward": "exact"})
+
+
 def test_option_that_the_class_does_not_take_is_named():
     message = (
         r"Calculator: got an unexpected keyword argument 'bonnus'; there are: bonus, tool_calls, reward, reward_opt"
