@@ -133,6 +133,8 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
     match error:
         case MemoryError():
             kind, message = "memory", "the memory limit was reached"
+        case RuntimeError() if str(error) == "can't start new thread":  # each needs address space for its stack
+            kind, message = "memory", f"{error}: memory_limit_mb, or a limit of the system, was reached"
         case EpisodeTimeout():
             kind, message = "timeout", str(error)
         case InvalidReward():

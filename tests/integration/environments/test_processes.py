@@ -25,7 +25,7 @@ from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
-import asyncio, json, os, resource, signal, subprocess, sys, time
+import asyncio, json, os, resource, signal, subprocess, sys, threading, time
 import httpx
 from pathlib import Path
 from onbeat import confine
@@ -73,6 +73,8 @@ class Behave:
             parts = await reward_of_answer(key, self.options, task, [])
             return Outcome(parts["reward"], dict(parts))
         if key == "eat": return len([bytes(1 << 20) for _ in range(10_000)])
+        if key == "threads":
+            for _ in range(10_000): threading.Thread(target=time.sleep, args=(60,)).start()
         if key == "nan": return Outcome(float("nan"))
         if key == "huge": return Outcome(1.0, {"length": -1e39})
         if key == "odd turn": return Outcome(1.0, turn_rewards=[1.0])
@@ -336,10 +338,14 @@ async def test_death_of_the_process_fails_what_had_not_ended(processes, key, kin
     assert kinds(await processes.play(request("a"))) == ["ended"]
 
 
-async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes):
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("eat", "the memory limit was reached"), ("threads", "can't start new thread: memory_limit_mb, or a limit of")],
+)
+async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes, key, words):
     (first,) = await processes.play(request("a", memory_limit_mb=512))
-    (failed,) = await processes.play(request("eat", memory_limit_mb=512))
-    assert failed == EpisodeFailure("memory", "the memory limit was reached")
+    (failed,) = await processes.play(request(key, memory_limit_mb=512))
+    assert (failed.kind, failed.message[: len(words)]) == ("memory", words)
     (again,) = await processes.play(request("a", memory_limit_mb=512))
     assert pid_of(again) != pid_of(first)
 
