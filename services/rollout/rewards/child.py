@@ -90,6 +90,8 @@ def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:
 
 def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dict[str, Any]:
     result = reward(response, request["context"], **request["options"])
+    if inspect.isawaitable(result):
+        raise InvalidReward("it is asynchronous; a reward is a plain function: write `def`, not `async def`")
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(map(str, parts))}")

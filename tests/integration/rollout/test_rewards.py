@@ -28,7 +28,7 @@ from tests.waiting import is_running, wait_until, wait_until_gone
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals")
 
 REWARDS = '''
-import os, resource, signal, subprocess, sys, time
+import asyncio, os, resource, signal, subprocess, sys, time
 from pathlib import Path
 
 def fork_tree(folder, levels):
@@ -68,6 +68,8 @@ def behave(response, context, **options):
         return 1e39
     if response == "too huge":
         return 10**400
+    if response == "asynchronous":
+        return asyncio.sleep(0, 1.0)
     if response == "no reward":
         return {1: 2.0, "a": 3.0}
     if response == "real-time":
@@ -213,6 +215,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
         pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
+        ("asynchronous", RewardRefused, "invalid: it is asynchronous; .*: write `def`, not `async def`"),
         ("no reward", RewardRefused, r"invalid: .* has no 'reward', only \['1', 'a'\]"),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
