@@ -22,7 +22,17 @@ async def call_with_row(method: Callable[..., Any], row: Mapping[str, Any]) -> A
 
 
 async def call(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method: an asynchronous one here, any other in a thread, so that it holds up no other episode."""
+    """Call a method: an asynchronous one here, any other in a thread, so that it holds up no other episode. A decorator
+    may hide that a method is asynchronous."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
-    return await asyncio.to_thread(method, *args, **kwargs)
+    result = await asyncio.to_thread(call_here, method, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def call_here(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except StopIteration as error:  # a future cannot hold it: its waiter would wait for ever
+        ended = RuntimeError("StopIteration was raised; give `next` a default value")
+        raise ended.with_traceback(error.__traceback__) from None

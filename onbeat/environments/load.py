@@ -22,10 +22,14 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
 
     A class with a method `run` is an environment; one with `init` and `step` is a game; any other has tools.
     """
+    if not callable(target) and options:
+        message = f"environment.options: {target!r:.200} is an object, which takes none, not even {', '.join(options)}"
+        raise ValueError(f"{message}; install its class, or a function that returns it")
     if not inspect.isclass(target) or hasattr(target, "run"):
         built: Any = target(**options) if callable(target) else target
         if not callable(getattr(built, "run", None)):
             raise ValueError(f"{target!r} gave a {type(built).__name__}, which has no method `run`")
+        check_run(built)
         environment: Environment = built
         return environment
     if hasattr(target, "init") and hasattr(target, "step"):
@@ -35,9 +39,20 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
     if adapter.reward is not None:
+        if hasattr(target, "get_reward"):
+            raise ValueError(f"{target.__name__} has get_reward: leave out options.reward, which would not be asked")
         load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
     check_options(target, own, [each.name for each in fields(ToolsOptions)])
     return ToolsEnvironment(maker(target, own), adapter)
+
+
+def check_run(environment: Any) -> None:
+    """Raise ValueError for a method `run` that does not take a task and a session."""
+    try:
+        inspect.signature(environment.run).bind(None, None)
+    except TypeError as error:
+        name = type(environment).__name__
+        raise ValueError(f"{name}.run has to be run(task, policy): {error}; a tool needs another name") from error
 
 
 def check_options(target: Callable[..., Any], options: Mapping[str, Any], others: Sequence[str] = ()) -> None:

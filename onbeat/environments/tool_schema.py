@@ -57,18 +57,25 @@ class MethodTool(NamedTuple):
 
 def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
     """Return the public methods of an object by name, but for those reserved."""
-    methods = inspect.getmembers(type(instance), inspect.isfunction)
+    methods = inspect.getmembers(type(instance), lambda each: inspect.isfunction(inspect.unwrap(each)))  # also cached
     names = [name for name, _ in methods if not name.startswith("_") and name not in reserved]
     return {name: tool_of(getattr(instance, name)) for name in names}
 
 
 def tool_of(method: Callable[..., Any]) -> MethodTool:
-    """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them."""
+    """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them, and for a
+    method that cannot be a tool."""
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise ValueError(f"the tool {method.__name__} is a generator: it has to return what it says, not to yield it")
     about, _, arguments = (inspect.getdoc(method) or "").partition("Args:")
     described = describe_arguments(NEXT_SECTION.split(arguments, maxsplit=1)[0])
     hints = get_type_hints(method)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"the tool {method.__name__} has `{parameter}`: arguments are passed by name, one for each"
+            )
         if name not in hints:
             raise ValueError(f"the tool {method.__name__} needs a type hint for its parameter {name}")
         default = ... if parameter.default is parameter.empty else parameter.default

@@ -94,7 +94,7 @@ class ChildProcess:
         if self._num_printed > MAX_OUTPUT_BYTES:
             return ChildDied(f"killed: it printed more than {MAX_OUTPUT_BYTES} bytes", is_flood=True)
         code = self._process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {name_of_signal(-code)}" if code < 0 else f"exited with code {code}"
         how += " (out of CPU time)" if code == -signal.SIGXCPU else ""
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         last_words = f"; it said: {lines[-1][:300]}" if lines else ""
@@ -126,3 +126,9 @@ class ChildProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def name_of_signal(number: int) -> str:
+    """Return its name; real-time signals have none."""
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")

@@ -14,6 +14,7 @@ an environment blocks it, the parent kills this process.
 
 import asyncio
 import copy
+import inspect
 import json
 import math
 import os
@@ -90,7 +91,10 @@ async def play(environment: Environment, task: Task, session: Session, limit_s: 
     """Play one episode. Return its outcome as JSON, or raise what the environment raises."""
     try:
         async with asyncio.timeout(limit_s) as limit:
-            outcome = await environment.run(task, session)
+            running = environment.run(task, session)
+            if not inspect.isawaitable(running):
+                raise InvalidReward(f"`run` returned {running!r:.200} at once; write `async def run`")
+            outcome = await running
     finally:
         await session.close()
         if limit.expired():  # whatever the environment made of it
@@ -129,6 +133,8 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
     match error:
         case MemoryError():
             kind, message = "memory", "the memory limit was reached"
+        case RuntimeError() if str(error) == "can't start new thread":  # each needs address space for its stack
+            kind, message = "memory", f"{error}: memory_limit_mb, or a limit of the system, was reached"
         case EpisodeTimeout():
             kind, message = "timeout", str(error)
         case InvalidReward():

@@ -113,13 +113,14 @@ B = TypeVar("B", ChatBody, GenerateBody)
 
 
 def parse_body(kind: type[B], content: bytes) -> B:
-    """Return the body of a request. Raises ChatFailed, naming the first field that is wrong."""
+    """Return the body of a request. Raises ChatFailed, naming a field that is wrong."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or None
-        message = f"{field or 'the body'}: {first['msg']}"
+        errors = error.errors(include_url=False, include_input=False)
+        deepest = max(errors, key=lambda found: len(found["loc"]))  # a list of parts is no wrong text
+        field = ".".join(map(str, deepest["loc"])) or None
+        message = f"{field or 'the body'}: {deepest['msg']}"
         raise ChatFailed(400, "invalid_request", message, field) from error
 
 

@@ -69,7 +69,7 @@ class ChildScorer:
         except InvalidReward as error:
             send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
         except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
-            message = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()  # no halves of characters
             send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
 
 
@@ -90,9 +90,11 @@ def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:
 
 def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dict[str, Any]:
     result = reward(response, request["context"], **request["options"])
+    if inspect.isawaitable(result):
+        raise InvalidReward("it is asynchronous; a reward is a plain function: write `def`, not `async def`")
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
-        raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
+        raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(map(str, parts))}")
     values = check_numbers(parts)
     return {"reward": values.pop("reward"), "parts": values}
 

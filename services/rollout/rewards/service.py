@@ -10,9 +10,10 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Annotated
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused, RewardRequest, RewardUnavailable, Score
@@ -23,8 +24,12 @@ MAX_RETRY_AFTER_S = 60.0  # a longer Retry-After is cut to this
 BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the request
 
 
+# An error for each of 300,000 wrong numbers would take a gigabyte.
+Parts = Annotated[dict[str, Number], Field(fail_fast=True)]
+
+
 class ServiceAnswer(BaseModel):
-    scores: list[Number | dict[str, Number]]
+    scores: Annotated[list[Number | Parts], Field(fail_fast=True)]
 
 
 class RewardService:

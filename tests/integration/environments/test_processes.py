@@ -25,7 +25,7 @@ from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
-import asyncio, json, os, resource, signal, subprocess, sys, time
+import asyncio, json, os, resource, signal, subprocess, sys, threading, time
 import httpx
 from pathlib import Path
 from onbeat import confine
@@ -73,6 +73,8 @@ class Behave:
             parts = await reward_of_answer(key, self.options, task, [])
             return Outcome(parts["reward"], dict(parts))
         if key == "eat": return len([bytes(1 << 20) for _ in range(10_000)])
+        if key == "threads":
+            for _ in range(10_000): threading.Thread(target=time.sleep, args=(60,)).start()
         if key == "nan": return Outcome(float("nan"))
         if key == "huge": return Outcome(1.0, {"length": -1e39})
         if key == "odd turn": return Outcome(1.0, turn_rewards=[1.0])
@@ -142,6 +144,9 @@ class Game:
     def init(self, seed): return f"say {seed}"
     def step(self, message): return "well", len(message["content"]), True
 
+class Blocking:
+    def run(self, task, policy): return Outcome(1.0)
+
 def gives_a_number():
     return 5
 
@@ -179,6 +184,7 @@ server.serve_forever()
 
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
+blocking = onbeat_test_environments:Blocking
 number = onbeat_test_environments:gives_a_number
 verifiers = onbeat_test_environments:of_verifiers
 tools = onbeat_test_environments:Tools
@@ -332,10 +338,14 @@ async def test_death_of_the_process_fails_what_had_not_ended(processes, key, kin
     assert kinds(await processes.play(request("a"))) == ["ended"]
 
 
-async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes):
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("eat", "the memory limit was reached"), ("threads", "can't start new thread: memory_limit_mb, or a limit of")],
+)
+async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes, key, words):
     (first,) = await processes.play(request("a", memory_limit_mb=512))
-    (failed,) = await processes.play(request("eat", memory_limit_mb=512))
-    assert failed == EpisodeFailure("memory", "the memory limit was reached")
+    (failed,) = await processes.play(request(key, memory_limit_mb=512))
+    assert (failed.kind, failed.message[: len(words)]) == ("memory", words)
     (again,) = await processes.play(request("a", memory_limit_mb=512))
     assert pid_of(again) != pid_of(first)
 
@@ -412,6 +422,11 @@ async def test_environment_that_cannot_be_built_fails_all(processes, changes, ki
     results = await processes.play(request("a", "b", **changes))
     assert kinds(results) == [kind, kind]
     assert words in results[0].message
+
+
+async def test_run_that_is_not_asynchronous_says_what_to_write(processes):
+    (result,) = await processes.play(request("a", name="blocking"))
+    assert (result.kind, "write `async def run`" in result.message) == ("invalid", True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -25,8 +25,10 @@ from tests.broker_fixtures import failed_group, make_group, tasks_for
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals")
+
 REWARDS = '''
-import os, resource, signal, subprocess, sys, time
+import asyncio, os, resource, signal, subprocess, sys, time
 from pathlib import Path
 
 def fork_tree(folder, levels):
@@ -48,6 +50,8 @@ def behave(response, context, **options):
         return len([bytes(1 << 20) for _ in range(10_000)])
     if response == "raise":
         raise KeyError("no such thing")
+    if response == "raise half a character":
+        raise ValueError("in " + chr(0xD800))
     if response == "crash":
         print("last words", file=sys.stderr, flush=True)
         os.abort()
@@ -64,6 +68,12 @@ def behave(response, context, **options):
         return 1e39
     if response == "too huge":
         return 10**400
+    if response == "asynchronous":
+        return asyncio.sleep(0, 1.0)
+    if response == "no reward":
+        return {1: 2.0, "a": 3.0}
+    if response == "real-time":
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
     if response == "odd part":
         return {"reward": 1.0, chr(0xD800): 1.0}
     if response == "huge part":
@@ -200,9 +210,13 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
         ("odd part", RewardRefused, r"invalid: the part named '\\ud800' has a name that is no text"),
         ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
+        ("raise half a character", RewardRefused, r"raised: ValueError: in \?"),
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
+        pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
+        ("asynchronous", RewardRefused, "invalid: it is asynchronous; .*: write `def`, not `async def`"),
+        ("no reward", RewardRefused, r"invalid: .* has no 'reward', only \['1', 'a'\]"),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),

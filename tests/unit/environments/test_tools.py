@@ -1,7 +1,9 @@
 """Tools of a class: what the policy learns about them, and what happens when it calls them."""
 
 import asyncio
+import functools
 import re
+import traceback
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -166,6 +168,46 @@ async def test_broken_tool_is_a_failure_not_a_reward():
         await play(ScriptedSession(calls("fail", {}), says("well")))
 
 
+async def test_asynchronous_method_may_hide_behind_a_decorator():
+    def counted(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        return call
+
+    class Wrapped(Calculator):
+        look = counted(Calculator.look)
+
+    session = ScriptedSession(calls("look", {"at": "left"}), says("ok"))
+    await play(session, Wrapped)
+    assert '"seen": "left"' in session.asked[1][-1]["content"]
+
+
+async def test_cached_method_is_a_tool():
+    class Cached(Calculator):
+        @functools.cache  # noqa: B019
+        def twice(self, a: int) -> int:
+            """Double."""
+            return 2 * a
+
+    session = ScriptedSession(calls("twice", {"a": 4}), says("8"))
+    await play(session, Cached)
+    assert session.asked[1][-1]["content"] == "8"
+
+
+async def test_stop_iteration_of_a_tool_does_not_wait_for_ever():
+    class Empty(Calculator):
+        def fail(self) -> str:
+            """Find nothing."""
+            return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration was raised; give `next` a default value") as caught:
+        async with asyncio.timeout(5.0):
+            await play(ScriptedSession(calls("fail", {})), Empty)
+    assert traceback.extract_tb(caught.tb)[-1].name == "fail"  # messages name the place
+
+
 @pytest.mark.parametrize("answers", [[calls("stop", {}), says("never asked")], [calls("add", {"a": 1})]])
 async def test_end_of_the_episode_still_gives_a_reward(answers):
     outcome = await play(ScriptedSession(*answers))
@@ -195,6 +237,11 @@ async def test_class_without_reward_takes_an_installed_one():
         build_environment(Bare, {})
     with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):
         build_environment(Bare, {"reward": "exakt"})
+
+
+def test_second_reward_is_refused():
+    with pytest.raises(ValueError, match=r"Calculator has get_reward: leave out options.reward"):
+        build_environment(Calculator, {"reward": "exact"})
 
 
 def test_option_that_the_class_does_not_take_is_named():
@@ -267,6 +314,40 @@ def test_tool_without_hints_or_docstring_is_refused():
         tool_of(no_hint)
     with pytest.raises(ValueError, match="the tool no_text needs a docstring"):
         tool_of(no_text)
+
+
+def test_method_that_cannot_be_called_as_a_tool_is_refused():
+    def parts(*args: int) -> int:
+        """Add them."""
+
+    def options(**kwargs: int) -> int:
+        """Set them."""
+
+    def pages(a: int):
+        """Turn them."""
+        yield a
+
+    for method, words in (
+        (parts, r"has `\*args: int`"),
+        (options, r"has `\*\*kwargs: int`"),
+        (pages, "is a generator"),
+    ):
+        with pytest.raises(ValueError, match=f"the tool {method.__name__} {words}"):
+            tool_of(method)
+
+
+def test_tool_named_run_is_told_to_take_another_name():
+    class Programmer:
+        def run(self, code: str) -> str:
+            """Run a program."""
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    with pytest.raises(
+        ValueError, match=r"Programmer.run has to be run\(task, policy\): .*; a tool needs another name"
+    ):
+        build_environment(Programmer, {})
 
 
 def test_reset_may_name_the_fields_that_it_wants():

@@ -220,7 +220,10 @@ def test_of_many_wrong_items_only_the_first_is_an_error(kind, body):
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
         ({"messages": [USER, {"role": "user", "content": 5}]}, "messages.1.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.list[TextPart].0.type: Input should be 'text'",
+        ),
         ({"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"messages": [USER], "temperature": 0.7}, "temperature"),
         ({"messages": [USER], "top_p": 0.9}, "top_p"),
