@@ -17,6 +17,8 @@ ITERATION_FIELDS = (
     "policy_version",
     "reward_mean",
     "num_groups",
+    "num_replaced",
+    "num_not_replaced",
     "num_responses",
     "prompt_tokens",
     "response_tokens",
@@ -98,6 +100,8 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
         "num_stale": sum(record.num_stale for record in committed),
         "num_duplicate": sum(record.num_duplicate for record in committed),
         "num_failed_groups": sum(record.num_failed_groups for record in committed),
+        "num_replaced": sum(record.num_replaced for record in committed),
+        "num_not_replaced": sum(record.num_not_replaced for record in committed),
     }
 
 

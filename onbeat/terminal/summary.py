@@ -77,8 +77,9 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "advice", report["advice"]
     if totals["weight_bytes_full"]:
         yield "weights", weights_text(totals)
-    trouble = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
-    counts = [f"{totals[field]} {word}" for word, field in trouble.items() if totals[field]]
+    remarks = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
+    remarks |= {"replaced": "num_replaced", "not replaced for want of prompts": "num_not_replaced"}
+    counts = [f"{totals[field]} {word}" for word, field in remarks.items() if totals[field]]
     if counts:
         yield "groups", ", ".join(counts)
     yield "checkpoint", report["checkpoint"] or "none"
