@@ -24,16 +24,13 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="onbeat-client", daemon=True)
         self._thread.start()
-        self._lock = threading.Lock()  # no coroutine may reach the loop after the last one
+        # No coroutine may reach the loop after the last one. Reentrant: the garbage collector may end streams anywhere.
+        self._lock = threading.RLock()
         self.is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run the coroutine; return its result. Raise RuntimeError when the thread is closed, also meanwhile."""
-        with self._lock:
-            if self.is_closed:
-                coroutine.close()
-                raise RuntimeError("this client is closed; make a new one")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.start(coroutine)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -41,6 +38,14 @@ class LoopThread:
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+    def start(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Start the coroutine, and do not wait for it. Raise RuntimeError when the thread is closed."""
+        with self._lock:
+            if self.is_closed:
+                coroutine.close()
+                raise RuntimeError("this client is closed; make a new one")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel all running coroutines, so that no caller waits for ever, and run `last`. Safe to repeat."""
@@ -124,7 +129,7 @@ class Jobs(Blocking[AsyncJobs]):
                 yield update
         except GeneratorExit:  # the caller has left its loop, and may have closed the client
             if not self._thread.is_closed:
-                self._thread.run(updates.aclose())
+                self._thread.start(updates.aclose())  # waiting would block the loop if the collector runs in its thread
             raise
 
 

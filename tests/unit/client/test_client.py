@@ -1,8 +1,10 @@
+import gc
 import inspect
 import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -155,6 +157,24 @@ def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
         updates = client.jobs.stream(client.jobs.create(CONFIG).id)
         next(updates)
     updates.close()  # type: ignore[attr-defined]
+
+
+def test_stream_that_the_loop_thread_collects_blocks_no_call(url: str) -> None:
+    client = Client(url)
+    updates = client.jobs.stream(client.jobs.create(CONFIG).id)
+    next(updates)
+    cycle: list[Any] = [updates]  # as a traceback is one: only the garbage collector ends it
+    cycle.append(cycle)
+    del updates, cycle
+
+    async def collect() -> None:
+        gc.collect()
+
+    asker = threading.Thread(target=lambda: client._thread.run(collect()), daemon=True)
+    asker.start()
+    asker.join(10)
+    assert not asker.is_alive()
+    client.close()
 
 
 def test_environment_names_the_broker_and_its_key_stays_there(
