@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from onbeat.client.jobs import Records, parse_list
 from onbeat.client.transport import Transport
@@ -65,7 +66,7 @@ class AsyncDatasets:
             raise ValueError(f"{data.source} has {num_bytes} bytes; the broker takes at most {limit} of a data file")
         sent = await self._client.request(
             "PUT",
-            f"/v1/datasets/{data.name}",
+            dataset_path(data.name),
             params={"sha256": data.sha256},
             content=chunks_of(data.source),
             headers={"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)},
@@ -79,7 +80,14 @@ class AsyncDatasets:
 
     async def delete(self, name: str) -> None:
         """Remove an uploaded file, which no unfinished job may name."""
-        await self._client.request("DELETE", f"/v1/datasets/{name}")
+        await self._client.request("DELETE", dataset_path(name))
+
+
+def dataset_path(name: str) -> str:
+    """Return the path of a file's name, whole: a broker refuses one with a slash, a query or a fragment."""
+    if name in ("", ".", ".."):  # other paths, even when quoted
+        raise ValueError(f"{name!r} is not the name of a data file; `onbeat data list` shows them")
+    return f"/v1/datasets/{quote(name, safe='')}"
 
 
 async def chunks_of(source: Path) -> AsyncIterator[bytes]:

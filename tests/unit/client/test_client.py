@@ -309,3 +309,14 @@ async def test_job_id_cannot_leave_its_path() -> None:
     async with AsyncClient() as client:
         with pytest.raises(ValueError, match="not a job id"):
             await client.jobs.get("../workers")
+
+
+@pytest.mark.parametrize("name", ["../jobs/job-1", "a.jsonl?x", "a.jsonl#x", "a%2Ejsonl", "a/b"])
+async def test_name_of_a_data_file_cannot_name_anything_else(url: str, fake: FakeJobs, name: str) -> None:
+    asked = name.replace("?", "%3F").replace("#", "%23")  # as the fake broker quotes it again
+    async with AsyncClient(url) as client:
+        with pytest.raises(ApiError):
+            await client.datasets.delete(name)
+        assert fake.requests == [("DELETE", f"/v1/datasets/{asked}")]
+        with pytest.raises(ValueError, match="not the name of a data file"):
+            await client.datasets.delete("..")
