@@ -71,7 +71,8 @@ def read_line() -> str | None:
 
 
 async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:
+    from onbeat.client.transport import part_of
     from onbeat.terminal.summary import clip
 
     found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
-    return clip(str(found["choices"][0]["message"]["content"]), max_characters=1_000_000)
+    return clip(str(part_of(found, "choices")[0]["message"]["content"]), max_characters=1_000_000)

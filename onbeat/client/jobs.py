@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from onbeat.client.transport import BrokerUnreachable, Transport
+from onbeat.client.transport import BrokerUnreachable, Transport, part_of
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -65,7 +65,7 @@ class AsyncJobs:
         body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
         options = {"json": body, "timeout": CREATE_S}
         answer = await self._client.request("POST", "/v1/jobs:validate", is_repeatable=True, **options)
-        return [str(note) for note in answer["notes"]]
+        return [str(note) for note in part_of(answer, "notes")]
 
     async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:
         """Submit a job that starts from the checkpoint which another one wrote after `iteration` iterations, and counts
@@ -152,7 +152,7 @@ class AsyncJobs:
         while True:
             answer = await self._get(job_id, "/metrics", after=newest)
             seen = newest
-            for name, points in answer["metrics"].items():
+            for name, points in part_of(answer, "metrics").items():
                 found.setdefault(name, {}).update((int(number), float(value)) for number, value in points)
                 if points and not name.startswith("eval/"):
                     newest = max(newest, int(points[-1][0]))
@@ -187,7 +187,7 @@ class AsyncJobs:
         found: Records[Event] = []
         while True:
             answer = await self._get(job_id, "/events", after=found[-1].id if found else after)
-            if not answer["events"]:
+            if not part_of(answer, "events"):
                 return found
             found += parse_list(Event, "events", answer)
 
@@ -257,4 +257,4 @@ def group_path(group_id: str) -> str:
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:
-    return [record.model_validate(item) for item in answer[name]]
+    return [record.model_validate(item) for item in part_of(answer, name)]

@@ -108,7 +108,7 @@ class Transport:
                         yield StreamMessage(fields["event"], fields.get("data", ""), fields.get("id", ""))
                     if not line:
                         fields = {}
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
 
     async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
@@ -122,7 +122,7 @@ class Transport:
             except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
                 silence_s = options.get("timeout", self.timeout_s)
                 raise BrokerUnreachable(self.base_url, f"connected, but silent for {silence_s:g} s") from error
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
                     raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
             else:
@@ -192,3 +192,10 @@ def parse_answer(response: httpx.Response) -> Any:
         detail if isinstance(detail, str) else "",
         errors if isinstance(errors, list) else None,
     )
+
+
+def part_of(answer: Any, name: str) -> Any:
+    """Return a part of an answer. Raise OnbeatError without it: no broker of this version has answered."""
+    if not isinstance(answer, dict) or name not in answer:
+        raise OnbeatError(f"the answer has no {name!r}; is --url or ONBEAT_URL a broker of this version?")
+    return answer[name]

@@ -1,3 +1,4 @@
+import asyncio
 import gc
 import inspect
 import socket
@@ -13,7 +14,7 @@ from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Job
 from onbeat.client.blocking import Datasets
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import StreamMessage, Transport, parse_answer
-from onbeat.errors import ApiError
+from onbeat.errors import ApiError, OnbeatError
 from onbeat.types import Event, IterationUpdate, JobState
 from tests.unit.fake_broker import FakeJobs, serve
 
@@ -289,6 +290,23 @@ async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(url: str, 
 def test_answer_that_is_no_problem_document_keeps_its_words() -> None:
     with pytest.raises(ApiError, match=r"Service Unavailable \(503\): .*policy moved"):
         parse_answer(httpx.Response(503, json={"error": {"message": "policy moved"}}))
+
+
+@pytest.mark.parametrize(
+    ("body", "coding", "words"),
+    [(b"{}", "identity", "no 'jobs'"), (b"[]", "identity", "no 'jobs'"), (b"garbage", "gzip", "no answer")],
+)
+async def test_answer_of_another_server_is_an_error_in_words(body: bytes, coding: str, words: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Encoding: {coding}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(OnbeatError, match=words):
+            await client.jobs.list()
+        await client.close()
 
 
 async def test_unreachable_broker_is_named_with_a_remedy() -> None:
