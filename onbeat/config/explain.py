@@ -27,6 +27,7 @@ FOREIGN_KEYS = {  # of TRL, verl and prime-rl (docs/coming-from.md), where simil
     **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every_iterations"),
     **dict.fromkeys(("eval_steps", "test_freq"), "evaluation.every_iterations"),
     **dict.fromkeys(("max_model_len", "seq_len"), "model.max_context_tokens"),
+    "optimizer.epsilon": "optimizer.eps",
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.decay",
     "r": "lora.rank",
@@ -123,10 +124,12 @@ def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
     *above, key = path
     if owners := [each.model_fields for each in sections_at(above) if key in each.model_fields]:
         tag = str(tag_name(above))
-        types = " or ".join(repr(value) for fields in owners for value in get_args(fields[tag].annotation))
-        return f"belongs to {dotted(above)}.{tag} = {types}; leave it out, or change the {tag}"
+        types = dict.fromkeys(repr(value) for fields in owners for value in get_args(fields[tag].annotation))
+        return f"belongs to {dotted(above)}.{tag} = {' or '.join(types)}; leave it out, or change the {tag}"
     own = named_by(above, location)
-    close = homes_of(key) or difflib.get_close_matches(key, own, n=1)
+    homes = homes_of(dotted(path)) or homes_of(key)
+    here = (name for name in own if name.startswith(f"{key}_") or any(home.endswith(f".{name}") for home in homes))
+    close = [dotted([*above, name]) for name in here] or homes or difflib.get_close_matches(key, own, n=1)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(sorted(own))}"
     return f"is no key of a job; {hint}"
 

@@ -230,6 +230,15 @@ GOOD: dict[str, Any] = {
         ("rollout", {"seed": 3}, "rollout.seed", "did you mean seed at the top level?"),
         ("rollout", {"num_generations": 8}, "rollout.num_generations", "did you mean rollout.num_samples_per_prompt?"),
         ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (largest number"),
+        ("rollout", {"num_prompts": 3}, "rollout.num_prompts", "mean rollout.num_prompts_per_iteration?"),
+        ("optimizer", {"epsilon": 1e-8}, "optimizer.epsilon", "did you mean optimizer.eps?"),
+        ("evaluation", {"num_generations": 2}, "evaluation.num_generations", "mean evaluation.num_samples_per_prompt?"),
+        (
+            "objective",
+            {"importance": {"type": "truncated", "low": 1}},
+            "objective.importance.low",
+            "belongs to objective.importance.type = 'band'; leave it out",
+        ),
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
         (
             "evaluation",
