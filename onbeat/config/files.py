@@ -22,7 +22,7 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8; save it as UTF-8") from error
     try:
-        job: dict[str, Any] = json.loads(text, object_pairs_hook=unique) if kind == "JSON" else tomllib.loads(text)
+        job: dict[str, Any] = json.loads(text, object_pairs_hook=unique) if kind == "JSON" else read_toml(text)
     except RecursionError:
         raise ValueError(f"{path}: nested too deep for a job; see examples/ for what one looks like") from None
     except ValueError as error:
@@ -32,6 +32,16 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(job, override)
     return job
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Parse TOML. Dates and times become strings: a job is JSON, which has none.
+
+    >>> read_toml("revision = 2026-01-31")
+    {'revision': '2026-01-31'}
+    """
+    table: dict[str, Any] = json.loads(json.dumps(tomllib.loads(text), default=lambda moment: moment.isoformat()))
+    return table
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -48,7 +58,7 @@ def apply_override(job: dict[str, Any], override: str) -> dict[str, Any]:
     if not separator or not key.strip():
         raise ValueError(f"--set {override}: expected key=value, such as schedule.num_iterations=10")
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        value: Any = read_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     *parents, leaf = key.strip().split(".")

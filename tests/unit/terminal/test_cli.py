@@ -260,6 +260,15 @@ def test_set_overrides_reach_nested_keys_with_their_types() -> None:
     assert (config.schedule.num_iterations, config.schedule.mode, config.objective.kl.coef) == (3, "sync", 0.1)
 
 
+@pytest.mark.usefixtures("url")
+def test_date_in_a_job_is_submitted_as_text(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(QUICKSTART.read_text() + "[fork]\njob = 2026-01-31T10:20:30\n")
+    onbeat("jobs", "create", str(job), "--set", "name=2026-01-31")
+    config = fake.jobs["job-1"]["config"]
+    assert (config["name"], config["fork"]["job"]) == ("2026-01-31", "2026-01-31T10:20:30")
+
+
 @pytest.mark.parametrize("override", ["novalue", "=3", "name.x=3"])
 def test_set_that_makes_no_sense_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match="--set"):
