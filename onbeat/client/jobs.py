@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from onbeat.client.transport import BrokerUnreachable, Transport, part_of
@@ -73,8 +73,10 @@ class AsyncJobs:
         config = (await self.get(job_id)).config | {"fork": {"job": job_id, "iteration": iteration}}
         for override in overrides:
             apply_override(config, override)
-        schedule = config["schedule"]
-        schedule["earlier_ends"] = [end for end in schedule.get("earlier_ends", []) if end < schedule["num_iterations"]]
+        with suppress(AttributeError, KeyError, TypeError):  # for a schedule that is wrong now: the broker says how
+            schedule = config["schedule"]
+            ends = [end for end in schedule.get("earlier_ends", []) if end < schedule["num_iterations"]]
+            schedule["earlier_ends"] = ends
         return await self.create(config)
 
     async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:

@@ -14,6 +14,7 @@ from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Job
 from onbeat.client.blocking import Datasets
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import StreamMessage, Transport, parse_answer
+from onbeat.config import apply_override
 from onbeat.errors import ApiError, OnbeatError
 from onbeat.types import Event, IterationUpdate, JobState
 from tests.unit.fake_broker import FakeJobs, serve
@@ -249,6 +250,21 @@ async def test_refusal_names_every_wrong_field(url: str) -> None:
             await client.jobs.create(CONFIG | {"model": {"path": "no-such-model"}})
     assert caught.value.status == 422
     assert "model.path: unknown model; try bundled:" in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["5", "{earlier_ends = [1]}", "{earlier_ends = [1], num_iterations = 'many'}"])
+async def test_fork_leaves_a_wrong_schedule_to_the_broker(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    sent: list[Any] = []
+
+    async def answer(*_: Any, json: Any = None, **__: Any) -> dict[str, Any]:
+        sent.append(json)
+        numbers = {"created_at": 1.0, "num_iterations": 3, "next_iteration": 0}
+        return {"id": "job-1", "name": "tiny", "pool": "default", "state": "RUNNING", "config": CONFIG, **numbers}
+
+    monkeypatch.setattr(Transport, "request", answer)
+    async with AsyncClient() as client:
+        await client.jobs.fork("job-1", 2, [f"schedule={schedule}"])
+    assert sent[-1]["schedule"] == apply_override({}, f"schedule={schedule}")["schedule"]
 
 
 async def test_busy_broker_is_asked_again_and_creates_one_job(url: str, fake: FakeJobs) -> None:
