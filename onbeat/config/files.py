@@ -64,7 +64,9 @@ def apply_override(job: dict[str, Any], override: str) -> dict[str, Any]:
     *parents, leaf = key.strip().split(".")
     section = job
     for parent in parents:
-        section = section.setdefault(parent, {})
+        if section.get(parent) is None:  # a job that the broker gives has null for a section that is left out
+            section[parent] = {}
+        section = section[parent]
         if not isinstance(section, dict):
             raise ValueError(f"--set {override}: {parent} is a value, not a section")
     section[leaf] = value

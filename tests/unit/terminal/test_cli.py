@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.config import JobConfig
+from onbeat.config import JobConfig, apply_override
 from onbeat.local.state import StackState
 from tests.unit.fake_broker import FakeJobs
 from tests.unit.terminal.conftest import Command
@@ -267,6 +267,15 @@ def test_date_in_a_job_is_submitted_as_text(onbeat: Command, fake: FakeJobs, tmp
     onbeat("jobs", "create", str(job), "--set", "name=2026-01-31")
     config = fake.jobs["job-1"]["config"]
     assert (config["name"], config["fork"]["job"]) == ("2026-01-31", "2026-01-31T10:20:30")
+
+
+def test_set_reaches_into_a_section_that_a_stored_job_leaves_out() -> None:
+    stored = JobConfig.from_file(QUICKSTART).model_dump(mode="json")
+    importance = JobConfig.model_validate(
+        apply_override(stored, "objective.importance.type=truncated")
+    ).objective.importance
+    assert importance is not None
+    assert importance.type == "truncated"
 
 
 @pytest.mark.parametrize("override", ["novalue", "=3", "name.x=3"])
