@@ -144,7 +144,8 @@ def num_tokens(record: IterationRecord) -> int:
 
 def check_report_path(path: Path) -> None:
     """Check the path before the run rather than after it. Raise OnbeatError."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    is_special = path.exists() and not path.is_file()  # such as /dev/null, which the report would replace
+    if is_special or not os.access(path.parent, os.W_OK):
         raise OnbeatError(f"--report {path}: cannot be written; name a file in an existing, writable folder")
 
 

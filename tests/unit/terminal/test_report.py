@@ -1,5 +1,6 @@
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,6 @@ def test_report_file_is_json_and_checked_before_the_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OnbeatError, match="cannot be written"):
         check_report_path(tmp_path / "missing" / "report.json")
+    os.mkfifo(tmp_path / "pipe")  # as /dev/stdout is one: it would be replaced
+    with pytest.raises(OnbeatError, match="cannot be written"):
+        check_report_path(tmp_path / "pipe")
