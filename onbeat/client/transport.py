@@ -113,17 +113,20 @@ class Transport:
 
     async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
         """Make one call with bounded retries; a call that is not repeatable is only retried when nothing was sent.
+        `timeout`: seconds that its answer may take; connecting always has `timeout_s`.
 
         Raise ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy.
         """
+        silence_s = options.pop("timeout", self.timeout_s)
+        timeout = httpx.Timeout(silence_s, connect=self.timeout_s)
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
-                response = await self._http.request(method, path, **options)
+                response = await self._http.request(method, path, timeout=timeout, **options)
             except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
-                silence_s = options.get("timeout", self.timeout_s)
                 raise BrokerUnreachable(self.base_url, f"connected, but silent for {silence_s:g} s") from error
             except httpx.RequestError as error:
-                if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
+                is_timeout = isinstance(error, httpx.TimeoutException)  # each further try would take as long again
+                if delay_s is None or is_timeout or not (is_repeatable or isinstance(error, httpx.ConnectError)):
                     raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
             else:
                 is_retried = is_repeatable and response.status_code in BUSY_STATUSES and delay_s is not None

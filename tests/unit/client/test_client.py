@@ -333,6 +333,19 @@ async def test_unreachable_broker_is_named_with_a_remedy() -> None:
     assert time.monotonic() - started < 5
 
 
+async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for waiting in (first, second):  # further ones are dropped, as by a firewall
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        async with AsyncClient(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.5) as client:
+            async with asyncio.timeout(10):
+                with pytest.raises(BrokerUnreachable, match="ConnectTimeout"):
+                    await client.jobs.create(CONFIG)  # its answer may take two minutes
+
+
 @pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])
 def test_wrong_url_is_refused_before_anything_is_sent(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
