@@ -181,8 +181,8 @@ def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts rollout-2 before rollout-10."""
-    parts = "".join(c if c.isdigit() else f"\0{c}\0" for c in name).split("\0")
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
+    parts = "".join(c if c.isdecimal() else f"\0{c}\0" for c in name).split("\0")
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part]
 
 
 def pool_line(pool: PoolView) -> str:
