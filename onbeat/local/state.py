@@ -58,13 +58,13 @@ class StackLock:
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._owner = take_lock(data_dir / OWNER_LOCK, OWNER_DEADLINE_S)  # another process may just be looking
+        state_path(data_dir).unlink(missing_ok=True)  # it belongs to an owner that was killed
         try:
             # The children of an owner that was killed are on their way out, and Redis may still be writing.
             self._children = take_lock(data_dir / CHILDREN_LOCK, LEFTOVERS_DEADLINE_S)
         except OnbeatError:
             self._owner.close()
             raise
-        state_path(data_dir).unlink(missing_ok=True)  # it belongs to an owner that was killed
 
     @property
     def children_fd(self) -> int:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,15 @@ from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_core
 from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
-from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
+from onbeat.local.state import (
+    OWNER_LOCK,
+    StackLock,
+    StackState,
+    create_data_dir,
+    has_processes,
+    is_locked,
+    running_stack,
+)
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 from tests.waiting import wait_until
 
@@ -310,6 +319,21 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
         StackLock(tmp_path)
     child.communicate(b"\n")
     StackLock(tmp_path).release()
+
+
+def test_waiting_stack_does_not_pass_for_the_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
+    killed = StackLock(tmp_path)
+    killed.write(StackState(os.getpid(), "up", "http://u", "redis://r", 1.0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[killed.children_fd])
+    killed._children.close()
+    killed._owner.close()
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(StackLock, tmp_path)
+        wait_until(lambda: is_locked(tmp_path / OWNER_LOCK), "the next stack waits for the child")
+        wait_until(lambda: running_stack(tmp_path) is None, "the file of the killed stack is gone", 5)
+        child.communicate(b"\n")
+        starting.result().release()
 
 
 def test_taken_port_is_not_handed_out() -> None:
