@@ -308,6 +308,17 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     assert not has_processes(tmp_path)
 
 
+def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
+    StackLock(tmp_path).release()
+
+    def count_owners() -> int:
+        return sum(has_processes(tmp_path) for _ in range(2000))
+
+    with ThreadPoolExecutor(2) as threads:
+        lookers = [threads.submit(count_owners) for _ in range(2)]
+    assert [looker.result() for looker in lookers] == [0, 0]
+
+
 def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
     lock = StackLock(tmp_path)
