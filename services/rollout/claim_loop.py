@@ -118,6 +118,7 @@ class ClaimLoop:
         try:
             while not self._ends.drain.is_set():
                 await self._settle()
+                self._note_arrival()
                 while claims := await self._claim():
                     self._launch(claims)
                 await self._wait_for_change(ending)
@@ -197,12 +198,15 @@ class ClaimLoop:
     def _tasks(self) -> set[asyncio.Task[None]]:
         return {flight.task for flight in self.flights.values()}
 
-    async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
-        """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
-        changes: set[asyncio.Task] = {*self._tasks(), ending}
+    def _note_arrival(self) -> None:
+        """Note which prompts have arrived. This is done before a claim: those that it misses must end the next wait."""
         if self._arrival is not None and self._arrival.done():
             self._last_seen = self._arrival.result()
             self._arrival = None
+
+    async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
+        """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
+        changes: set[asyncio.Task] = {*self._tasks(), ending}
         if self._num_claimable():
             wait = self._job.ledger.rollout.wait_for_prompts
             self._arrival = self._arrival or asyncio.create_task(wait(self._job.job_id, self._last_seen, POLL_S))
