@@ -23,7 +23,7 @@ from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engines.interface import Engine, VersionMismatch
-from services.rollout.engines.registry import EngineBroken, EngineDied
+from services.rollout.engines.registry import CANCEL_DEADLINE_S, EngineBroken, EngineDied
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
@@ -163,8 +163,8 @@ class ClaimLoop:
         self.flights.clear()
         for flight in flights:
             flight.task.cancel()
-        if flights:
-            await asyncio.wait({flight.task for flight in flights})
+        if flights:  # an engine that ignores the cancellation is left behind
+            await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self._hand_back(flights)
@@ -260,7 +260,7 @@ class ClaimLoop:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
     async def _hand_back(self, flights: Sequence[Flight]) -> None:
-        """Release our leases of flights that are over."""
+        """Release our leases of flights that are over or left behind."""
         job, ours = self._job, [flight for flight in flights if not flight.is_lost]
         for is_attempt in (True, False):
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
@@ -283,8 +283,8 @@ def is_engine_silent(flight: Flight, error: BaseException) -> bool:
 
 
 def is_groups_fault(flight: Flight) -> bool:
-    """Return whether a flight that is over failed for a reason that may lie in its group: only that is an attempt."""
-    if flight.task.cancelled() or (error := flight.task.exception()) is None:
+    """Return whether a flight failed for a reason that may lie in its group: only that is an attempt."""
+    if not flight.task.done() or flight.task.cancelled() or (error := flight.task.exception()) is None:
         return False
     if isinstance(error, DeadlineExceeded):
         return flight.stage is not Stage.WAITING
