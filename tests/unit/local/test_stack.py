@@ -22,6 +22,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
+from onbeat.local.daemon import start_in_background
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
@@ -306,6 +307,17 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     lock.release()
     assert running_stack(tmp_path) is None
     assert not has_processes(tmp_path)
+
+
+def test_second_stack_leaves_the_log_of_the_first(tmp_path: Path) -> None:
+    create_data_dir(tmp_path)
+    log = tmp_path / "logs" / "stack.log"
+    log.write_text("of the first")
+    lock = StackLock(tmp_path)  # it is still starting
+    with pytest.raises(OnbeatError, match="already running"):
+        start_in_background(StackOptions(tmp_path))
+    lock.release()
+    assert log.read_text() == "of the first"
 
 
 def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
