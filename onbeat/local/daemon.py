@@ -14,7 +14,15 @@ from pathlib import Path
 
 from onbeat.errors import OnbeatError
 from onbeat.local.stack import LocalStack, StackOptions
-from onbeat.local.state import StackState, create_data_dir, has_processes, running_stack
+from onbeat.local.state import (
+    OWNER_DEADLINE_S,
+    OWNER_LOCK,
+    StackState,
+    create_data_dir,
+    has_processes,
+    running_stack,
+    take_lock,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +34,7 @@ STOP_DEADLINE_S = 120.0
 def start_in_background(options: StackOptions) -> StackState:
     """Start the stack and return when it is ready. Raises OnbeatError with the reason of the failure."""
     create_data_dir(options.data_dir)
+    take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S).close()  # or else the log is another stack's
     log_path = options.data_dir / "logs" / "stack.log"
     arguments = json.dumps({**asdict(options), "data_dir": str(options.data_dir)})
     with log_path.open("wb") as output:

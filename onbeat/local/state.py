@@ -58,13 +58,13 @@ class StackLock:
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._owner = take_lock(data_dir / OWNER_LOCK, OWNER_DEADLINE_S)  # another process may just be looking
+        state_path(data_dir).unlink(missing_ok=True)  # it belongs to an owner that was killed
         try:
             # The children of an owner that was killed are on their way out, and Redis may still be writing.
             self._children = take_lock(data_dir / CHILDREN_LOCK, LEFTOVERS_DEADLINE_S)
         except OnbeatError:
             self._owner.close()
             raise
-        state_path(data_dir).unlink(missing_ok=True)  # it belongs to an owner that was killed
 
     @property
     def children_fd(self) -> int:
@@ -104,7 +104,7 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     with open_lock(path) as file:
-        return not try_lock(file)
+        return not try_lock(file, fcntl.LOCK_SH)  # shared: two processes that look do not disturb each other
 
 
 def take_lock(path: Path, deadline_s: float) -> IO[str]:
@@ -137,16 +137,16 @@ def state_path(data_dir: Path) -> Path:
 
 def open_lock(path: Path) -> IO[str]:
     try:
-        return path.open("a")
+        return path.open("a+")  # on network disks a shared lock needs a file that can be read
     except OSError as error:
         raise OnbeatError(
             f"cannot write to the data folder {path.parent}: {error}; choose another with --data-dir"
         ) from error
 
 
-def try_lock(file: IO[str]) -> bool:
+def try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # as on network disks

@@ -51,17 +51,24 @@ def suited(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
 def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate | None:
     """Return the job that this rollout should move to, or None.
 
-    One rollout moves at a time, to a running job that has none: the first (by id) of the job with the most for its
-    needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while another is unassigned or
-    draining, because that one may help or change the picture.
+    One rollout moves at a time, to a running job that has none: the first (by id) that can compute in its dtype, of the
+    job with the most for its needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while
+    another is unassigned or draining, because that one may help or change the picture.
     """
     workers = suited(workers)
     if any(worker.job_id is None or worker.state == "draining" for worker in workers):
         return None
-    members = {job.job_id: sorted(worker.id for worker in workers if worker.job_id == job.job_id) for job in jobs}
+    members = {job.job_id: [worker for worker in workers if worker.job_id == job.job_id] for job in jobs}
     starving = [job for job in jobs if not members[job.job_id] and not job.is_paused]
-    givers = [job for job in jobs if len(members[job.job_id]) > (0 if job.is_paused else 1)]
-    if not starving or not givers:
+    if not starving:
+        return None
+    able = {job_id: sorted(one.id for one in own if can_serve(one, starving[0])) for job_id, own in members.items()}
+    givers = [job for job in jobs if able[job.job_id] and len(members[job.job_id]) > (0 if job.is_paused else 1)]
+    if not givers:
         return None
     giver = max(givers, key=lambda job: (job.is_paused, len(members[job.job_id]) / job.num_responses))
-    return starving[0] if members[giver.job_id][0] == worker_id else None
+    return starving[0] if able[giver.job_id][0] == worker_id else None
+
+
+def can_serve(worker: WorkerRecord, job: Candidate) -> bool:
+    return job.config.model.dtype != "bfloat16" or worker.bfloat16 != "missing"

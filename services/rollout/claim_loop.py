@@ -23,7 +23,7 @@ from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engines.interface import Engine, VersionMismatch
-from services.rollout.engines.registry import EngineBroken, EngineDied
+from services.rollout.engines.registry import CANCEL_DEADLINE_S, EngineBroken, EngineDied
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
@@ -118,6 +118,7 @@ class ClaimLoop:
         try:
             while not self._ends.drain.is_set():
                 await self._settle()
+                self._note_arrival()
                 while claims := await self._claim():
                     self._launch(claims)
                 await self._wait_for_change(ending)
@@ -162,8 +163,8 @@ class ClaimLoop:
         self.flights.clear()
         for flight in flights:
             flight.task.cancel()
-        if flights:
-            await asyncio.wait({flight.task for flight in flights})
+        if flights:  # an engine that ignores the cancellation is left behind
+            await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self._hand_back(flights)
@@ -197,12 +198,15 @@ class ClaimLoop:
     def _tasks(self) -> set[asyncio.Task[None]]:
         return {flight.task for flight in self.flights.values()}
 
-    async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
-        """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
-        changes: set[asyncio.Task] = {*self._tasks(), ending}
+    def _note_arrival(self) -> None:
+        """Note which prompts have arrived. This is done before a claim: those that it misses must end the next wait."""
         if self._arrival is not None and self._arrival.done():
             self._last_seen = self._arrival.result()
             self._arrival = None
+
+    async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
+        """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
+        changes: set[asyncio.Task] = {*self._tasks(), ending}
         if self._num_claimable():
             wait = self._job.ledger.rollout.wait_for_prompts
             self._arrival = self._arrival or asyncio.create_task(wait(self._job.job_id, self._last_seen, POLL_S))
@@ -256,7 +260,7 @@ class ClaimLoop:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
     async def _hand_back(self, flights: Sequence[Flight]) -> None:
-        """Release our leases of flights that are over."""
+        """Release our leases of flights that are over or left behind."""
         job, ours = self._job, [flight for flight in flights if not flight.is_lost]
         for is_attempt in (True, False):
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
@@ -279,8 +283,8 @@ def is_engine_silent(flight: Flight, error: BaseException) -> bool:
 
 
 def is_groups_fault(flight: Flight) -> bool:
-    """Return whether a flight that is over failed for a reason that may lie in its group: only that is an attempt."""
-    if flight.task.cancelled() or (error := flight.task.exception()) is None:
+    """Return whether a flight failed for a reason that may lie in its group: only that is an attempt."""
+    if not flight.task.done() or flight.task.cancelled() or (error := flight.task.exception()) is None:
         return False
     if isinstance(error, DeadlineExceeded):
         return flight.stage is not Stage.WAITING

@@ -57,6 +57,7 @@ class TransformersEngine:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._max_num_seqs = max_num_seqs
         self._device = torch.device(device)
+        self._turn = asyncio.Lock()  # requests wait here: waiting threads would be missed by pulls and name look-ups
         self._lock = threading.Lock()  # held by the thread that uses the model, which outlives a cancelled request
         self._model: Any = None
         self._tokenizer: Any = None
@@ -92,8 +93,9 @@ class TransformersEngine:
         self._num_in_flight += num_samples
         is_over = threading.Event()
         try:
-            sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, is_over)
-            token_ids_GT, logprobs_GT = await sampled
+            async with self._turn:
+                sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, is_over)
+                token_ids_GT, logprobs_GT = await sampled
         finally:  # this may have been cancelled
             is_over.set()
             self._num_in_flight -= num_samples

@@ -154,7 +154,7 @@ class VllmEngine:
         await asyncio.shield(self._building)
         self._building = None
         assert self._llm is not None
-        await self._llm.update_weight_version(str(policy_version))
+        await _unless_core_dies(self._llm, self._llm.update_weight_version(str(policy_version)))
         self._version = policy_version
         logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
 
@@ -222,8 +222,8 @@ class VllmEngine:
         async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
             await _unless_core_dies(self._llm, _replace_weights(self._llm, weights_file, arrived))
             arrived.check()
-        await self._llm.update_weight_version(str(policy_version))
-        await self._llm.resume_generation()
+        await _unless_core_dies(self._llm, self._llm.update_weight_version(str(policy_version)))
+        await _unless_core_dies(self._llm, self._llm.resume_generation())
         self._version = policy_version
 
     @property

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,18 @@ from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
+from onbeat.local.daemon import start_in_background
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
-from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
+from onbeat.local.state import (
+    OWNER_LOCK,
+    StackLock,
+    StackState,
+    create_data_dir,
+    has_processes,
+    is_locked,
+    running_stack,
+)
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 from tests.waiting import wait_until
 
@@ -133,10 +143,11 @@ def test_killed_service_leaves_no_shared_memory(supervisor: Supervisor, tmp_path
 
 def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) -> None:
     supervisor.start([family(pids_file)])
-    service, near, _ = pids_in(pids_file)
+    service, near, far = pids_in(pids_file)
     os.kill(supervisor.services[0].pid or 0, signal.SIGKILL)
     wait_until(lambda: supervisor.check() or not is_alive(service), "it has ended")
     wait_until(lambda: not is_alive(near), "its child has ended")
+    os.kill(far, signal.SIGKILL)  # only the guard could have found it
 
 
 def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
@@ -299,6 +310,28 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     assert not has_processes(tmp_path)
 
 
+def test_second_stack_leaves_the_log_of_the_first(tmp_path: Path) -> None:
+    create_data_dir(tmp_path)
+    log = tmp_path / "logs" / "stack.log"
+    log.write_text("of the first")
+    lock = StackLock(tmp_path)  # it is still starting
+    with pytest.raises(OnbeatError, match="already running"):
+        start_in_background(StackOptions(tmp_path))
+    lock.release()
+    assert log.read_text() == "of the first"
+
+
+def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
+    StackLock(tmp_path).release()
+
+    def count_owners() -> int:
+        return sum(has_processes(tmp_path) for _ in range(2000))
+
+    with ThreadPoolExecutor(2) as threads:
+        lookers = [threads.submit(count_owners) for _ in range(2)]
+    assert [looker.result() for looker in lookers] == [0, 0]
+
+
 def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
     lock = StackLock(tmp_path)
@@ -310,6 +343,21 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
         StackLock(tmp_path)
     child.communicate(b"\n")
     StackLock(tmp_path).release()
+
+
+def test_waiting_stack_does_not_pass_for_the_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
+    killed = StackLock(tmp_path)
+    killed.write(StackState(os.getpid(), "up", "http://u", "redis://r", 1.0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[killed.children_fd])
+    killed._children.close()
+    killed._owner.close()
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(StackLock, tmp_path)
+        wait_until(lambda: is_locked(tmp_path / OWNER_LOCK), "the next stack waits for the child")
+        wait_until(lambda: running_stack(tmp_path) is None, "the file of the killed stack is gone", 5)
+        child.communicate(b"\n")
+        starting.result().release()
 
 
 def test_taken_port_is_not_handed_out() -> None:

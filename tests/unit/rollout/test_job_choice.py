@@ -8,9 +8,9 @@ from onbeat.types import WorkerRecord
 from services.rollout.choice import Candidate, choose_job, find_move
 
 
-def job(job_id: str, num_prompts: int = 4, is_paused: bool = False) -> Candidate:
+def job(job_id: str, num_prompts: int = 4, is_paused: bool = False, dtype: str = "float32") -> Candidate:
     config = {
-        "model": {"path": "m"},
+        "model": {"path": "m", "dtype": dtype},
         "data": {"type": "jsonl", "path": "p.jsonl"},
         "reward": {"name": "exact"},
         "rollout": {"num_prompts_per_iteration": num_prompts, "num_samples_per_prompt": 2, "max_response_tokens": 8},
@@ -87,3 +87,13 @@ def test_rollout_that_can_serve_no_job_is_not_waited_for() -> None:
     jobs, unsuited = [job("a"), job("b")], worker("w9", state="unsuited")
     assert find_move(jobs, [worker("w0", "a"), worker("w1", "a"), unsuited], "w0") == jobs[1]
     assert choose_job(jobs, [worker("a0", state="unsuited"), worker("w1")], "w1") == jobs[0]
+
+
+def test_a_rollout_that_can_serve_the_other_job_moves() -> None:
+    jobs = [job("a"), job("b", dtype="bfloat16")]
+    old, new = (
+        worker(f"w{i}", "a").model_copy(update={"bfloat16": kind}) for i, kind in enumerate(("missing", "native"))
+    )
+    assert find_move(jobs[:1], [old, new], "w0") is None  # it leaves job b alone
+    assert find_move(jobs, [old, new], "w1") == jobs[1]
+    assert find_move(jobs, [old, old.model_copy(update={"id": "w2"})], "w2") is None

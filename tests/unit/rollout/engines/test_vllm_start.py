@@ -5,9 +5,11 @@ Import and build are faked.
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from services.rollout.engines import vllm_engine
+from services.rollout.engines.arrivals import Arrivals
+from services.rollout.engines.registry import EngineDied
 from services.rollout.engines.vllm_engine import VllmEngine
 
 
@@ -23,9 +27,20 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.num_shutdowns = 0
+        self.errored = False
+        self.dies_in = ""  # a call: its core dies before it answers
 
     async def update_weight_version(self, version: str) -> None:
+        await self._die_in("update_weight_version")
         self.version = version
+
+    async def resume_generation(self) -> None:
+        await self._die_in("resume_generation")
+
+    async def _die_in(self, call: str) -> None:
+        if call == self.dies_in:
+            self.errored = True
+            await asyncio.Event().wait()
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
@@ -70,6 +85,7 @@ class FakeImport:
 def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImport]:
     fake = FakeImport()
     monkeypatch.setattr(vllm_engine, "import_vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
     monkeypatch.setattr(vllm_engine.os, "environ", dict(os.environ))
     vllm_engine.importing.cache_clear()
     yield fake
@@ -148,6 +164,37 @@ async def test_engine_starts_and_stops(model_dir: Path, importing: FakeImport) -
     assert (engine.version(), engine.llm.version) == (3, "3")
     await engine.stop()
     assert engine.llm.num_shutdowns == 1
+
+
+async def test_start_ends_when_the_core_dies_at_its_last_call(model_dir: Path) -> None:
+    engine = SlowEngine()
+    engine.may_finish.set()
+    engine.llm.dies_in = "update_weight_version"
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(engine.start(model_dir, 0), 5)
+    await engine.stop()
+    assert engine.llm.num_shutdowns == 1
+
+
+@pytest.mark.parametrize("call", ["update_weight_version", "resume_generation"])
+async def test_load_ends_when_the_core_dies_at_its_last_calls(
+    call: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def replace_weights(_: object, __: Path, arrived: Arrivals) -> None:
+        while await arrived.take():
+            pass
+
+    async def arrivals() -> AsyncIterator[list[str]]:
+        yield ["weight"]
+
+    monkeypatch.setattr(vllm_engine, "_replace_weights", replace_weights)
+    engine = SlowEngine()
+    engine.may_finish.set()
+    await engine.start(model_dir, 0)
+    engine.llm.dies_in = call
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(engine.load(1, model_dir / "model.safetensors", arrivals()), 5)
+    assert engine.version() is None
 
 
 async def test_import_starts_before_the_model_and_the_build_waits(model_dir: Path, importing: FakeImport) -> None:
