@@ -188,12 +188,10 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
 async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id, _ = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
     await wait_open(ledger, job_id, 0)
-    monkeypatch.setattr(watcher, "WAIT_S", 5.0)
+    monkeypatch.setattr(watcher, "WAIT_S", 20.0)
     await asyncio.sleep(1.2)  # the watcher waits for an event, and now for as long as that
-    started = time.monotonic()
     await claim_all(ledger, job_id)
-    await wait_open(ledger, job_id, 1)
-    assert time.monotonic() - started < 2.5
+    await wait_open(ledger, job_id, 1)  # this waits for half as long
 
 
 @pytest.mark.usefixtures("conductors", "eager")
