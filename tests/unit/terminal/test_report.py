@@ -110,7 +110,7 @@ def test_summary_compares_no_iteration_with_itself(num_iterations: int, text: st
     assert dict(total_rows(report))["reward"].rstrip("▁▂▃▄▅▆▇█") == text
 
 
-def test_summary_counts_the_groups_that_dynamic_sampling_replaced() -> None:
+def test_summary_counts_groups_that_dynamic_sampling_replaced() -> None:
     report = make_report(JOB, records(2, num_replaced=3, num_not_replaced=1, num_stale=0))
     assert dict(total_rows(report))["groups"] == "6 replaced, 2 not replaced for want of prompts"
 
