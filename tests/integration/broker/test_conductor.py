@@ -30,6 +30,7 @@ from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
 from services.broker.doctor.explain import num_lost_trainers
 from services.broker.evaluations import Evaluator
+from services.broker.tasks import produce_tasks
 from tests.broker_fixtures import (
     broker_process,
     claim_all,
@@ -188,12 +189,10 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
 async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id, _ = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
     await wait_open(ledger, job_id, 0)
-    monkeypatch.setattr(watcher, "WAIT_S", 5.0)
+    monkeypatch.setattr(watcher, "WAIT_S", 20.0)
     await asyncio.sleep(1.2)  # the watcher waits for an event, and now for as long as that
-    started = time.monotonic()
     await claim_all(ledger, job_id)
-    await wait_open(ledger, job_id, 1)
-    assert time.monotonic() - started < 2.5
+    await wait_open(ledger, job_id, 1)  # this waits for half as long
 
 
 @pytest.mark.usefixtures("conductors", "eager")
@@ -489,7 +488,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
 
 @pytest.mark.usefixtures("conductors")
 async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -> None:
-    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 1.0})
+    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 30.0})
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "progress_at", time.time() - 1000)
     await wait_open(ledger, job_id, 0)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
@@ -497,7 +496,7 @@ async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -
 
 @pytest.mark.usefixtures("conductors", "eager")
 async def test_time_that_no_broker_watched_fails_no_job(ledger: Ledger) -> None:
-    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 1.0})
+    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 4.0})
     await wait_open(ledger, job_id, 0)
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", time.time() - 100_000)  # all services were down
     await asyncio.sleep(SEVERAL_LOOKS_S)
@@ -528,10 +527,20 @@ async def test_final_job_is_taken_off_the_active_list(ledger: Ledger) -> None:
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger: Ledger, tmp_path: Path) -> None:
+async def test_data_that_vanishes_fails_the_job_with_the_reason(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+
+    async def produce(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
+        tasks = await produce_tasks(config, iteration, process)
+        prepared.append(iteration)
+        return tasks
+
+    monkeypatch.setattr(watcher, "produce_tasks", produce)
     job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 5})
     await wait_open(ledger, job_id, 0)
-    await asyncio.sleep(0.1)  # iteration 1 is prepared by now
+    await eventually("both conductors have prepared iteration 1", lambda: prepared.count(1) == 2)
     (tmp_path / "prompts.jsonl").unlink()
     await train(ledger, job_id, epoch, range(2))
     fields = await reaches(ledger, job_id, JobState.FAILED)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -405,8 +406,9 @@ async def test_watcher_that_is_slow_misses_nothing(ledger: Ledger, monkeypatch: 
     await streams.close()
 
 
-async def test_question_is_read_once_for_all_who_ask_it() -> None:
-    shared, num_reads = live.Shared(), 0
+async def test_question_is_read_once_for_all_who_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, num_reads, now_s = live.Shared(), 0, 0.0
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def read() -> int:
         nonlocal num_reads
@@ -418,7 +420,7 @@ async def test_question_is_read_once_for_all_who_ask_it() -> None:
     with pytest.raises(asyncio.TimeoutError):  # one who leaves takes the answer from nobody
         await asyncio.wait_for(shared.answer("b", 0.1, read), 0.01)
     assert await shared.answer("b", 0.1, read) == 2
-    await asyncio.sleep(0.15)
+    now_s += 0.15
     assert await shared.answer("a", 0.1, read) == 3
     await shared.close()
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import pytest
 from prometheus_client import REGISTRY
 
 from onbeat.types import WeightUpdate
@@ -67,7 +68,7 @@ async def test_older_version_for_a_dead_workers_group_is_no_wait(rig: Rig) -> No
     assert (await update_to(rig, 3)).open_s is not None
 
 
-async def test_cured_fault_is_counted(rig: Rig) -> None:
+async def test_cured_fault_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     before = sample("faults_total")
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
@@ -75,7 +76,7 @@ async def test_cured_fault_is_counted(rig: Rig) -> None:
     rig.trainer.refused = {1}
     await rig.commit(0)
     await rig.open(1, rig.task(1, 0))
-    await asyncio.sleep(0.5)  # a few tries
+    await rig.until(lambda: "policy version 1 is tried again" in caplog.text)
     rig.trainer.refused = set()
     update = await update_to(rig, 1)
     await rig.drained(1)

@@ -90,9 +90,14 @@ async def test_group_carries_the_part_of_each_token_in_the_text(rig, text, lengt
 
 
 async def test_group_carries_what_trainer_and_people_need(rig):
-    rig.start_worker(FakeEngine(delay_s=0.2))
+    engine = FakeEngine(delay_s=0.2)
+    engine.may_finish.clear()
+    started = time.monotonic()
+    rig.start_worker(engine)
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
     await rig.open(0, rig.task(0, 0, messages=messages, data_row=7), rig.task(0, 1, messages=[], text="2+2="))
+    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    engine.may_finish.set()
     chat, plain = await rig.drained(0)
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
     from tests.tiny_models import build_tokenizer
@@ -103,10 +108,11 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert chat.worker_id == "w0"
     assert (chat.data_row, plain.HasField("data_row")) == (7, False)
     assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
-    assert 0.2 <= chat.timings.generate_s < 1.0
+    assert 0.2 <= chat.timings.generate_s < time.monotonic() - started
     assert chat.timings.score_s > 0
     (hashes,) = await iteration_hashes(rig.ledger, rig.job_id, [0])
-    assert 0.2 <= hashes.busy_s["w0"] < 0.4  # both groups at once
+    sum_s = sum(group.timings.generate_s for group in (chat, plain))
+    assert 0.2 <= hashes.busy_s["w0"] < sum_s  # both groups at once
 
 
 class SlowStarter(FakeEngine):
@@ -163,14 +169,18 @@ async def test_heartbeat_reports_job_state_and_version(rig):
 
     await rig.open(0, rig.task(0, 0))
     await rig.until(lambda: engine.num_in_flight() == G)
-    await asyncio.sleep(0.3)
+
+    async def is_said(state) -> bool:
+        worker = await record()
+        return worker is not None and worker.state == state
+
+    await rig.until(lambda: is_said("generating"))
     worker = await record()
     assert (worker.job_id, worker.state, worker.policy_version) == (rig.job_id, "generating", 0)
     assert worker.num_devices == 2
     engine.may_finish.set()
     await rig.drained(0)
-    await asyncio.sleep(0.3)
-    assert (await record()).state == "idle"
+    await rig.until(lambda: is_said("idle"))
 
 
 async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
@@ -226,13 +236,15 @@ async def test_dead_workers_group_is_generated_on_its_own_version(rig):
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
     await rig.open(1, rig.task(1, 0), rig.task(1, 1))
-    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=1.0)
-    rig.start_worker(lease_s=1.0)
+    (dead,) = await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=30.0)
+    rig.start_worker(lease_s=30.0)
     await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
     await rig.open(2, rig.task(2, 0), version=1)
     await rig.drained(2)
     await rig.trainer.publish(2)
     await rig.until(lambda: rig.engines[0].version() == 2)  # idle, and ahead
+    prompts = JobKeys(rig.job_id).prompts
+    await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "dead", 0, [dead.entry_id], idle=60_000, justid=True)
     groups = await rig.drained(1)
     assert [list(r.token_ids) for group in groups for r in group.responses] == [[1] * 3] * (2 * G)
     assert [version for version, _, _ in rig.engines[0].requests] == [1, 1, 1]
@@ -249,7 +261,7 @@ async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     rig.start_worker()
     assert len((await rig.drained(1))[0].responses) == G
     assert {group.failure.kind for group in await rig.evaluated(0)} == {"version_gone"}
-    assert time.monotonic() - started < 5  # the deadline of one pull is 20 s
+    assert time.monotonic() - started < puller.PULL_DEADLINE_S / 2
 
 
 class VersionSayer(FakeEngine):
@@ -368,12 +380,15 @@ async def test_group_is_given_up_after_its_attempts_with_last_reason(rig, monkey
 async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
     engine = FakeEngine()
-    engine.may_finish.clear()
     rig.start_worker(engine)
-    await rig.open(0, rig.task(0, 0, deadline_s=3.0))  # long enough to start the process of the reward
-    await rig.until(lambda: len(engine.requests) == 2)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)  # the process of the reward has started
+    await rig.commit(0)
+    engine.may_finish.clear()
+    await rig.open(1, rig.task(1, 0, deadline_s=3.0))
+    await rig.until(lambda: len(engine.requests) == 3)
     engine.may_finish.set()
-    assert len((await rig.drained(0))[0].responses) == G
+    assert len((await rig.drained(1))[0].responses) == G
     assert "not ready 3 s after its claim" in (await rig.event_messages("group.released"))[0]
 
 
@@ -526,11 +541,11 @@ async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatc
     num_claims = 0
     for version in (1, 2):  # the replay
         await rig.trainer.publish(version)
+        await rig.until(lambda version=version: rig.engines[0].version() == version)  # keeps up in the meantime
         await asyncio.sleep(0.3)
-        assert rig.engines[0].version() == version  # keeps up in the meantime
     assert num_claims == 0
     await rig.trainer.publish(3)
-    assert len((await rig.drained(3, timeout_s=5))[0].responses) == G
+    assert len((await rig.drained(3))[0].responses) == G
     assert len(await rig.event_messages("group.released")) == 1
 
 
@@ -553,15 +568,18 @@ async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
     rig.trainer.is_up = False
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
-    await asyncio.sleep(0.5)
-    assert [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"]
+
+    async def is_starting() -> bool:
+        return [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"]
+
+    await rig.until(is_starting)
     rig.trainer.is_up = True
     assert len(await rig.drained(0)) == 1
 
 
 async def test_slow_group_keeps_its_lease_and_is_generated_once(rig):
-    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
-    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
+    for _ in range(2):
+        rig.start_worker(FakeEngine(delay_s=5.0), lease_s=4.0)  # a lease is renewed in time even after a halt of 2 s
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
     assert sum(len(engine.requests) for engine in rig.engines) == 1
@@ -596,11 +614,14 @@ class SlowToCancel(FakeEngine):
 
 async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
     engine, prompts = SlowToCancel(), JobKeys(rig.job_id).prompts
-    engine.may_finish.clear()
-    rig.start_worker(engine, lease_s=9.0)
+    rig.start_worker(engine, lease_s=15.0)
     await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)  # the process of the reward has started
+    await rig.commit(0)
+    engine.may_finish.clear()
+    await rig.open(1, rig.task(1, 0))
     await rig.until(lambda: engine.num_in_flight() == G)
-    entry = (await rig.ledger.redis.xrange(prompts))[0][0].decode()
+    entry = (await rig.ledger.redis.xrange(prompts))[-1][0].decode()
     await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "thief", 0, [entry], idle=0)
     await engine.is_cancelled.wait()
     await rig.ledger.rollout.release(rig.job_id, "thief", [entry])
@@ -612,7 +633,7 @@ async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
     await rig.until(is_back)
     engine.may_finish.set()
     engine.may_end.set()
-    await rig.drained(0, timeout_s=4.0)
+    await rig.drained(1, timeout_s=10.0)
 
 
 async def test_two_workers_share_an_iteration(rig, monkeypatch):
@@ -629,11 +650,15 @@ async def test_two_workers_share_an_iteration(rig, monkeypatch):
 
 
 async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
-    worker = rig.start_worker(FakeEngine(capacity=2 * G, delay_s=0.5))
+    engine = FakeEngine(capacity=2 * G)
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=60.0)
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
-    await rig.until(lambda: len(rig.engines[0].requests) == 3)
+    await rig.until(lambda: len(engine.requests) == 3)
     worker.stop()
-    await asyncio.wait_for(rig.running[0][1], timeout=5)
+    await rig.until(worker._session._ends.drain.is_set)
+    engine.may_finish.set()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
     assert len(await rig.groups(0)) == 3
     assert rig.engines[0].stopped
     assert await rig.ledger.workers.records(rig.pool) == []
@@ -690,7 +715,7 @@ async def test_stopped_workers_cost_the_group_no_attempt(rig):
         worker = rig.start_worker(engine, drain_s=0.05)
         await rig.until(lambda engine=engine: engine.num_in_flight() == G)
         worker.stop()
-        await asyncio.wait_for(rig.running[number][1], timeout=5)
+        await asyncio.wait_for(rig.running[number][1], timeout=30)
     rig.start_worker()
     assert len((await rig.drained(0))[0].responses) == G
 
@@ -713,10 +738,10 @@ async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypa
 
 async def test_stop_while_waiting_for_the_trainer_ends_at_once(rig):
     rig.trainer.is_up = False
-    worker = rig.start_worker()
+    worker = rig.start_worker(drain_s=60.0)
     await asyncio.sleep(0.3)
     worker.stop()
-    await asyncio.wait_for(rig.running[0][1], timeout=2)
+    await asyncio.wait_for(rig.running[0][1], timeout=20)
 
 
 async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
@@ -726,7 +751,7 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
     await rig.open(0, rig.task(0, 0))
     await rig.until(lambda: engine.num_in_flight() == G)
     await rig.ledger.jobs.move(rig.job_id, JobState.CANCELLING)
-    await rig.until(lambda: engine.stopped, timeout_s=3)
+    await rig.until(lambda: engine.stopped)
     assert not rig.running[0][1].done()
 
 

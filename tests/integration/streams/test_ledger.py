@@ -10,8 +10,8 @@ from redis.exceptions import DataError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams.connection import connect
-from onbeat.streams.keys import TRAINER_GROUP, JobKeys
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger import Claim, Ledger
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import group_states
 from onbeat.types import (
@@ -348,12 +348,21 @@ async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> No
 # ---- leases of groups --------------------------------------------------------------------------------------------
 
 
+async def make_idle(ledger: Ledger, job_id: str, worker: str, claims: list[Claim], idle_s: float = 60.0) -> None:
+    """Let the leases run out, as if nobody had renewed them for so many seconds."""
+    entries = [claim.entry_id for claim in claims]
+    milliseconds = int(idle_s * 1000)
+    await ledger.redis.xclaim(
+        JobKeys(job_id).prompts, ROLLOUT_GROUP, worker, 0, entries, idle=milliseconds, justid=True
+    )
+
+
 async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
-    lost = await ledger.rollout.claim(job_id, "dead", 2, lease_s=0.05)
-    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05) == []
-    await asyncio.sleep(0.08)
-    taken = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05)
+    lost = await ledger.rollout.claim(job_id, "dead", 2, lease_s=30)
+    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=30) == []
+    await make_idle(ledger, job_id, "dead", lost)
+    taken = await ledger.rollout.claim(job_id, "w2", 2, lease_s=30)
     assert [claim.task.group_id for claim in taken] == [claim.task.group_id for claim in lost]
     assert [claim.attempt for claim in taken] == [2, 2]
 
@@ -370,11 +379,10 @@ async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> 
 
 async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
-    first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=0.1)
-    for _ in range(4):
-        await asyncio.sleep(0.04)
-        assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
-    (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.1)
+    first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
+    await make_idle(ledger, job_id, "w1", [first, second])
+    assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
+    (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=30)
     assert stolen.entry_id == second.entry_id
     assert await ledger.rollout.renew(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
 

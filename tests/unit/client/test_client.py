@@ -123,8 +123,9 @@ async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> No
 async def test_audit_may_take_longer_than_other_answers(
     url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with AsyncClient(url, timeout_s=0.2) as client:
+    async with AsyncClient(url) as client:
         job = await client.jobs.create(CONFIG)
+    async with AsyncClient(url, timeout_s=0.2) as client:
         fake.delay_s = 0.5
         with pytest.raises(BrokerUnreachable, match=r"silent for 0\.2 s"):
             await client.jobs.get(job.id)
@@ -330,7 +331,7 @@ async def test_unreachable_broker_is_named_with_a_remedy() -> None:
     async with AsyncClient("http://127.0.0.1:9") as client:
         with pytest.raises(BrokerUnreachable, match=r"http://127\.0\.0\.1:9 .*onbeat up.*--url"):
             await client.jobs.list()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10  # nobody waits 15 s for an answer
 
 
 async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:

@@ -16,6 +16,7 @@ from services.rollout.engines.registry import EngineBroken
 from services.rollout.gate import GateLimits, PolicyMoved, VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of
+from tests.waiting import until
 
 SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
 
@@ -49,6 +50,12 @@ class Rig:
         self.puller.mark_read(pull)
         self.trainer.pulls.clear()
 
+    async def heard_of(self, version: int) -> None:
+        await until(lambda: self.puller.announcements.newest == version)
+
+    async def pulled(self, *versions: int) -> None:
+        await until(lambda: self.trainer.pulls == list(versions))
+
     def generate(self, version: int) -> asyncio.Task[list[int]]:
         async def pinned() -> list[int]:
             async with self.gate.pinned(version):
@@ -66,18 +73,26 @@ async def rig(tmp_path):
 
 
 async def settle(seconds: float = 0.05) -> None:
+    """For what must not happen; for what must, the test waits."""
     await asyncio.sleep(seconds)
+
+
+def move_clock(seconds: float) -> None:
+    """Let the loop's clock jump: a test that sleeps past a limit fails when its process stands still before it."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + seconds  # type: ignore[method-assign]
 
 
 async def test_new_version_is_loaded_after_the_drain_once_for_all(rig):
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old = [rig.generate(0) for _ in range(3)]
-    await settle()
+    await until(lambda: rig.engine.num_in_flight() == 3)
     new = [rig.generate(1) for _ in range(4)]
+    await rig.pulled(1)
     await settle()
     assert rig.engine.loads == []  # three are still generating
-    assert rig.trainer.pulls == [1]  # but the weights are there already
     rig.engine.may_finish.set()
     assert await asyncio.gather(*old, *new) == [[0] * 3] * 3 + [[1] * 3] * 4
     assert rig.engine.loads == rig.ready == [1]
@@ -111,11 +126,17 @@ async def test_copy_that_is_not_kept_is_pulled_again_when_asked_for(tmp_path):
 
 async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch):
     monkeypatch.setattr(WeightsPuller.obtain, "__defaults__", (0.2,))
+    started, start = [], WeightsPuller.start
+
+    def start_and_count(self, version, deadline_s):
+        started.append(version)
+        return start(self, version, deadline_s)
+
+    monkeypatch.setattr(WeightsPuller, "start", start_and_count)
     waiting = [rig.generate(7) for _ in range(10)]
-    started = asyncio.get_running_loop().time()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, WeightsError) for result in results)
-    assert asyncio.get_running_loop().time() - started < 1.0
+    assert started == [7]
     assert await rig.generate(0) == [0, 0, 0]
 
 
@@ -153,12 +174,13 @@ async def test_endless_load_breaks_the_engine_for_latecomers_too(rig):
 async def test_time_of_a_load_begins_when_its_weights_are_here(rig, monkeypatch):
     async def pull_slowly(self, key, *limits):
         yield full_plan(manifest_of(key.policy_version), key.shard)
-        await asyncio.sleep(0.5)
+        await until(lambda: rig.engine.loads == [1])
+        move_clock(2 * rig.gate._limits.load_s)
+        await settle()
         yield memoryview(weights_of(key.policy_version))
 
     monkeypatch.setattr(FakeSource, "pull", pull_slowly)
     rig.trainer.newest = 1
-    rig.gate._limits = GateLimits(load_s=0.2)
     assert await rig.generate(1) == [1, 1, 1]
 
 
@@ -193,29 +215,29 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     follow = asyncio.create_task(rig.puller.announcements.follow())
     rig.engine.may_finish.clear()
     running = rig.generate(0)
-    await settle()
+    await until(lambda: rig.engine.num_in_flight() == 1)
     await rig.trainer.publish(1)
-    await settle()
+    await rig.pulled(1)
     waiting = rig.generate(1)  # behind the running one
     for version in (2, 3):
         await rig.trainer.publish(version)
+        await rig.heard_of(version)
         await settle()
     assert rig.trainer.pulls == [1]
     rig.engine.may_finish.set()
     assert await asyncio.gather(running, waiting) == [[0] * 3, [1] * 3]
-    await settle()
-    assert rig.trainer.pulls == [1, 3]  # at once, now that the copy is free; nobody has asked for 2
+    await rig.pulled(1, 3)  # now that the copy is free; nobody has asked for 2
     follow.cancel()
 
 
 async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     rig.trainer.newest, rig.trainer.refused = 3, {1}
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
+    await rig.heard_of(3)
     started = asyncio.get_running_loop().time()
     with pytest.raises(VersionGone, match="version 1 is not held"):
         await rig.generate(1)
-    assert asyncio.get_running_loop().time() - started < 0.5  # not the deadline of a pull
+    assert asyncio.get_running_loop().time() - started < puller_module.PULL_DEADLINE_S / 2
     assert await rig.generate(3) == [3, 3, 3]
     follow.cancel()
 
@@ -224,7 +246,7 @@ async def test_version_that_is_held_is_tried_again_behind_a_newer_one(rig, monke
     """As the version of an evaluation, while training has gone on."""
     rig.trainer.newest = 2
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
+    await rig.pulled(2)
     itinerary = FakeSource.itinerary
 
     async def refuse_once(self, version, base_version=None):
@@ -247,47 +269,43 @@ async def test_idle_advance_never_goes_back(rig):
 async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     rig.trainer.newest = 20
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
+    await rig.pulled(20)
     assert not rig.puller.announcements.has_reached(45)
     with pytest.raises(WeightsError):
         await (await rig.puller.obtain(45, deadline_s=0)).complete()
     await rig.trainer.publish(21)
-    await settle()
-    assert rig.trainer.pulls == [20, 21]
+    await rig.pulled(20, 21)
     assert await rig.generate(21) == [21, 21, 21]
     await rig.trainer.publish(45)
-    await settle()
+    await rig.pulled(20, 21, 45)
     assert rig.puller.announcements.has_reached(45)
-    assert rig.trainer.pulls == [20, 21, 45]
     follow.cancel()
 
 
 async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
     rig.trainer.newest = 45
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
-    assert rig.puller.announcements.has_reached(45)
+    await until(lambda: rig.puller.announcements.has_reached(45))
     rig.trainer.newest = 20  # restarted from a checkpoint
-    rig.address = "trainer:2"
-    await rig.trainer.break_watches("trainer:2")
-    await settle()
+    await rig.trainer.break_watches("trainer:2")  # the job still names the old address
+    await until(lambda: not rig.puller.announcements.has_reached(45))
     assert not rig.puller.announcements.has_reached(20)
-    await settle(0.2)
-    assert rig.puller.announcements.has_reached(20)
+    rig.address = "trainer:2"
+    await until(lambda: rig.puller.announcements.has_reached(20))
     assert not rig.puller.announcements.has_reached(45)
     follow.cancel()
 
 
 async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog):
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
+    await rig.heard_of(0)
     await rig.trainer.break_watches("trainer:2")
+    await until(lambda: rig.puller.announcements.newest is None)
     await settle(0.5)  # several tries, while the job still names the old address
     rig.address = "trainer:2"
-    await asyncio.sleep(1.0)
+    await rig.heard_of(0)
     await rig.trainer.publish(5)
-    await settle()
-    assert rig.trainer.pulls[-1] == 5
+    await rig.pulled(5)
     assert len([line for line in caplog.messages if "trying again" in line]) == 1  # one line per change, not per try
     follow.cancel()
 
@@ -295,9 +313,10 @@ async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog)
 async def test_silent_server_is_left_when_the_job_names_a_new_address(rig, monkeypatch):
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.05)
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle()
+    await rig.heard_of(0)
     rig.trainer.address = rig.address = "trainer:2"  # the old one says nothing, not even goodbye
-    await settle(0.4)
+    await until(lambda: rig.trainer.num_watches == 2)
+    await settle(0.2)
     assert rig.trainer.num_watches == 2
     follow.cancel()
 
@@ -307,9 +326,8 @@ async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monke
     monkeypatch.setattr(puller_module, "FIRST_ANSWER_S", 0.05)
     rig.trainer.newest = -1  # nothing to announce
     follow = asyncio.create_task(rig.puller.announcements.follow())
-    await settle(0.4)
+    await until(lambda: rig.trainer.num_watches > 1)
     assert "no answer" in caplog.text
-    assert rig.trainer.num_watches > 1
     follow.cancel()
 
 
@@ -346,14 +364,14 @@ async def test_newer_version_waits_until_the_engine_has_read_the_last(rig):
     may_read = hold_reads(rig.engine)
     rig.trainer.newest = 1
     load = rig.generate(1)
-    await settle()
+    await rig.pulled(1)
     await rig.trainer.publish(2)
+    await rig.heard_of(2)
     await settle()
     assert rig.trainer.pulls == [1]
     may_read.set()
     assert await load == [1, 1, 1]
-    await settle()
-    assert rig.trainer.pulls == [1, 2]
+    await rig.pulled(1, 2)
     follow.cancel()
 
 
@@ -366,18 +384,19 @@ async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypa
         rig.trainer.newest = 1
         with pytest.raises(WeightsError, match="the trainer died"):
             await rig.generate(1)
-        await settle()
+        await rig.heard_of(1)
+        await until(lambda: rig.puller._current.is_over)  # the announced version is tried once more
     assert rig.engine.version() is None
     may_read = hold_reads(rig.engine)
     load = rig.generate(0)
-    await settle()
+    await rig.pulled(0)
     await rig.trainer.publish(2)
+    await rig.heard_of(2)
     await settle()
     assert rig.trainer.pulls == [0]
     may_read.set()
     assert await load == [0, 0, 0]
-    await settle()
-    assert rig.trainer.pulls == [0, 2]
+    await rig.pulled(0, 2)
     follow.cancel()
 
 
@@ -389,15 +408,15 @@ async def test_newer_version_waits_for_an_engine_whose_pull_failed(rig, monkeypa
         patch.setattr(WeightsPuller.obtain, "__defaults__", (0.0,))
         rig.trainer.newest = 1
         load = rig.generate(1)
-        await settle(0.1)
+        await until(lambda: rig.engine.loads == [1] and rig.puller._current.is_over)
     await rig.trainer.publish(2)
+    await rig.heard_of(2)
     await settle()
     assert rig.trainer.pulls == []
     may_stop.set()
     with pytest.raises(WeightsError, match="the trainer died"):
         await load
-    await settle()
-    assert rig.trainer.pulls == [2]
+    await rig.pulled(2)
     follow.cancel()
 
 
@@ -422,11 +441,10 @@ async def test_closing_gate_ends_a_load_that_waits_for_its_pull(tmp_path, monkey
     follow = asyncio.create_task(rig.puller.announcements.follow())
     await rig.trainer.publish(1)
     request = rig.generate(1)
-    await settle()
-    assert rig.engine.loads == [1]
+    await until(lambda: rig.engine.loads == [1])
     for task in (request, follow):
         task.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(gate_module.CLOSE_DEADLINE_S / 2):
         await rig.gate.close()
         await rig.puller.close()
     await settle(0)
@@ -437,7 +455,7 @@ async def test_trainer_that_ignores_a_finish_delays_no_pull_or_close(tmp_path, m
     before = asyncio.all_tasks()
     monkeypatch.setattr(FakeSource, "finish", never)
     rig = Rig(tmp_path)
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30.0):
         await rig.start()
         rig.trainer.newest = 1
         assert await rig.generate(1) == [1, 1, 1]
@@ -466,35 +484,37 @@ class Visit:
 
 async def begin_visit(rig: Rig) -> Visit:
     visit = Visit(rig)
-    await settle()
-    assert visit.versions
+    await until(lambda: visit.versions)
     return visit
 
 
 async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
-    rig.gate._limits = GateLimits(60.0, grace_s=1.0)
+    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
     rig.trainer.newest = 1
     visit, loading = await begin_visit(rig), rig.generate(1)
-    await settle()
+    await until(lambda: rig.gate._wanted == 1)
     loading.cancel()
-    await settle(1.2)  # longer than its grace
+    await settle()
+    move_clock(120.0)  # longer than its grace
+    await settle()
     visit.may_end.set()
     assert (await visit.task, rig.engine.loads) == ("by 0", [])
 
 
 async def test_grace_runs_while_groups_are_still_generating(rig):
     """A visitor costs nothing but what is left of its grace when the last group is done."""
-    rig.gate._limits = GateLimits(60.0, grace_s=0.2)
+    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old, visit = rig.generate(0), await begin_visit(rig)
     new = rig.generate(1)
-    await settle(0.4)
+    await until(lambda: rig.gate._wanted == 1)
+    move_clock(120.0)
+    await settle()
     assert not visit.task.done()  # nothing would be won by cancelling it
     rig.engine.may_finish.set()
-    started = asyncio.get_running_loop().time()
-    assert (await old, await new) == ([0] * 3, [1] * 3)
-    assert asyncio.get_running_loop().time() - started < 0.2
+    async with asyncio.timeout(30.0):  # another 60 s, if its grace began only now
+        assert (await old, await new) == ([0] * 3, [1] * 3)
     with pytest.raises(PolicyMoved):
         await visit.task
 
