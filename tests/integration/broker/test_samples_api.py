@@ -15,8 +15,7 @@ from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.audit_log import AuditLog
-from onbeat.streams.ledger.iterations import Iterations
-from onbeat.types import EvaluationState, JobState, Verdict
+from onbeat.types import EvaluationState, Verdict
 from services.broker.retention import Retention
 from services.broker.views import alike as alike_module
 from services.broker.views import groups as groups_module
@@ -162,15 +161,6 @@ async def test_group_is_shown_token_by_token(broker: httpx.AsyncClient, ledger: 
     assert detail["responses"][0]["reward_parts"] == {"right": 0.75}
 
 
-async def test_advantages_of_other_groups_are_not_read_for_one(
-    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, _ = await run_alone(ledger, [["a", "b"]])
-    monkeypatch.delattr(Iterations, "advantages")
-    group = await get(broker, f"{job_id}/groups/0-1")
-    assert [response["advantage"] for response in group["responses"]] == [-0.5, 0.5]
-
-
 async def test_group_that_failed_says_why(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id, _ = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
@@ -233,28 +223,6 @@ async def test_what_is_no_longer_kept_is_gone_and_not_alike(broker: httpx.AsyncC
     assert await ledger.redis.exists(JobKeys(job_id).advantages(1))
 
 
-async def test_iterations_that_lie_mixed_in_the_stream_go_one_by_one(ledger: Ledger) -> None:
-    """In `bounded`: what is gone does not show because something newer was accepted before it."""
-    schedule = {"mode": "bounded", "max_staleness": 1, "num_iterations": 2}
-    job_id, epoch = await started_job(ledger, schedule=schedule, retention={"rollout_iterations": 1})
-    claims = []
-    for iteration in range(2):
-        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
-        claims += await ledger.rollout.claim(job_id, "w1", 2, LEASE_S)
-    for claim in reversed(claims):
-        group = make_group(claim.task)
-        group.prompt_text = "a"
-        await ledger.rollout.submit(job_id, claim.entry_id, group)
-    for iteration in range(2):
-        await commit(ledger, job_id, epoch, iteration)
-    index = Alike(ledger)
-    assert [each.group_id for each in await index.find(job_id, "a")] == ["0-0", "0-1", "1-0", "1-1"]
-    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
-    await Retention(ledger, 0).step()
-    for each in (index, Alike(ledger)):
-        assert [group.group_id for group in await each.find(job_id, "a")] == ["1-0", "1-1"]
-
-
 async def test_client_reads_samples_groups_and_what_is_alike(ledger: Ledger, tmp_path: Path) -> None:
     job_id, _ = await run_alone(ledger, [["a", "b"], ["b", "a"]])
     async with serving(ledger, tmp_path) as broker, AsyncClient(broker.url) as client:
@@ -286,16 +254,6 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger: L
     assert await ledger.trainer.commit(*place, {"0-0": [0.5, None]})
     assert not await ledger.trainer.commit(*place, {"0-0": [9.0, 9.0]})  # replayed
     assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}
-
-
-async def test_commit_may_have_no_advantages(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
-    assert await ledger.trainer.commit(job_id, epoch, 0, 1, "d1", {}, "used")
-    samples = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
-    assert [sample["advantage"] for sample in samples] == [None] * 4
-    assert not await ledger.redis.exists(JobKeys(job_id).advantages(0))
 
 
 # ---- the same prompt -----------------------------------------------------------------------------------------------
@@ -411,38 +369,6 @@ async def test_excess_readers_are_asked_to_retry_and_then_served(
     assert len(await find_alike(broker, job_id, "0-0")) == 20
     assert num_read_before > 0
     assert num_read <= 40 + alike_module.SLICE  # at most the slice in which it was cut off is read again
-
-
-async def test_job_that_takes_long_to_read_holds_up_no_other(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, quick = [(await run_alone(ledger, [["a", "b"]]))[0] for _ in range(2)]
-    is_read, may_go_on = asyncio.Event(), asyncio.Event()
-
-    async def rollouts(self: AuditLog, job_id: str, *args: Any, call: Any = AuditLog.rollouts) -> Any:
-        if job_id == slow:
-            is_read.set()
-            await may_go_on.wait()
-        return await call(self, job_id, *args)
-
-    monkeypatch.setattr(AuditLog, "rollouts", rollouts)
-    index = Alike(ledger)
-    asking = [asyncio.create_task(index.find(slow, prompt)) for prompt in "ab"]
-    async with asyncio.timeout(5):
-        await is_read.wait()
-        assert [each.group_id for each in await index.find(quick, "a")] == ["0-0"]
-        may_go_on.set()
-        assert [[each.group_id for each in found] for found in await asyncio.gather(*asking)] == [["0-0"], ["0-1"]]
-
-
-async def test_deleted_job_is_forgotten(ledger: Ledger, broker: httpx.AsyncClient) -> None:
-    job_id, _ = await run_alone(ledger, [["a", "b"]])
-    await ledger.jobs.move(job_id, JobState.FAILED, "over")
-    index = Alike(ledger)
-    await index.find(job_id, "a")
-    await ledger.jobs.delete(job_id)
-    with pytest.raises(Exception, match="there is no job"):
-        await index.find(job_id, "a")
-    assert not index._jobs
-    await get(broker, f"{job_id}/groups/0-0", 404)
 
 
 async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker: httpx.AsyncClient, ledger: Ledger) -> None:
