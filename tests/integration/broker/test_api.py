@@ -3,9 +3,7 @@
 import asyncio
 import json
 import tomllib
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -56,7 +54,7 @@ def problem_of(response: httpx.Response, status: int) -> dict[str, Any]:
 # ---- submit ------------------------------------------------------------------------------------------------------
 
 
-async def test_submitted_job_is_pending_and_can_be_read_back(broker: httpx.AsyncClient) -> None:
+async def test_submitted_job_is_pending_and_can_be_read_back(broker):
     response = await broker.post("/v1/jobs", json=job_body())
     record = response.json()
     assert response.status_code == 201
@@ -66,12 +64,10 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker: httpx.Async
     assert (await broker.get(response.headers["location"])).json() == record
 
 
-async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
-    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lists_are_read_in_parts_and_finished_jobs_on_request(broker, ledger, monkeypatch):
     read: list[str] = []
 
-    async def noted(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+    async def noted(ledger, job_ids):
         assert len(job_ids) <= 3
         read.extend(job_ids)
         return await existing_jobs(ledger, job_ids)
@@ -86,7 +82,7 @@ async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
     newest_first = job_ids[::-1]
     pending = [job_id for job_id in newest_first if job_id not in over]
 
-    async def listed(query: str) -> list[str]:
+    async def listed(query):
         """Of them."""
         read.clear()
         known = (await broker.get(f"/v1/jobs?{query}")).json()["jobs"]
@@ -102,7 +98,7 @@ async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
     assert not set(read) & {*over, "never-created"}
 
 
-async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_same_idempotency_key_is_the_same_job(broker, ledger):
     headers = {"Idempotency-Key": f"key-{id(broker)}"}
     before = set(await ledger.jobs.ids())
     answers = await asyncio.gather(*(broker.post("/v1/jobs", json=job_body(), headers=headers) for _ in range(5)))
@@ -172,16 +168,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("sections", "field", "message"), REFUSED)
-async def test_impossible_job_is_refused_with_field_and_remedy(
-    broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
-) -> None:
+async def test_impossible_job_is_refused_with_field_and_remedy(broker, ledger, sections, field, message):
     before = await ledger.jobs.ids()
     body = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)
     assert message in {error["field"]: error["message"] for error in body["errors"]}[field]
     assert await ledger.jobs.ids() == before
 
 
-async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.AsyncClient) -> None:
+async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker):
     slow = "(?i)" + "[\\x00-\\U0010ffff]" * 2000
     sections = {"reward": {"name": "regex", "options": {"pattern": slow}}}
     posted = asyncio.create_task(broker.post("/v1/jobs", json=job_body(**sections)))
@@ -197,14 +191,14 @@ async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.Asy
     await submit(broker, reward={"name": "regex", "options": {"pattern": "a+"}})
 
 
-async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger: Ledger, tmp_path: Path) -> None:
+async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger, tmp_path):
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
         await submit(broker, model={"path": "/only/on/the/trainer"})
         await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})
 
 
-async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -> None:
+async def test_options_that_are_no_json_are_refused(broker):
     text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}}))
     for value in ("NaN", "1e999", r'"\ud800"'):
         headers = {"content-type": "application/json"}
@@ -213,9 +207,7 @@ async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -
 
 
 @pytest.mark.parametrize("depth", [33, 253, 900])
-async def test_deeply_nested_options_are_refused_at_the_door(
-    broker: httpx.AsyncClient, ledger: Ledger, depth: int
-) -> None:
+async def test_deeply_nested_options_are_refused_at_the_door(broker, ledger, depth):
     before, nested = await ledger.jobs.ids(), "[" * depth + "]" * depth
     text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', nested)
     for body in (text, f'{{"name": {nested}}}', f'{{"nonsense": {nested}}}'):
@@ -236,9 +228,7 @@ async def test_deeply_nested_options_are_refused_at_the_door(
     ],
     ids=["deep", "half a character", "no JSON", "no text", "no numbers", "no state"],
 )
-async def test_unreadable_job_breaks_no_list(
-    broker: httpx.AsyncClient, ledger: Ledger, odd: dict[str, str | bytes]
-) -> None:
+async def test_unreadable_job_breaks_no_list(broker, ledger, odd):
     odd_id, good_id = await submit(broker), await submit(broker)
     await broker.post(f"/v1/jobs/{odd_id}:cancel")
     await ledger.redis.hset(JobKeys(odd_id).job, mapping=odd)
@@ -254,9 +244,7 @@ async def test_unreadable_job_breaks_no_list(
     ("name", "value"),
     [("state", "EXPLODED"), ("next_iteration", "many"), ("created_at", "x"), ("pool", None), ("config", None)],
 )
-async def test_unreadable_started_job_breaks_no_read_of_others(
-    broker: httpx.AsyncClient, ledger: Ledger, name: str, value: str | None
-) -> None:
+async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, name, value):
     odd, good = await submit(broker), await submit(broker)
     for job_id in (odd, good):
         await start_training(ledger, job_id)
@@ -281,8 +269,8 @@ async def test_unreadable_started_job_breaks_no_read_of_others(
 # ---- requests that are no job ------------------------------------------------------------------------------------
 
 
-async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) -> None:
-    async def post(content: str | bytes, content_type: str = "application/json") -> httpx.Response:
+async def test_malformed_requests_are_problems_too(broker):
+    async def post(content, content_type="application/json"):
         return await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
 
     problem_of(await post("{"), 400)
@@ -327,7 +315,7 @@ async def post_toml(broker: httpx.AsyncClient, text: str | bytes, **headers: str
     return await broker.post("/v1/jobs", content=text, headers={"content-type": "application/toml"} | headers)
 
 
-async def test_job_in_toml_is_the_job_in_json(broker: httpx.AsyncClient) -> None:
+async def test_job_in_toml_is_the_job_in_json(broker):
     headers = {"Idempotency-Key": f"toml-{id(broker)}"}
     first = await post_toml(broker, TOML_JOB, **headers)
     assert first.status_code == 201, first.text
@@ -346,14 +334,12 @@ async def test_job_in_toml_is_the_job_in_json(broker: httpx.AsyncClient) -> None
         ('"exact"', '"exactly"', "reward.name", 11),  # admission refuses it, not the schema
     ],
 )
-async def test_refused_toml_names_field_and_line(
-    broker: httpx.AsyncClient, before: str, after: str, field: str, line: int
-) -> None:
+async def test_refused_toml_names_field_and_line(broker, before, after, field, line):
     answer = problem_of(await post_toml(broker, TOML_JOB.replace(before, after)), 422)
     assert (field, line) in [(error["field"], error["line"]) for error in answer["errors"]]
 
 
-async def test_refused_json_names_no_line(broker: httpx.AsyncClient) -> None:
+async def test_refused_json_names_no_line(broker):
     answer = problem_of(await broker.post("/v1/jobs", json=job_body(seed="x")), 422)
     assert [sorted(error) for error in answer["errors"]] == [["field", "message"]]
 
@@ -369,14 +355,14 @@ async def test_refused_json_names_no_line(broker: httpx.AsyncClient) -> None:
         ("# " + "x" * 70_000, None),
     ],
 )
-async def test_malformed_toml_is_a_problem(broker: httpx.AsyncClient, body: str | bytes, line: int | None) -> None:
+async def test_malformed_toml_is_a_problem(broker, body, line):
     answer = problem_of(await post_toml(broker, body), 400)
     assert answer["title"] == "Malformed TOML"
     assert answer["errors"][0].get("line") == line
 
 
-async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    async def drip() -> AsyncIterator[bytes]:
+async def test_large_body_is_refused_announced_or_not(broker, ledger):
+    async def drip():
         for _ in range(20):
             yield b" " * 100_000
 
@@ -391,7 +377,7 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
 # ---- moves -------------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
+async def test_unknown_job_is_not_found_everywhere(broker):
     evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
     rest = (*rest, "/groups/0-0", "/groups/0-0/alike")
     for path in ("", "/iterations", *evaluations, *rest, "/timeline", "/stream"):
@@ -403,7 +389,7 @@ async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) ->
 # ---- what happens in a job ---------------------------------------------------------------------------------------
 
 
-async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_iterations_metrics_and_samples_of_a_run(broker, ledger):
     job_id = await submit(broker)
     epoch = await start_training(ledger, job_id)
     for iteration in range(2):
@@ -441,7 +427,7 @@ async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient
     assert {sample["policy_version"] for sample in old} == {0}
 
 
-async def test_samples_of_a_job_without_any(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_samples_of_a_job_without_any(broker, ledger):
     job_id = await submit(broker)
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
     await start_training(ledger, job_id)
@@ -451,7 +437,7 @@ async def test_samples_of_a_job_without_any(broker: httpx.AsyncClient, ledger: L
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
 
 
-async def test_events_are_those_after_the_cursor(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_events_are_those_after_the_cursor(broker, ledger):
     job_id = await submit(broker)
     (created,) = (await broker.get(f"/v1/jobs/{job_id}/events")).json()["events"]
     path = f"/v1/jobs/{job_id}/events?after={created['id']}"
@@ -461,10 +447,10 @@ async def test_events_are_those_after_the_cursor(broker: httpx.AsyncClient, ledg
     assert (event["kind"], event["message"]) == ("test.hello", "hello")
 
 
-async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_what_a_pool_has_to_do(broker, ledger):
     """What an autoscaler asks: prompts of running jobs, and who is alive."""
 
-    async def status(pool: str) -> dict[str, Any]:
+    async def status(pool):
         answer = await broker.get(f"/v1/pools/{pool}")
         assert answer.status_code == 200
         found: dict[str, Any] = answer.json()
@@ -500,9 +486,7 @@ async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) 
 # ---- health ------------------------------------------------------------------------------------------------------
 
 
-async def test_health_and_prometheus(
-    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_and_prometheus(broker, ledger, monkeypatch):
     assert (await broker.get("/livez")).json() == {"status": "alive"}
     assert (await broker.get("/readyz")).json() == {"status": "ready"}
     job_id = await submit(broker)
@@ -514,7 +498,7 @@ async def test_health_and_prometheus(
         await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     await commit(ledger, job_id, epoch, 0)
 
-    async def scrape() -> str:
+    async def scrape():
         return (await broker.get("/metrics")).text
 
     text = await scrape()
@@ -525,7 +509,7 @@ async def test_health_and_prometheus(
     assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
     read = metrics.read_outcomes
 
-    async def read_slowly(*of: Any) -> Counter[str]:
+    async def read_slowly(*of):
         await asyncio.sleep(0.01)
         return await read(*of)
 
@@ -538,9 +522,7 @@ async def test_health_and_prometheus(
             assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in text
 
 
-async def test_bounded_job_shows_open_iterations_and_cost_of_versions(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_bounded_job_shows_open_iterations_and_cost_of_versions(broker, ledger):
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 1})
     epoch = await start_training(ledger, job_id)
     for iteration in (0, 1):
@@ -569,7 +551,7 @@ async def test_bounded_job_shows_open_iterations_and_cost_of_versions(
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
 
 
-async def test_weights_by_version_have_trainer_and_rollout_numbers(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_weights_by_version_have_trainer_and_rollout_numbers(broker, ledger):
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     weights, gauges = f"/v1/jobs/{job_id}/weights", f'{{job_id="{job_id}"}}'
     assert (await broker.get(weights)).json() == {"weights": []}
@@ -608,7 +590,7 @@ async def test_weights_by_version_have_trainer_and_rollout_numbers(broker: httpx
     assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
 
 
-async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_weight_gauges_skip_versions_that_were_not_published(broker, ledger):
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     epoch = await start_training(ledger, job_id)
     await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
@@ -625,13 +607,13 @@ async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx
     assert f"{received} 20.0" in (await broker.get("/metrics")).text
 
 
-async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_named_sets_have_scores_series_and_samples(broker, ledger):
     data = {"type": "jsonl", "path": "prompts.jsonl"}
     sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
     job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
     await start_training(ledger, job_id)
 
-    async def is_done() -> bool:
+    async def is_done():
         await drain(ledger, job_id)
         return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
 
@@ -650,7 +632,7 @@ async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClie
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 2.0' in (await broker.get("/metrics")).text
 
 
-async def test_openapi_has_the_schema_of_a_job_and_of_a_problem(broker: httpx.AsyncClient) -> None:
+async def test_openapi_has_the_schema_of_a_job_and_of_a_problem(broker):
     spec = (await broker.get("/openapi.json")).json()
     assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])
     assert "Problem" in spec["components"]["schemas"]
@@ -665,7 +647,7 @@ async def unreachable() -> AsyncIterator[Ledger]:
     await client.aclose()
 
 
-async def test_answer_while_redis_is_away(unreachable: Ledger, tmp_path: Path) -> None:
+async def test_answer_while_redis_is_away(unreachable, tmp_path):
     async with running_broker(unreachable, tmp_path) as broker:
         assert "ONBEAT_REDIS_URL" in problem_of(await broker.get("/readyz"), 503)["detail"]
         answer = await broker.get("/v1/jobs")
@@ -674,18 +656,16 @@ async def test_answer_while_redis_is_away(unreachable: Ledger, tmp_path: Path) -
         assert (await broker.get("/livez")).status_code == 200
 
 
-async def test_broker_is_not_ready_when_its_conductor_gave_up(unreachable: Ledger, tmp_path: Path) -> None:
+async def test_broker_is_not_ready_when_its_conductor_gave_up(unreachable, tmp_path):
     async with running_broker(unreachable, tmp_path, redis_retry_s=0.01) as broker:
 
-        async def has_given_up() -> bool:
+        async def has_given_up():
             return "control loop has ended" in (await broker.get("/readyz")).text
 
         await eventually("the conductor gives up", has_given_up)
 
 
-async def test_refused_redis_command_differs_from_an_unreachable_redis(
-    broker: httpx.AsyncClient, ledger: Ledger, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refused_redis_command_differs_from_an_unreachable_redis(broker, ledger, caplog):
     """Such as by the data of another version."""
     await ledger.redis.set(JobKeys("odd").job, "text")
     answer = await broker.get("/v1/jobs/odd")

@@ -85,7 +85,7 @@ def problems(findings: list[Finding]) -> list[str]:
 # ---- pending -----------------------------------------------------------------------------------------------------
 
 
-async def test_pending_job_without_trainers_says_what_to_start(ledger: Ledger, pool: str) -> None:
+async def test_pending_job_without_trainers_says_what_to_start(ledger, pool):
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 5000})
     findings = await explain_job(ledger, job_id)
     assert findings[0].is_problem
@@ -101,7 +101,7 @@ async def test_pending_job_without_trainers_says_what_to_start(ledger: Ledger, p
     assert "(the last one, trainer-z, stopped N s ago)" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_pending_job_waits_its_turn_or_is_taken_next(ledger: Ledger, pool: str) -> None:
+async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     first, second = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
     await beat_rollout(ledger, pool, "rollout-a", "idle")
     await beat_trainer(ledger, pool, "trainer-a", "training", "job-0")
@@ -117,7 +117,7 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger: Ledger, pool:
 # ---- running -----------------------------------------------------------------------------------------------------
 
 
-async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Ledger, pool: str) -> None:
+async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, pool):
     job_id = await create_job(ledger, pool=pool)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
@@ -138,7 +138,7 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Le
     assert preparing in text_of(await explain_job(ledger, job_id))
 
 
-async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: str) -> None:
+async def test_open_iteration_says_where_every_group_is(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
     await open_iteration(ledger, job_id, 0)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
@@ -167,7 +167,7 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     assert "attempt 1 at most; starting the engine); 1 handed back" in unit.sentence
 
 
-async def test_open_iteration_says_which_groups_do_not_count(ledger: Ledger, pool: str) -> None:
+async def test_open_iteration_says_which_groups_do_not_count(ledger, pool):
     rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
     job_id, _ = await started_job(ledger, pool=pool, rollout=rollout)
     tasks = tasks_for(0, 3)
@@ -183,7 +183,7 @@ async def test_open_iteration_says_which_groups_do_not_count(ledger: Ledger, poo
     )
 
 
-async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger, pool: str) -> None:
+async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
@@ -222,9 +222,7 @@ async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger,
         ([], "no rollout is alive"),
     ],
 )
-async def test_unclaimed_prompts_say_why(
-    ledger: Ledger, pool: str, rollouts: list[tuple[str, str, bool]], reason: str
-) -> None:
+async def test_unclaimed_prompts_say_why(ledger, pool, rollouts, reason):
     job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     for worker, state, is_ours in rollouts:
@@ -235,7 +233,7 @@ async def test_unclaimed_prompts_say_why(
     assert bool(problems(findings)) is not bool(rollouts)
 
 
-async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: str) -> None:
+async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0)
     await claim_all(ledger, job_id, "rollout-gone", 1)
@@ -254,7 +252,7 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: 
     )
 
 
-async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str) -> None:
+async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
     job_id, epoch = await started_job(ledger, pool=pool)
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
@@ -269,7 +267,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
     assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger: Ledger, pool: str) -> None:
+async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, pool):
     job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 1})
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
@@ -286,7 +284,7 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger: Led
     assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
 
 
-async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: str) -> None:
+async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
     job_id = await create_job(ledger, pool=pool)
     await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
     found = problems(await explain_job(ledger, job_id))[0]
@@ -302,7 +300,7 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: s
     )
 
 
-async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: str) -> None:
+async def test_job_that_is_near_its_deadline_is_a_problem(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
     await open_iteration(ledger, job_id, 0)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
@@ -312,7 +310,7 @@ async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: 
     assert late == "no progress for N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
 
 
-async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger: Ledger, pool: str) -> None:
+async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger, pool):
     running = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
     await start_training(ledger, running)
     await ledger.redis.hset(JobKeys(running).job, "progress_at", await ledger.now() - 50_000)
@@ -327,7 +325,7 @@ async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger: Ledger
 # ---- paused, ending, ended ---------------------------------------------------------------------------------------
 
 
-async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledger, pool: str) -> None:
+async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, pool):
     job_id, epoch = await started_job(ledger, pool=pool)
     await ledger.jobs.move(job_id, JobState.PAUSED)
     findings = await explain_job(ledger, job_id)
@@ -351,7 +349,7 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledge
 # ---- the API and the command -------------------------------------------------------------------------------------
 
 
-async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+async def test_api_explains_one_job_and_the_whole_installation(ledger, pool, tmp_path):
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
         job_id = await create_job(ledger, pool=pool)
@@ -376,7 +374,7 @@ async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, p
         )
 
 
-async def test_doctor_reports_what_redis_lets_it_know(tmp_path: Path) -> None:
+async def test_doctor_reports_what_redis_lets_it_know(tmp_path):
     port = free_port()
     process = start_redis(port, str(tmp_path))
     redis = connect(f"redis://127.0.0.1:{port}", retry_s=1)
@@ -413,7 +411,7 @@ async def test_doctor_reports_what_redis_lets_it_know(tmp_path: Path) -> None:
         await ledger.redis.aclose()
 
 
-async def test_password_that_was_changed_is_named_as_such(tmp_path: Path) -> None:
+async def test_password_that_was_changed_is_named_as_such(tmp_path):
     port = free_port()
     process = start_redis(port, str(tmp_path))
     ledger = Ledger(connect(f"redis://:before@127.0.0.1:{port}", retry_s=60))
@@ -454,7 +452,7 @@ async def broker_url(ledger: Ledger, tmp_path: Path) -> AsyncIterator[str]:
         yield broker.url
 
 
-async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, pool: str, broker_url: str) -> None:
+async def test_command_exits_zero_only_when_nothing_is_wrong(ledger, pool, broker_url):
     job_id = await create_job(ledger, pool=pool)
     code, out = await onbeat("doctor", job_id, url=broker_url)
     assert code == 1
@@ -469,7 +467,7 @@ async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, poo
     assert (code, "there is no job 'job-none'" in out) == (1, True)
 
 
-async def test_job_that_cannot_learn_is_a_problem(ledger: Ledger, pool: str) -> None:
+async def test_job_that_cannot_learn_is_a_problem(ledger, pool):
     """Its groups all had equal rewards, and its responses were all cut."""
     job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 5})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
@@ -483,7 +481,7 @@ async def test_job_that_cannot_learn_is_a_problem(ledger: Ledger, pool: str) -> 
         assert "raise rollout.max_response_tokens above 8" in found
 
 
-async def test_command_says_that_the_broker_is_what_does_not_answer() -> None:
+async def test_command_says_that_the_broker_is_what_does_not_answer():
     url = f"http://127.0.0.1:{free_port()}"
     code, out = await onbeat("doctor", url=url)
     assert code == 1
@@ -499,14 +497,14 @@ async def connect_to(redis_url: str) -> Ledger:
     return Ledger(connect(redis_url))
 
 
-async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledger, redis_url: str, pool: str) -> None:
+async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redis_url, pool):
     old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
     await ledger.trainers.heartbeat(pool, old)
     background = Background()
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")
 
-    async def is_listed_as(state: str) -> bool:
+    async def is_listed_as(state):
         found = await ledger.trainers.records(pool)
         return [(trainer.id, trainer.state) for trainer in found] == [("trainer-a", state)]
 
@@ -519,15 +517,15 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledg
     background.close()
 
 
-async def test_trainer_reports_what_it_does_with_its_lease(ledger: Ledger, redis_url: str, pool: str) -> None:
+async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, pool):
     job_id, epoch = await started_job(ledger, pool=pool)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = Background(), threading.Event()
     own = background.run(connect_to(redis_url))
     job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
-    async def reports(doing: str) -> None:
-        async def is_reported() -> bool:
+    async def reports(doing):
+        async def is_reported():
             return (await ledger.jobs.fields(job_id)).get("doing") == doing
 
         await eventually(doing, is_reported, LATER_S)
@@ -548,7 +546,7 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger: Ledger, redis
         background.close()
 
 
-async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledger, pool: str) -> None:
+async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, pool):
     job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
@@ -559,7 +557,7 @@ async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledg
     assert f"{waiting} has been PENDING" in text_of(await explain_job(ledger, waiting))
 
 
-async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger, pool, tmp_path):
     job_id, _ = await started_job(ledger, pool=pool)
     await beat_rollout(ledger, pool, "good", "generating", job_id=job_id)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
@@ -584,10 +582,10 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
     assert await ledger.redis.hkeys(keys.trainers(pool)) == [b"trainer-a"]
 
 
-def test_silence_and_a_clock_ahead_are_told_apart() -> None:
+def test_silence_and_a_clock_ahead_are_told_apart():
     now = time.time()
 
-    def complaint(ago_s: float, state: str = "generating") -> str:
+    def complaint(ago_s, state="generating"):
         finding = explain_silence(WorkerRecord(id="rollout-a", state=state, last_seen_at=now - ago_s), now)
         return finding.sentence if finding else ""
 

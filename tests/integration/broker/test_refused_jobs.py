@@ -38,7 +38,7 @@ async def beat_trainer(ledger: Ledger, pool: str, trainer: str, trackers: list[s
 # ---- all at once -------------------------------------------------------------------------------------------------
 
 
-async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_schema_and_other_checks_refuse_together(broker, ledger):
     await beat_trainer(ledger, "crowded", "t1", ["wandb"])
     wrong = {
         "pool": "crowded",
@@ -95,15 +95,13 @@ async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient
     ],
     ids=["too few", "too few of many", "too few of most", "too many", "bounded", "several updates"],
 )
-async def test_dynamic_sampling_that_cannot_be_is_refused(
-    broker: httpx.AsyncClient, sections: dict[str, Any], field: str, remedy: str
-) -> None:
+async def test_dynamic_sampling_that_cannot_be_is_refused(broker, sections, field, remedy):
     (error,) = await refusals(broker, **sections)
     assert error["field"] == field
     assert remedy in error["message"]
 
 
-async def test_what_does_not_hold_between_sections_is_said_together(broker: httpx.AsyncClient) -> None:
+async def test_what_does_not_hold_between_sections_is_said_together(broker):
     wrong = {
         "rollout": {"num_samples_per_prompt": 1, "num_prompts_per_iteration": 2},
         "training": {"num_updates_per_iteration": 3},
@@ -139,22 +137,20 @@ VALUES = {"seed": "0", "max_terms": "2", "reward": "regex", "option": "pattern",
         ({"reward": "http", "option": "service", "value": HUGE}, "reward.options"),
     ],
 )
-async def test_number_of_thousands_of_digits_is_refused(
-    broker: httpx.AsyncClient, odd: dict[str, str], field: str
-) -> None:
+async def test_number_of_thousands_of_digits_is_refused(broker, odd, field):
     text = JOB_TOML.format(**VALUES | odd)
     answer = await broker.post("/v1/jobs", content=text, headers={"Content-Type": "application/toml"})
     assert answer.status_code == 422, answer.text
     assert field in {error["field"] for error in answer.json()["errors"]}
 
 
-async def test_body_with_many_wrong_sections_is_refused(broker: httpx.AsyncClient) -> None:
+async def test_body_with_many_wrong_sections_is_refused(broker):
     model = {f"unknown_{i}": i for i in range(30)}  # more than are explained
     refused = await broker.post("/v1/jobs", json=job_body(model=model, rollout="x", schedule=["y"]))
     assert refused.status_code == 422, refused.text
 
 
-async def test_misspelt_key_hides_what_it_may_have_meant(broker: httpx.AsyncClient) -> None:
+async def test_misspelt_key_hides_what_it_may_have_meant(broker):
     errors = await refusals(broker, data={"answr_field": "level", "answer_field": "x"}, reward={"name": "exactly"})
     assert {error["field"] for error in errors} == {"data.answr_field", "reward.name"}
     options = {"name": "regex", "options": "x"}  # whether a pattern is missing is not known
@@ -181,13 +177,13 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
 
 
-async def test_refusal_of_long_prompts_without_a_length_is_refused(broker: httpx.AsyncClient) -> None:
+async def test_refusal_of_long_prompts_without_a_length_is_refused(broker):
     (error,) = await refusals(broker, data={"on_too_long": "refuse"})
     assert error["field"] == "data.on_too_long"
 
 
 @pytest.mark.usefixtures("own_rewards")
-async def test_options_that_a_reward_does_not_take_are_refused(broker: httpx.AsyncClient) -> None:
+async def test_options_that_a_reward_does_not_take_are_refused(broker):
     (error,) = await refusals(broker, reward={"name": "short", "options": {"limit2": 3}})
     assert error["field"] == "reward.options"
     assert "missing a required" in error["message"] or "unexpected keyword argument 'limit2'" in error["message"]
@@ -196,7 +192,7 @@ async def test_options_that_a_reward_does_not_take_are_refused(broker: httpx.Asy
 
 @pytest.mark.usefixtures("own_rewards")
 @pytest.mark.parametrize("name", ["strict", "unnamed"])
-async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.AsyncClient, name: str) -> None:
+async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker, name):
     created = await broker.post("/v1/jobs", json=job_body(reward={"name": name}))
     assert created.status_code == 201, created.text
     events = (await broker.get(f"/v1/jobs/{created.json()['id']}/events")).json()["events"]
@@ -207,9 +203,7 @@ async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.As
 @pytest.mark.parametrize(
     "reward", [{"name": "math"}, {"name": "exact"}, {"name": "regex", "options": {"pattern": "(x)"}}]
 )
-async def test_answer_inside_its_field_is_refused_with_the_pattern(
-    broker: httpx.AsyncClient, tmp_path: Path, reward: dict[str, Any]
-) -> None:
+async def test_answer_inside_its_field_is_refused_with_the_pattern(broker, tmp_path, reward):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": SOLUTION}) + "\n")
     (error,) = await refusals(broker, reward=reward)
     assert error["field"] == "data.answer_pattern"
@@ -220,9 +214,7 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(
 @pytest.mark.parametrize(
     ("answer", "kind"), [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "true")]
 )
-async def test_answer_that_is_no_text_is_refused(
-    broker: httpx.AsyncClient, tmp_path: Path, answer: Any, kind: str
-) -> None:
+async def test_answer_that_is_no_text_is_refused(broker, tmp_path, answer, kind):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "The capital?", "answer": answer}) + "\n")
     for name in ("exact", "math"):
         (error,) = await refusals(broker, reward={"name": name})
@@ -232,9 +224,7 @@ async def test_answer_that_is_no_text_is_refused(
 
 
 @pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])
-async def test_regex_needs_answers_only_if_its_pattern_has_a_group(
-    broker: httpx.AsyncClient, tmp_path: Path, pattern: str, needs_answer: bool
-) -> None:
+async def test_regex_needs_answers_only_if_its_pattern_has_a_group(broker, tmp_path, pattern, needs_answer):
     reward = {"name": "regex", "options": {"pattern": pattern}}
     fields = {error["field"] for error in await refusals(broker, reward=reward, data={"answer_field": None})}
     assert fields == ({"data.answer_field"} if needs_answer else set())
@@ -243,12 +233,10 @@ async def test_regex_needs_answers_only_if_its_pattern_has_a_group(
     assert fields == ({"data.answer_pattern"} if needs_answer else set())
 
 
-async def test_many_requests_do_not_start_many_processes(
-    broker: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_requests_do_not_start_many_processes(broker, monkeypatch):
     num_now, most = 0, 0
 
-    async def find_failure(*_: object) -> None:
+    async def find_failure(*_):
         nonlocal num_now, most
         num_now += 1
         most = max(most, num_now)
@@ -262,7 +250,7 @@ async def test_many_requests_do_not_start_many_processes(
     assert most == MAX_TRIALS
 
 
-async def test_slow_data_of_one_job_holds_up_no_other_job(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_slow_data_of_one_job_holds_up_no_other_job(broker, tmp_path):
     (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
     endless = job_body(data={"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"})
     slow = asyncio.create_task(broker.post("/v1/jobs:validate", json=endless))
@@ -272,7 +260,7 @@ async def test_slow_data_of_one_job_holds_up_no_other_job(broker: httpx.AsyncCli
     slow.cancel()
 
 
-async def test_answer_that_is_no_mathematics_is_refused() -> None:
+async def test_answer_that_is_no_mathematics_is_refused():
     reward = RewardConfig(name="math")
     for answer, is_right in (("1/2", True), ("", False)):
         complaints, notes = await review_on_data("reward", reward, PromptItem(text="?", context={"answer": answer}))
@@ -282,7 +270,7 @@ async def test_answer_that_is_no_mathematics_is_refused() -> None:
 # ---- trackers ----------------------------------------------------------------------------------------------------
 
 
-async def test_tracker_that_no_trainer_has_is_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_tracker_that_no_trainer_has_is_refused(broker, ledger):
     wanted = {"pool": "tracked", "tracking": [{"type": "mlflow"}]}
     assert await refusals(broker, **wanted) == []  # no trainer, so nothing is known
     await beat_trainer(ledger, "tracked", "t1", ["wandb"])
@@ -304,7 +292,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache: Path) -> None:
+async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache):
     ((field, message),) = await review_hub_model("org/name")
     assert (field, "the hub http://127.0.0.1:1 does not answer" in message) == ("model.path", True)
     snapshot = empty_cache / "models--org--name" / "snapshots" / "abc"
@@ -315,13 +303,13 @@ async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache: Path) -
 
 
 @pytest.mark.usefixtures("empty_cache")
-async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch, tmp_path):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "token").write_text("of-a-login\n")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         asked = await reader.readuntil(b"\r\n\r\n")
         is_there = b"/api/models/org/there " in asked and b"Bearer of-a-login\r\n" in asked
         status = b"200 OK" if is_there else b"404 Not Found"
@@ -338,7 +326,7 @@ async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("empty_cache")
-async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ((_, message),) = await review_hub_model("org/name")
     assert "HF_HUB_OFFLINE is set" in message
@@ -347,7 +335,7 @@ async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch: pytest.Monk
 # ---- a broker that only shows ------------------------------------------------------------------------------------
 
 
-async def test_broker_that_only_shows_changes_nothing(ledger: Ledger, tmp_path: Path) -> None:
+async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, is_read_only=True) as broker:
         for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/datasets/a.jsonl"), ("DELETE", "/v1/jobs/job-1")):
