@@ -175,9 +175,8 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger):
     for iteration in range(3):
         await commit(ledger, job_id, epoch, iteration)
         claims = await wait_claimable(ledger, job_id)
-        assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {
-            (iteration + 3, iteration + 1)
-        }
+        found = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
+        assert found == {(iteration + 3, iteration + 1)}
         await submit_groups(ledger, job_id, claims)
     for iteration in (3, 4, 5):
         await commit(ledger, job_id, epoch, iteration)

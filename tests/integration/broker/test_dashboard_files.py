@@ -118,17 +118,7 @@ async def test_files_can_only_be_read(broker, keys, method):
 # ---- and nothing else --------------------------------------------------------------------------------------------
 
 
-STRANGE_NAMES = [
-    "vendor/app.js",
-    "vendor/LICENSE.htm",
-    "vendor",
-    "nothing.js",
-    "index.html",
-    "%2e%2e",
-    "%2e",
-    "*",
-    "app",
-]
+STRANGE_NAMES = ["vendor/app.js", "vendor/LICENSE.htm", "vendor", "nothing.js", "index.html", "%2e%2e", "%2e", "*"]
 STRANGE_NAMES += ["app", "app.js%00", "app.js%0A", "APP.JS", "app.js ", "..%5c..%5capp.py", "x" * 5000]
 
 

@@ -21,6 +21,7 @@ from services.broker.datasets import PromptItem
 from tests.broker_fixtures import job_body, running_broker, write_prompts
 from tests.installed import install
 
+MOST, UPDATES = "max_prompts_per_iteration", "num_updates_per_iteration"
 SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"
 
 
@@ -50,13 +51,8 @@ async def test_schema_and_other_checks_refuse_together(broker, ledger):
         "reward": {"name": "exactly"},
         "tracking": [{"type": "mlflow"}],
     }
-    first = {
-        "seed",
-        "rollout.num_samples_per_prompt",
-        "schedule.num_iterations",
-        "schedule.num_iteration",
-        "model.dtype",
-    }
+    first = {f"schedule.{name}" for name in ("num_iterations", "num_iteration")}
+    first |= {"seed", "rollout.num_samples_per_prompt", "model.dtype"}
     later = {"model.path", "data.path", "reward.name", "tracking.0.type"}
     assert {error["field"] for error in await refusals(broker, **wrong)} == first | later
     valid = {"rollout": {}, "schedule": {}, "model": {"path": "bundled:nothing"}, "seed": 1}
@@ -66,32 +62,12 @@ async def test_schema_and_other_checks_refuse_together(broker, ledger):
 @pytest.mark.parametrize(
     ("sections", "field", "remedy"),
     [
-        ({"rollout": {"max_prompts_per_iteration": 2}}, "rollout.max_prompts_per_iteration", "use more, 6 say"),
-        (
-            {"rollout": {"num_prompts_per_iteration": 5_000, "max_prompts_per_iteration": 5_000}},
-            "rollout.max_prompts_per_iteration",
-            "use more, 10000 say",
-        ),
-        (
-            {"rollout": {"num_prompts_per_iteration": 10_000, "max_prompts_per_iteration": 10_000}},
-            "rollout.max_prompts_per_iteration",
-            "lower rollout.num_prompts_per_iteration",
-        ),
-        (
-            {"rollout": {"max_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
-            "rollout.max_prompts_per_iteration",
-            "10240000 responses in one iteration",
-        ),
-        (
-            {"rollout": {"max_prompts_per_iteration": 4}, "schedule": {"mode": "bounded"}},
-            "rollout.max_prompts_per_iteration",
-            "use schedule.mode = 'periodic'",
-        ),
-        (
-            {"rollout": {"max_prompts_per_iteration": 4}, "training": {"num_updates_per_iteration": 2}},
-            "training.num_updates_per_iteration",
-            "use 1, or leave out rollout.max_prompts_per_iteration",
-        ),
+        ({"rollout": {MOST: 2}}, f"rollout.{MOST}", "use more, 6 say"),
+        ({"rollout": {"num_prompts_per_iteration": 5_000, MOST: 5_000}}, f"rollout.{MOST}", "use more, 10000 say"),
+        ({"rollout": {"num_prompts_per_iteration": 10_000, MOST: 10_000}}, f"rollout.{MOST}", "lower rollout.num_"),
+        ({"rollout": {MOST: 10_000, "num_samples_per_prompt": 1024}}, f"rollout.{MOST}", "10240000 responses in one"),
+        ({"rollout": {MOST: 4}, "schedule": {"mode": "bounded"}}, f"rollout.{MOST}", "use schedule.mode = 'periodic'"),
+        ({"rollout": {MOST: 4}, "training": {UPDATES: 2}}, f"training.{UPDATES}", "use 1, or leave out rollout.max"),
     ],
     ids=["too few", "too few of many", "too few of most", "too many", "bounded", "several updates"],
 )

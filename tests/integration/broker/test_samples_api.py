@@ -364,9 +364,8 @@ async def test_excess_readers_are_asked_to_retry_and_then_served(broker, ledger,
 
 async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker, ledger):
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
-    job_id, epoch = await started_job(
-        ledger, evaluation=held_out | {"every_iterations": 1}, schedule={"num_iterations": 2}
-    )
+    held_out["every_iterations"] = 1
+    job_id, epoch = await started_job(ledger, evaluation=held_out, schedule={"num_iterations": 2})
     for iteration in range(3):
 
         async def is_done(number=iteration):

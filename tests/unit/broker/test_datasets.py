@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,8 @@ def refusal(folder: Path, **options: Any) -> DatasetError:
 
 
 def test_nested_fields_are_named_with_dots(tmp_path):
-    row = {
-        "ask": {"text": "2 + 2"},
-        "reward_model": {"ground_truth": 4, "style": "rule"},
-        "a.b": "own",
-        "a": {"b": "x"},
-    }
+    row = {"ask": {"text": "2 + 2"}, "reward_model": {"ground_truth": 4, "style": "rule"}}
+    row |= {"a.b": "own", "a": {"b": "x"}}
     write_jsonl(tmp_path / "rows.jsonl", [row])
     item = open_file(tmp_path, prompt_field="ask.text", answer_field="reward_model.ground_truth").item(0)
     assert (item.messages[0].content, item.context["answer"]) == ("2 + 2", "4")
@@ -113,17 +110,11 @@ def test_reward_gets_question_answer_and_the_other_fields(tmp_path):
 
 
 def test_chat_prompts_and_system_prompt(tmp_path):
-    chat = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ho"},
-        {"role": "user", "content": "so?"},
-    ]
+    roles = {"hi": "user", "ho": "assistant", "so?": "user"}
+    chat = [{"role": role, "content": content} for content, role in roles.items()]
     write_jsonl(tmp_path / "rows.jsonl", [{"chat": chat, "answer": "yes"}])
     item = open_file(tmp_path, prompt_field="chat", system_prompt="be brief").item(0)
-    assert [(m.role, m.content) for m in item.messages] == [
-        ("system", "be brief"),
-        *((m["role"], m["content"]) for m in chat),
-    ]
+    assert {m.content: m.role for m in item.messages} == {"be brief": "system"} | roles
     assert item.context["question"] == "so?"
 
 
@@ -163,24 +154,13 @@ def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
         (["[" * 100_000], {}, "data.path", "line 1 is not valid JSON"),
         ([{"q": "x", "answer": 1}], {}, "data.prompt_field", "line 1 has no 'prompt'; it has: answer, q"),
         ([ROWS[0], {"prompt": "x"}], {}, "data.answer_field", "line 2 has no 'answer'"),
-        (
-            [ROWS[0], {"prompt": "x", "answer": None}],
-            {},
-            "data.answer_field",
-            "line 2: 'answer' is null; give it a value",
-        ),
+        ([ROWS[0], {"prompt": "x", "answer": None}], {}, "data.answer_field", "line 2: 'answer' is null; give it"),
         ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "the prompt is empty"),
         ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
-        ([{"prompt": [], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([{"prompt": [{"role": "user", "content": "x"}], "answer": 1}], {"as_chat": False}, "data.as_chat", "as_chat"),
-        (
-            [{"prompt": [{"role": "assistent", "content": "x"}], "answer": 1}],
-            {},
-            "data.prompt_field",
-            "no role 'assistent'; the roles are system",
-        ),
+        ([{"prompt": [{"role": "usr", "content": "x"}], "answer": 1}], {}, "data.prompt_field", "is no role 'usr'"),
         (['{"prompt": "x", "answer": NaN}'], {}, "data.answer_field", "line 1: the answer is nan"),
         ([{"prompt": "x", "answer": 1}], {"path": "a" * 300}, "data.path", "is not a path: File name too long"),
         ([ROWS[0]], {"as_chat": False, "system_prompt": "x"}, "data.system_prompt", "as_chat = true"),
@@ -280,13 +260,21 @@ def test_wrong_task_or_option_is_refused(task, options, field, message):
     assert message in caught.value.message
 
 
-def test_broker_starts_without_the_heavy_libraries():
-    import subprocess
+LISTED = """
+import sys
+from services.broker.app import create_tracer
+from services.broker.settings import Settings
+assert create_tracer(Settings(), None, None) is None
+heavy = ("reasoning_gym", "pyarrow", "numpy", "torch", "opentelemetry.exporter", "services.broker.tracing")
+print(*(name for name in sys.modules if name.startswith(heavy)))
+"""
 
-    check = "import sys, services.broker.app; print(*{'reasoning_gym', 'pyarrow', 'numpy', 'torch'} & {*sys.modules})"
-    assert (
-        subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == ""
-    )
+
+def test_broker_imports_nothing_heavy_and_no_tracing_by_default(monkeypatch):
+    """Also where the environment has a collector for everybody's programs. (redis-py imports the SDK by itself.)"""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    done = subprocess.run([sys.executable, "-c", LISTED], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 # ---- tasks -------------------------------------------------------------------------------------------------------
@@ -310,9 +298,8 @@ def tasks_of(config: JobConfig, iteration: int) -> list[Any]:
 
 def test_tasks_are_a_pure_function_of_job_and_iteration():
     first, again = tasks_of(job(), 2), tasks_of(job(), 2)
-    assert [task.SerializeToString(deterministic=True) for task in first] == [
-        task.SerializeToString(deterministic=True) for task in again
-    ]
+    for one, other in zip(first, again, strict=True):
+        assert one.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True)
     assert [task.group_id for task in first] == ["2-0", "2-1", "2-2", "2-3"]
     others = [tasks_of(job(), 3), tasks_of(job(seed=1), 2)]
     for other in others:
@@ -344,9 +331,8 @@ def test_held_out_prompts_are_constant_and_never_in_training(seed):
     first, later = held_out_tasks(config, 0), held_out_tasks(config, 4)
     assert [task.group_id for task in later[:2]] == ["eval-4-0", "eval-4-1"]
     for one, other in zip(first, later, strict=True):
-        assert (one.messages, one.seed, one.reward_context_json) == (
-            (other.messages, other.seed, other.reward_context_json)
-        )
+        assert (one.messages, one.seed) == (other.messages, other.seed)
+        assert one.reward_context_json == other.reward_context_json
     assert all(task.is_evaluation and task.iteration == 4 for task in later)
     assert (first[0].num_samples, first[0].temperature, first[0].max_response_tokens) == (3, 0.5, 7)
     trained = {task.messages[-1].content for iteration in range(5) for task in tasks_of(config, iteration)}

@@ -199,12 +199,7 @@ GOOD: dict[str, Any] = {
     [
         ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
         ("data", {"path": "x"}, "data.path", "belongs to data.type = 'jsonl' or 'parquet' or 'hf'; leave it out, or"),
-        (
-            "data",
-            {"type": "csv"},
-            "data",
-            "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning_gym",
-        ),
+        ("data", {"type": "csv"}, "data", "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning"),
         ("data", {"type": "jsonl", "task": None}, "data.path", "is required (path of the file in the data folder"),
         ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
         ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
@@ -236,12 +231,7 @@ GOOD: dict[str, Any] = {
             "belongs to objective.importance.type = 'band'; leave it out",
         ),
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
-        (
-            "evaluation",
-            {"data": {"task": 1}},
-            "evaluation.data",
-            "set evaluation.data.type to one of: hf, jsonl, parquet, ",
-        ),
+        ("evaluation", {"data": {"task": 1}}, "evaluation.data", "set evaluation.data.type to one of: hf, jsonl, "),
         ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
     ],
 )
@@ -290,20 +280,12 @@ def test_text_log_and_unknown_format(capsys):
 
 
 def test_turns_show_what_each_call_saw_and_said():
-    asked = json.dumps([{"role": "tool", "content": "9"}, "no message"])
+    seen = {"messages_json": json.dumps([{"role": "tool", "content": "9"}, "no message"]), "num_cached_tokens": 5}
     response = Response(
         text="add it now",
         turns=[
             Turn(num_shared=4, num_sampled=3, num_characters=6, finish_reason="stop"),
-            Turn(
-                parent=0,
-                num_shared=7,
-                observed_token_ids=[1, 2],
-                num_sampled=1,
-                num_characters=1,
-                messages_json=asked,
-                num_cached_tokens=5,
-            ),
+            Turn(parent=0, num_shared=7, observed_token_ids=[1, 2], num_sampled=1, num_characters=1, **seen),
             Turn(parent=1, num_shared=6, num_sampled=2, num_characters=3, messages_json="[{", reward=float("nan")),
         ],
     )
@@ -320,9 +302,8 @@ def test_turns_show_what_each_call_saw_and_said():
     "value", ['"\\ud800"', "[" * 300 + "]" * 300, "[" * 198 + "]" * 198, "9" * 5000, "1e999", "NaN"]
 )
 def test_messages_that_json_cannot_hold_leave_their_group_shown(value):
-    turn = Turn(
-        num_shared=4, num_sampled=1, num_characters=2, messages_json=f'[{{"role": "tool", "content": {value}}}]'
-    )
+    asked = f'[{{"role": "tool", "content": {value}}}]'
+    turn = Turn(num_shared=4, num_sampled=1, num_characters=2, messages_json=asked)
     response = Response(token_ids=[5], rollout_logprobs=[-1.0], text="ok", turns=[turn])
     shown = group_detail(RolloutGroup(group_id="0-0", prompt_token_ids=[1, 2, 3, 4], responses=[response]))
     assert json.loads(shown.model_dump_json())["responses"][0]["turns"][0]["text"] == "ok"
