@@ -10,6 +10,7 @@ from onbeat.errors import IllegalTransition, StreamLost
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 WAIT_S = 1.0  # longest time between two looks at a job
 PENDING_WAIT_S = 5.0  # longest time between two looks at a job that no trainer has started
 MAX_REASONS = 8  # findings that are stored with a failure
-
-Fields = dict[str, str]
 
 
 class JobWatcher:

@@ -16,6 +16,7 @@ from blake3 import blake3
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
 from services.broker.views.records import group_order
@@ -25,8 +26,6 @@ MAX_GROUPS = 20_000  # per job: the newest
 MAX_ALIKE = 1000  # per answer: the newest
 SLICE = 16  # groups
 READ_S = 10.0  # per query; groups read by then stay in the index
-
-Fields = dict[str, str]
 
 
 class StillReading(Exception):

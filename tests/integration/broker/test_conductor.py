@@ -5,7 +5,6 @@ import json
 import signal
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -382,8 +381,7 @@ async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger):
-    pool = f"pool-{uuid.uuid4().hex[:8]}"
+async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger, pool):
     await trainer_seen(ledger, pool, ago_s=0)
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
@@ -397,17 +395,17 @@ async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger):
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_pending_job_waits_for_trainers_that_start_as_well(ledger):
-    job_id = await create_job(ledger, pool=f"pool-{uuid.uuid4().hex[:8]}", schedule={"start_deadline_s": 100.0})
+async def test_pending_job_waits_for_trainers_that_start_as_well(ledger, pool):
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)  # all services were down
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.PENDING
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_pending_job_fails_at_a_start_deadline_that_is_short(ledger, monkeypatch):
+async def test_pending_job_fails_at_a_start_deadline_that_is_short(ledger, pool, monkeypatch):
     monkeypatch.setattr(watcher, "ARRIVAL_S", 60.0)
-    job_id = await create_job(ledger, pool=f"pool-{uuid.uuid4().hex[:8]}", schedule={"start_deadline_s": 0.5})
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 0.5})
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("no trainer came for ")
 

@@ -1,6 +1,6 @@
 """The order in which prompts go out: the longest first, as far as an earlier epoch tells; nothing else differs."""
 
-from onbeat.streams.codec import PromptTask, Response, VersionSpan, decode_task
+from onbeat.streams.codec import PromptTask, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
@@ -33,16 +33,8 @@ async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None
         if (length := lengths.get(prompt(claim.task))) is None:
             group = failed_group(claim.task)
         for response in group.responses:
-            span = VersionSpan(policy_version=claim.task.policy_version, start=0, end=length)
-            response.CopyFrom(
-                Response(
-                    token_ids=[4] * length,
-                    rollout_logprobs=[-0.5] * length,
-                    version_spans=[span],
-                    finish_reason="stop",
-                    reward=response.reward,
-                )
-            )
+            response.token_ids[:], response.rollout_logprobs[:] = [4] * length, [-0.5] * length
+            response.version_spans[0].end = length
         await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 

@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,6 @@ from tests.conftest import free_port, start_redis
 from tests.waiting import eventually
 
 LATER_S = 30.0  # in which a slow machine gets anywhere
-
-
-@pytest.fixture
-def pool() -> str:
-    """Tests share one Redis: the heartbeats of another test are not to be seen here."""
-    return f"pool-{uuid.uuid4().hex[:8]}"
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
@@ -338,28 +331,26 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, pool)
 # ---- the API and the command -------------------------------------------------------------------------------------
 
 
-async def test_api_explains_one_job_and_the_whole_installation(ledger, pool, tmp_path):
-    write_prompts(tmp_path)
-    async with running_broker(ledger, tmp_path) as client:
-        job_id = await create_job(ledger, pool=pool)
-        answer = (await client.get(f"/v1/jobs/{job_id}:explain")).json()
-        assert answer["is_healthy"] is False
-        assert answer["findings"][0]["job_id"] == job_id
-        assert (await client.get("/v1/jobs/job-none:explain")).status_code == 404
-        assert (await client.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
-        found = (await client.get("/v1/doctor")).json()
-        sentences = "\n".join(finding["sentence"] for finding in found["findings"])
-        for expected in (
-            "the broker answers, and its control loop runs",
-            "the clocks of broker and Redis differ by 0.0 s",
-            "Redis keeps no append-only file",
-            f"pool {pool}: 0 trainers alive, 0 rollouts alive",
-            f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups kept",
-            f"no trainer of pool {pool} has asked for jobs",
-        ):
-            assert expected in sentences
-        order = [finding["is_problem"] for finding in found["findings"]]
-        assert order == sorted(order, reverse=True)
+async def test_api_explains_one_job_and_the_whole_installation(ledger, pool, broker):
+    job_id = await create_job(ledger, pool=pool)
+    answer = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()
+    assert answer["is_healthy"] is False
+    assert answer["findings"][0]["job_id"] == job_id
+    assert (await broker.get("/v1/jobs/job-none:explain")).status_code == 404
+    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
+    found = (await broker.get("/v1/doctor")).json()
+    sentences = "\n".join(finding["sentence"] for finding in found["findings"])
+    for expected in (
+        "the broker answers, and its control loop runs",
+        "the clocks of broker and Redis differ by 0.0 s",
+        "Redis keeps no append-only file",
+        f"pool {pool}: 0 trainers alive, 0 rollouts alive",
+        f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups kept",
+        f"no trainer of pool {pool} has asked for jobs",
+    ):
+        assert expected in sentences
+    order = [finding["is_problem"] for finding in found["findings"]]
+    assert order == sorted(order, reverse=True)
 
 
 async def test_doctor_reports_what_redis_lets_it_know(tmp_path):

@@ -179,25 +179,23 @@ async def test_two_deletions_at_once_are_one(ledger):
     assert await keys_of(ledger, job_id) == {"deleted"}
 
 
-async def test_delete_over_rest(ledger, tmp_path):
-    write_prompts(tmp_path)
+async def test_delete_over_rest(broker):
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    async with running_broker(ledger, tmp_path) as broker:
 
-        async def create():
-            return await broker.post("/v1/jobs", json=job_body(), headers=headers)
+    async def create():
+        return await broker.post("/v1/jobs", json=job_body(), headers=headers)
 
-        path = f"/v1/jobs/{(await create()).json()['id']}"
-        refused = await broker.delete(path)
-        assert refused.status_code == 409
-        assert "is PENDING; only a job that is over can be deleted: cancel it first" in refused.json()["detail"]
-        await broker.post(f"{path}:cancel")
-        assert ((await broker.delete(path)).status_code, (await broker.delete(path)).status_code) == (204, 204)
-        assert (await broker.get(path)).status_code == 404
-        late = await create()  # a repetition of the request that created it
-        assert late.status_code == 409
-        assert "was deleted; take a new Idempotency-Key" in late.json()["detail"]
-        assert (await broker.delete("/v1/jobs/nobody")).status_code == 404
+    path = f"/v1/jobs/{(await create()).json()['id']}"
+    refused = await broker.delete(path)
+    assert refused.status_code == 409
+    assert "is PENDING; only a job that is over can be deleted: cancel it first" in refused.json()["detail"]
+    await broker.post(f"{path}:cancel")
+    assert ((await broker.delete(path)).status_code, (await broker.delete(path)).status_code) == (204, 204)
+    assert (await broker.get(path)).status_code == 404
+    late = await create()  # a repetition of the request that created it
+    assert late.status_code == 409
+    assert "was deleted; take a new Idempotency-Key" in late.json()["detail"]
+    assert (await broker.delete("/v1/jobs/nobody")).status_code == 404
 
 
 # ---- whoever still works for a deleted job ---------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Pending jobs: what they cost however many wait, the lists that they are in, and how many one key may have."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,11 +39,6 @@ async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
         yield Ledger(redis)
     process.terminate()
     process.wait(10)
-
-
-@pytest.fixture
-def pool() -> str:
-    return f"pool-{uuid.uuid4().hex[:8]}"
 
 
 # ---- what they cost ----------------------------------------------------------------------------------------------
