@@ -66,12 +66,14 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker):
 async def test_lists_are_read_in_parts_and_by_state(broker, ledger, monkeypatch):
     monkeypatch.setattr(jobs_api, "JOBS_AT_ONCE", 3)
     job_ids = [await create_job(ledger) for _ in range(8)]
-    over = [job_ids[1], job_ids[3]]
+    over, paused = [job_ids[1], job_ids[3]], job_ids[5]
     for job_id in over:
         await ledger.jobs.move(job_id, JobState.CANCELLED)
+    for state in (JobState.RUNNING, JobState.PAUSED):
+        await ledger.jobs.move(paused, state)
     await ledger.redis.zadd(keys.ALL_JOBS, {"never-created": await ledger.now()})
     newest_first = job_ids[::-1]
-    pending = [job_id for job_id in newest_first if job_id not in over]
+    pending = [job_id for job_id in newest_first if job_id not in (*over, paused)]
 
     async def listed(query):
         known = (await broker.get(f"/v1/jobs?{query}")).json()["jobs"]
@@ -80,6 +82,8 @@ async def test_lists_are_read_in_parts_and_by_state(broker, ledger, monkeypatch)
     assert await listed("limit=500") == newest_first
     assert await listed("limit=5") == newest_first[:5]
     assert await listed("state=CANCELLED&limit=500") == over[::-1]
+    assert await listed("state=PAUSED&limit=500") == [paused]
+    assert await listed("state=RUNNING&limit=500") == []  # though they share a list
     assert await listed("state=PENDING&limit=2") == pending[:2]
     assert await listed("state=PENDING&limit=500") == pending
 
