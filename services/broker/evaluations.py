@@ -16,7 +16,7 @@ from onbeat.response_stats import ResponseStats, more_parts, parts_of, rewards_o
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.evaluations import Scores
-from onbeat.streams.records import following_evaluation, read_evaluations
+from onbeat.streams.records import Fields, following_evaluation, read_evaluations
 from onbeat.types import EvaluationState
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
@@ -26,8 +26,6 @@ from services.broker.views.records import sample_groups
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 16  # responses of an evaluation that are kept for people to read
-
-Fields = dict[str, str]
 
 
 def due_evaluation(fields: Fields, num_iterations: int) -> int | None:

@@ -10,6 +10,7 @@ from onbeat.errors import IllegalTransition, StreamLost
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 WAIT_S = 1.0  # longest time between two looks at a job
 PENDING_WAIT_S = 5.0  # longest time between two looks at a job that no trainer has started
 MAX_REASONS = 8  # findings that are stored with a failure
-
-Fields = dict[str, str]
 
 
 class JobWatcher:
@@ -83,7 +82,7 @@ class JobWatcher:
         try:
             await self._ledger.rollout.check_streams(self._job_id)
         except StreamLost as error:
-            return await self._move(JobState.FAILED, str(error))
+            return await try_move(self._ledger, self._job_id, JobState.FAILED, str(error))
         await self._open_if_due(config, fields)
         await self._evaluator.step(config, fields)
         await self._fail_if_trainers_are_lost(config, fields)
@@ -105,8 +104,8 @@ class JobWatcher:
         try:
             tasks = await self._take_tasks(config, iteration)
         except DatasetError as error:
-            await self._move(JobState.FAILED, f"iteration {iteration} has no prompts: {error}")
-            return
+            reason = f"iteration {iteration} has no prompts: {error}"
+            return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
         num_prompts = config.rollout.num_prompts_per_iteration
         first = await longest_first(self._ledger, self._job_id, tasks[:num_prompts])
         reason = await self._ledger.iterations.open(self._job_id, iteration, version, first, tasks[num_prompts:])
@@ -140,7 +139,7 @@ class JobWatcher:
         silent_s = self._watch_progress(fields)
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
-            await self._fail(f"{start} (schedule.iteration_deadline_s)")
+            await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
 
     def _watch_progress(self, fields: Fields) -> float:
         """Return the seconds for which this watcher has seen no progress. Time in which all services were down, or
@@ -159,20 +158,15 @@ class JobWatcher:
         if int(fields["epoch"]) > limit:
             num_lost = num_lost_trainers(await inspection.newest_events(self._ledger, self._job_id))
             if num_lost >= limit:
-                await self._fail(f"{num_lost} trainers in a row were lost (schedule.max_lost_trainers)")
-
-    async def _fail(self, reason: str) -> None:
-        await fail_with_findings(self._ledger, self._job_id, reason)
+                reason = f"{num_lost} trainers in a row were lost (schedule.max_lost_trainers)"
+                await fail_with_findings(self._ledger, self._job_id, reason)
 
     async def _cancel_if_abandoned(self, fields: Fields) -> None:
         """End a cancelled job if its trainer, which normally ends it, is gone or does not react."""
         now = await self._ledger.now()
         has_trainer = float(fields.get("lease_until", "0")) > now
         if not has_trainer or now - float(fields["progress_at"]) > CANCEL_GRACE_S:
-            await self._move(JobState.CANCELLED)
-
-    async def _move(self, wanted: JobState, error: str = "") -> None:
-        await try_move(self._ledger, self._job_id, wanted, error)
+            await try_move(self._ledger, self._job_id, JobState.CANCELLED)
 
 
 async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float) -> None:

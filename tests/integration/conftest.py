@@ -1,5 +1,6 @@
 """What tests of several areas begin with."""
 
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,3 +24,9 @@ async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncCli
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("pki") / "ours")
+
+
+@pytest.fixture
+def pool() -> str:
+    """Tests share one Redis: the heartbeats of another test are not to be seen here."""
+    return f"pool-{uuid.uuid4().hex[:8]}"

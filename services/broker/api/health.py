@@ -1,4 +1,4 @@
-"""The broker's health: whether it is alive, whether it can work, and its metrics."""
+"""REST of health: whether the broker is alive and can work, its metrics, and the doctor: who waits for whom."""
 
 import asyncio
 
@@ -7,11 +7,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
+from onbeat.types import Diagnosis
 from services.broker.api.context import Broker
+from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented, problem
-from services.broker.doctor.diagnosis import find_refusal
+from services.broker.doctor.diagnosis import diagnose, diagnosis, find_refusal
+from services.broker.doctor.explain import explain_job
 
 router = APIRouter(tags=["health"])
+doctor = APIRouter(prefix="/v1", tags=["doctor"], responses=documented(422, 503))
 
 PING_S = 2.0
 
@@ -46,3 +50,15 @@ async def metrics(broker: Broker) -> Response:
     """Return the metrics in the Prometheus text format."""
     body, content_type = await broker.meters.render(broker.ledger)
     return Response(body, media_type=content_type)
+
+
+@doctor.get("/jobs/{job_id}:explain", responses=documented(404))
+async def get_explanation(job_id: JobId, broker: Broker) -> Diagnosis:
+    """Explain the state of a job, problems first. Each finding is a sentence, with the same facts as fields."""
+    return diagnosis(await explain_job(broker.ledger, job_id))
+
+
+@doctor.get("/doctor")
+async def get_diagnosis(broker: Broker) -> Diagnosis:
+    """Check Redis, clocks, trainers, rollouts, streams and all active jobs. It also answers when Redis does not."""
+    return await diagnose(broker.ledger, is_conducting=broker.is_conducting())

@@ -1,7 +1,7 @@
 """Problem documents (RFC 9457): every refusal and failure of the API is mapped to one here, and nowhere else."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -119,7 +119,10 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
     is_job = getattr(request.scope["route"], "path", None) in JOB_PATHS
-    complaints = explain_errors(error.errors(), error.body) if is_job else explain_others(error.errors())
+    if is_job:
+        complaints = explain_errors(error.errors(), error.body)
+    else:
+        complaints = [each for one in error.errors()[:MAX_EXPLAINED] for each in explain_other(one)]
     if is_job and isinstance(error.body, dict):
         wrong = [field for field, _ in complaints]
         misspelt = [f for f, each in zip(wrong, error.errors(), strict=False) if each["type"] == "extra_forbidden"]
@@ -128,12 +131,8 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
     return problem(422, "Invalid request", detail, field_errors(request, complaints))
 
 
-def explain_others(errors: Sequence[Any]) -> list[Complaint]:
-    """Return (field, message) of the first errors in a request whose body, if it has one, is no job."""
-    return [each for error in errors[:MAX_EXPLAINED] for each in explain_other(error)]
-
-
 def explain_other(error: Any) -> list[Complaint]:
+    """Return (field, message) of an error in a request whose body, if it has one, is no job."""
     source, *location = error["loc"]
     if source != "body":
         return explain_error(error, None)

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.doctor.learning import explain_learning
-from services.broker.doctor.situation import Fields, Situation, Unit, held_by_worker, read_situation
+from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
 ARRIVAL_S = 60.0  # pending jobs, however old, wait this long for trainers that start together with a broker

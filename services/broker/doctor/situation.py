@@ -8,9 +8,8 @@ from onbeat.config import JobConfig
 from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.types import SILENT_S, Event, Finding, TrainerRecord, WorkerRecord
-
-Fields = dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from onbeat.errors import JobNotFound
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
 from services.broker.views.records import group_order
@@ -26,8 +26,6 @@ MAX_GROUPS = 20_000  # per job: the newest
 MAX_ALIKE = 1000  # per answer: the newest
 SLICE = 16  # groups
 READ_S = 10.0  # per query; groups read by then stay in the index
-
-Fields = dict[str, str]
 
 
 class StillReading(Exception):
@@ -58,19 +56,11 @@ class Prompts:
         self.places.append(place)
         self.by_prompt.setdefault(place.prompt, deque()).append(place)
         if len(self.places) > MAX_GROUPS:
-            self._drop_oldest()
-
-    def drop_before(self, iteration: int) -> None:
-        """Drop the groups at the front that are no longer kept."""
-        while self.places and self.places[0].group.iteration < iteration:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        oldest = self.places.popleft()
-        alike = self.by_prompt[oldest.prompt]
-        alike.popleft()
-        if not alike:
-            del self.by_prompt[oldest.prompt]
+            oldest = self.places.popleft()
+            alike = self.by_prompt[oldest.prompt]
+            alike.popleft()
+            if not alike:
+                del self.by_prompt[oldest.prompt]
 
 
 class Alike:
@@ -82,17 +72,12 @@ class Alike:
 
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
         """Return the kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
-        try:
-            job = await self._ledger.jobs.fields(job_id)
-        except JobNotFound:
-            self._jobs.pop(job_id, None)
-            raise
+        job = await self._ledger.jobs.fields(job_id)
         first_kept = int(job.get("num_trimmed", "0"))
         prompts = self._prompts_of(job_id)
         try:
             async with asyncio.timeout(READ_S), prompts.reading:
                 prompts.cursor = prompts.cursor or await self._start(job_id, job)
-                prompts.drop_before(first_kept)
                 await self._read_on(job_id, prompts)
         except TimeoutError as error:
             raise StillReading(job_id) from error

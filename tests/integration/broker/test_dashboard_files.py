@@ -63,7 +63,7 @@ def text_of(name: str) -> str:
 # ---- what is served ----------------------------------------------------------------------------------------------
 
 
-async def test_page_and_assets_need_no_key_and_have_their_type(broker: httpx.AsyncClient) -> None:
+async def test_page_and_assets_need_no_key_and_have_their_type(broker):
     page = await broker.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert page.text == text_of("index.html")
@@ -74,7 +74,7 @@ async def test_page_and_assets_need_no_key_and_have_their_type(broker: httpx.Asy
         assert answer.content == (FOLDER / name).read_bytes()
 
 
-async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker: httpx.AsyncClient) -> None:
+async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker):
     for path in ("/", "/assets/app.js", "/assets/icon.svg"):
         headers = (await broker.get(path)).headers
         directives = [part.strip().partition(" ") for part in headers["content-security-policy"].split(";")]
@@ -85,7 +85,7 @@ async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker: http
             assert len(headers.get_list(once)) == 1, once
 
 
-async def test_unchanged_file_is_answered_without_a_body(broker: httpx.AsyncClient) -> None:
+async def test_unchanged_file_is_answered_without_a_body(broker):
     first = await broker.get("/assets/app.js")
     tag = first.headers["etag"]
     assert first.headers["cache-control"] == "no-cache"
@@ -99,7 +99,7 @@ async def test_unchanged_file_is_answered_without_a_body(broker: httpx.AsyncClie
     assert len(tags) == len({(FOLDER / name).read_bytes() for name in ASSETS})
 
 
-async def test_head_has_the_headers_of_get(broker: httpx.AsyncClient) -> None:
+async def test_head_has_the_headers_of_get(broker):
     for path in ("/", "/assets/style.css"):
         answer, head = await broker.get(path), await broker.head(path)
         assert (head.status_code, head.content) == (200, b"")
@@ -108,7 +108,7 @@ async def test_head_has_the_headers_of_get(broker: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-async def test_files_can_only_be_read(broker: httpx.AsyncClient, keys: Keys, method: str) -> None:
+async def test_files_can_only_be_read(broker, keys, method):
     for path in ("/", "/assets/app.js"):
         assert (await broker.request(method, path)).status_code == 401
         answer = await broker.request(method, path, headers=keys.header(Role.ADMIN))
@@ -118,21 +118,11 @@ async def test_files_can_only_be_read(broker: httpx.AsyncClient, keys: Keys, met
 # ---- and nothing else --------------------------------------------------------------------------------------------
 
 
-STRANGE_NAMES = [
-    "vendor/app.js",
-    "vendor/LICENSE.htm",
-    "vendor",
-    "nothing.js",
-    "index.html",
-    "%2e%2e",
-    "%2e",
-    "*",
-    "app",
-]
+STRANGE_NAMES = ["vendor/app.js", "vendor/LICENSE.htm", "vendor", "nothing.js", "index.html", "%2e%2e", "%2e", "*"]
 STRANGE_NAMES += ["app", "app.js%00", "app.js%0A", "APP.JS", "app.js ", "..%5c..%5capp.py", "x" * 5000]
 
 
-async def test_name_of_no_asset_is_not_found(broker: httpx.AsyncClient) -> None:
+async def test_name_of_no_asset_is_not_found(broker):
     for name in STRANGE_NAMES:
         url = httpx.URL("http://127.0.0.1").copy_with(raw_path=f"/assets/{name}".encode())
         assert (await broker.get(url)).status_code == 404, name
@@ -142,7 +132,7 @@ OUTSIDE = ["/assets/..%2fapp.py", "/assets/%2e%2e/%2e%2e/app.py", "/assets//etc/
 OUTSIDE += ["/assets", "//", "/index.html", "/v1/job-schema", "/openapi.json"]
 
 
-async def test_no_other_path_is_opened(broker: httpx.AsyncClient, keys: Keys) -> None:
+async def test_no_other_path_is_opened(broker, keys):
     for path in OUTSIDE:
         url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())
         assert (await broker.get(url)).status_code == 401, path
@@ -150,21 +140,21 @@ async def test_no_other_path_is_opened(broker: httpx.AsyncClient, keys: Keys) ->
             assert (await broker.get(url, headers=keys.header(Role.ADMIN))).status_code in (307, 404), path
 
 
-def test_what_is_left_behind_in_the_folder_is_no_asset(tmp_path: Path) -> None:
+def test_what_is_left_behind_in_the_folder_is_no_asset(tmp_path):
     for name in ("app.js", "app.js~", "notes.txt", ".hidden"):
         (tmp_path / name).write_text(name)
     (tmp_path / "sub").mkdir()
     assert list(dashboard.read_assets(tmp_path.iterdir())) == ["app.js"]
 
 
-async def test_schema_of_a_job_needs_a_key_and_is_that_of_the_door(broker: httpx.AsyncClient, keys: Keys) -> None:
+async def test_schema_of_a_job_needs_a_key_and_is_that_of_the_door(broker, keys):
     assert (await broker.get("/v1/job-schema")).status_code == 401
     answer = await broker.get("/v1/job-schema", headers=keys.header(Role.READ))
     assert answer.status_code == 200
     assert answer.json() == JobConfig.model_json_schema()
 
 
-async def test_page_is_no_part_of_the_api(broker: httpx.AsyncClient, keys: Keys) -> None:
+async def test_page_is_no_part_of_the_api(broker, keys):
     spec = (await broker.get("/openapi.json", headers=keys.header(Role.READ))).json()
     assert not [path for path in spec["paths"] if path == "/" or path.startswith("/assets")]
 
@@ -185,7 +175,7 @@ def imports_of(name: str) -> set[str]:
     return {module.removeprefix("./") for module in modules} | set(re.findall(r'"assets/([^"]+)"', text))
 
 
-def test_files_of_the_dashboard_are_exactly_those_requested() -> None:
+def test_files_of_the_dashboard_are_exactly_those_requested():
     reached, todo = {"index.html"}, ["index.html"]
     while todo:
         name = todo.pop()
@@ -197,18 +187,18 @@ def test_files_of_the_dashboard_are_exactly_those_requested() -> None:
     assert reached == set(NAMES)
 
 
-def test_every_file_is_served_under_its_name() -> None:
+def test_every_file_is_served_under_its_name():
     assert sorted(dashboard.assets()) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_file_names_no_other_host(name: str) -> None:
+def test_file_names_no_other_host(name):
     text = W3.sub("", COMMENT.sub("", text_of(name)))
     assert not re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.\w+", text)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_file_has_nothing_that_the_policy_refuses(name: str) -> None:
+def test_file_has_nothing_that_the_policy_refuses(name):
     text = COMMENT.sub("", text_of(name))
     if name.endswith((".html", ".svg")):
         assert not re.findall(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", text)
@@ -217,7 +207,7 @@ def test_file_has_nothing_that_the_policy_refuses(name: str) -> None:
         assert not re.findall(r"\bstyle:\s*[\"'`]|setAttribute\([\"']style", text)
 
 
-def test_files_are_in_the_wheel(tmp_path: Path) -> None:
+def test_files_are_in_the_wheel(tmp_path):
     # in a process of its own: setuptools replaces a standard module, which fails where another package loaded it first
     build = [sys.executable, "-c", "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"]
     subprocess.run([*build, str(tmp_path)], cwd=copy_of_package(tmp_path / "source"), check=True, timeout=120)
@@ -237,11 +227,11 @@ def copy_of_package(folder: Path) -> Path:
     return folder
 
 
-def test_quick_start_of_the_editor_is_the_example() -> None:
+def test_quick_start_of_the_editor_is_the_example():
     assert text_of("quickstart.toml") == (ROOT / "examples" / "quickstart.toml").read_text(encoding="utf-8")
 
 
-def test_vendored_modules_are_as_their_packages_ship_them() -> None:
+def test_vendored_modules_are_as_their_packages_ship_them():
     found = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
     readme = found.pop("README.md").decode()
     licences = {name: found.pop(name) for name in sorted(found) if name.startswith("LICENSE.")}

@@ -47,7 +47,7 @@ def job_on(path: str, **sections: Any) -> dict[str, Any]:
     return job_body(data={"type": "jsonl", "path": path}, **sections)
 
 
-async def test_uploaded_file_is_what_a_job_reads(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_uploaded_file_is_what_a_job_reads(broker, tmp_path):
     put = await broker.put("/v1/datasets/sums.jsonl", content=ROWS)
     assert put.status_code == 201, put.text
     digest = hashlib.sha256(ROWS).hexdigest()
@@ -65,7 +65,7 @@ async def test_uploaded_file_is_what_a_job_reads(broker: httpx.AsyncClient, tmp_
     assert files_in(tmp_path) == [".sums.jsonl.sha256", "sums.jsonl"]
 
 
-async def test_uploaded_file_never_changes(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_uploaded_file_never_changes(broker, tmp_path):
     assert (await broker.put("/v1/datasets/sums.jsonl", content=ROWS)).status_code == 201
     assert (await broker.put("/v1/datasets/sums.jsonl", content=ROWS)).status_code == 200
     other = await broker.put("/v1/datasets/sums.jsonl", content=ROWS * 2)
@@ -78,14 +78,14 @@ async def test_uploaded_file_never_changes(broker: httpx.AsyncClient, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a%2Fb", "%2e%2e%2fb", "a" * 129, "a%00b", "ä.jsonl"])
-async def test_name_that_is_no_name_is_refused(broker: httpx.AsyncClient, tmp_path: Path, name: str) -> None:
+async def test_name_that_is_no_name_is_refused(broker, tmp_path, name):
     answer = await broker.put(f"/v1/datasets/{name}", content=ROWS)
     assert answer.status_code in (404, 405, 422), answer.text
     assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl"]
 
 
-async def test_too_large_file_leaves_nothing(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    async def drip() -> AsyncIterator[bytes]:
+async def test_too_large_file_leaves_nothing(broker, tmp_path):
+    async def drip():
         for _ in range(12):
             yield b" " * 100_000
 
@@ -96,25 +96,23 @@ async def test_too_large_file_leaves_nothing(broker: httpx.AsyncClient, tmp_path
     assert not (tmp_path / "datasets").exists() or files_in(tmp_path) == []
 
 
-async def test_what_did_not_arrive_as_it_was_leaves_nothing(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_what_did_not_arrive_as_it_was_leaves_nothing(broker, tmp_path):
     answer = await broker.put("/v1/datasets/sums.jsonl", content=ROWS, params={"sha256": "0" * 64})
     assert answer.status_code == 422
     assert "send it again" in answer.json()["detail"]
     assert files_in(tmp_path) == []
 
 
-async def test_upload_that_is_cut_off_leaves_nothing_and_is_no_defect(
-    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_upload_that_is_cut_off_leaves_nothing_and_is_no_defect(ledger, tmp_path, caplog):
     caplog.set_level("INFO", "onbeat.access")
     async with serving(ledger, tmp_path, has_conductor=False) as broker:
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(broker.url).port)
         writer.write(b"PUT /v1/datasets/sums.jsonl HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n" + ROWS)
 
-        async def is_begun() -> bool:
+        async def is_begun():
             return (tmp_path / "datasets").exists() and files_in(tmp_path) != []
 
-        async def is_noted() -> bool:
+        async def is_noted():
             return "route=/v1/datasets/{name} status=499" in caplog.text
 
         await eventually("the upload has begun", is_begun)
@@ -124,19 +122,15 @@ async def test_upload_that_is_cut_off_leaves_nothing_and_is_no_defect(
     assert "Traceback" not in caplog.text
 
 
-async def test_upload_needs_a_disk_that_has_space_left(
-    broker: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_upload_needs_a_disk_that_has_space_left(broker, tmp_path, monkeypatch):
     monkeypatch.setattr(uploads, "free_bytes", lambda _: 10)
     answer = await broker.put("/v1/datasets/sums.jsonl", content=ROWS)
     assert (answer.status_code, "less than 1 GB free" in answer.text) == (507, True)
     assert files_in(tmp_path) == []
 
 
-async def test_data_folder_that_is_read_only_is_named(
-    broker: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
+async def test_data_folder_that_is_read_only_is_named(broker, monkeypatch):
+    def refuse(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -144,7 +138,7 @@ async def test_data_folder_that_is_read_only_is_named(
     assert (answer.status_code, "Read-only file system; ask whoever runs it" in answer.text) == (507, True)
 
 
-async def test_file_of_an_unfinished_job_is_not_removed(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_file_of_an_unfinished_job_is_not_removed(broker, tmp_path):
     await broker.put("/v1/datasets/sums.jsonl", content=ROWS)
     for path in ("datasets/sums.jsonl", "datasets/sums.jsonl/."):
         job = (await broker.post("/v1/jobs", json=job_on(path))).json()["id"]
@@ -156,7 +150,7 @@ async def test_file_of_an_unfinished_job_is_not_removed(broker: httpx.AsyncClien
     assert files_in(tmp_path) == []
 
 
-async def test_client_uploads_a_file_once(client: AsyncClient, broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_client_uploads_a_file_once(client, broker, tmp_path):
     source = tmp_path / "my sums.jsonl"
     source.write_bytes(ROWS)
     record = await client.datasets.push(source)
@@ -172,7 +166,7 @@ async def test_client_uploads_a_file_once(client: AsyncClient, broker: httpx.Asy
     assert await client.datasets.list() == []
 
 
-async def test_files_beside_a_job_file_go_with_the_job(client: AsyncClient, tmp_path: Path) -> None:
+async def test_files_beside_a_job_file_go_with_the_job(client, tmp_path):
     beside = tmp_path / "beside"
     beside.mkdir()
     (beside / "sums.jsonl").write_bytes(ROWS)
@@ -186,7 +180,7 @@ async def test_files_beside_a_job_file_go_with_the_job(client: AsyncClient, tmp_
     assert created.config["evaluation"]["data"]["path"] == job["evaluation"]["data"]["path"]
 
 
-async def test_validation_says_what_creation_would_and_creates_nothing(broker: httpx.AsyncClient) -> None:
+async def test_validation_says_what_creation_would_and_creates_nothing(broker):
     held_out = {"data": {"type": "jsonl", "path": "none-either.jsonl"}, "num_prompts": 1}
     before, job = (await broker.get("/v1/jobs")).json(), job_on("none.jsonl", evaluation=held_out)
     refused, checked = [await broker.post(path, json=job) for path in ("/v1/jobs", "/v1/jobs:validate")]
@@ -197,7 +191,7 @@ async def test_validation_says_what_creation_would_and_creates_nothing(broker: h
     assert (await broker.get("/v1/jobs")).json() == before
 
 
-async def test_dropped_prompts_are_an_event_of_the_job(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_dropped_prompts_are_an_event_of_the_job(broker, tmp_path):
     model = write_tied_model(tmp_path / "model")
     (tmp_path / "long.jsonl").write_bytes(ROWS + b'{"prompt": "%s", "answer": "1"}\n' % (b"x" * 200))
     job = job_on("long.jsonl", model={"path": str(model)})

@@ -1,19 +1,10 @@
 """The order in which prompts go out: the longest first, as far as an earlier epoch tells; nothing else differs."""
 
-import httpx
-
-from onbeat.streams.codec import PromptTask, Response, VersionSpan, decode_task
+from onbeat.streams.codec import PromptTask, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    failed_group,
-    make_group,
-    started_job,
-    wait_open,
-)
+from tests.broker_fixtures import claim_all, commit, failed_group, make_group, started_job, wait_open
 
 LENGTHS = {"say 0": 3, "say 1": 40, "say 2": 7, "say 3": 25, "say 4": 12}  # tokens of a response, by prompt
 NUM_ROWS = len(LENGTHS)
@@ -42,20 +33,12 @@ async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None
         if (length := lengths.get(prompt(claim.task))) is None:
             group = failed_group(claim.task)
         for response in group.responses:
-            span = VersionSpan(policy_version=claim.task.policy_version, start=0, end=length)
-            response.CopyFrom(
-                Response(
-                    token_ids=[4] * length,
-                    rollout_logprobs=[-0.5] * length,
-                    version_spans=[span],
-                    finish_reason="stop",
-                    reward=response.reward,
-                )
-            )
+            response.token_ids[:], response.rollout_logprobs[:] = [4] * length, [-0.5] * length
+            response.version_spans[0].end = length
         await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
-async def test_second_epoch_begins_with_longest_and_trains_the_same(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_second_epoch_begins_with_longest_and_trains_the_same(broker, ledger):
     seen = {}
     for dispatch in ("longest_first", "in_order"):
         job_id, epoch = await start(ledger, dispatch)
@@ -77,7 +60,7 @@ async def test_second_epoch_begins_with_longest_and_trains_the_same(broker: http
     assert [task.SerializeToString() for task in same] == [task.SerializeToString() for task in seen["in_order"]]
 
 
-async def test_prompt_that_is_not_known_counts_as_average(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_prompt_that_is_not_known_counts_as_average(broker, ledger):
     job_id, epoch = await start(ledger, "longest_first")
     await wait_open(ledger, job_id, 0)
     known = {"say 0": 3, "say 1": 40, "say 3": 25}
@@ -89,7 +72,7 @@ async def test_prompt_that_is_not_known_counts_as_average(broker: httpx.AsyncCli
     assert set(order[2:4]) == {"say 2", "say 4"}
 
 
-async def test_newest_length_counts(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_newest_length_counts(broker, ledger):
     job_id, epoch = await start(ledger, "longest_first")
     for iteration, lengths in enumerate((LENGTHS, LENGTHS | {"say 0": 99})):
         await wait_open(ledger, job_id, iteration)
@@ -101,7 +84,7 @@ async def test_newest_length_counts(broker: httpx.AsyncClient, ledger: Ledger) -
     assert sorted(map(int, kept.values())) == [7, 12, 25, 40, 99]
 
 
-async def test_nothing_is_kept_where_nobody_asks(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_nothing_is_kept_where_nobody_asks(broker, ledger):
     job_id, _ = await start(ledger, "in_order")
     await wait_open(ledger, job_id, 0)
     await generate(ledger, job_id, LENGTHS)

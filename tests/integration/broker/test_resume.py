@@ -1,22 +1,18 @@
 """Jobs that are over go on: which may, with what, and that brokers, trainers and readers see them as before."""
 
-from pathlib import Path
-
-import httpx
 import pytest
 
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
 from onbeat.errors import CannotResume, LeaseLost
 from onbeat.streams import keys
-from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.retention import Retention
 from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, train
 from tests.waiting import eventually
 
 
-async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_failed_job_goes_on_where_it_was(broker, ledger):
     job_id = await submit(broker)
     zombie = await start_training(ledger, job_id)
     await train(ledger, job_id, zombie, range(1))
@@ -37,7 +33,7 @@ async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger
     assert [record["state"] for record in iterations] == ["COMMITTED"] * 3
 
 
-async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledger):
     evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
     job_id = await submit(broker, evaluation=evaluation)
     epoch = await start_training(ledger, job_id)
@@ -72,9 +68,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
         ([JobState.FAILED], {"num_iterations": 9}, "resume it without more iterations first"),
     ],
 )
-async def test_refusal_says_what_to_do(
-    broker: httpx.AsyncClient, ledger: Ledger, way: list[JobState], body: dict[str, int] | None, reason: str
-) -> None:
+async def test_refusal_says_what_to_do(broker, ledger, way, body, reason):
     job_id = await submit(broker)
     await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     for state in way:
@@ -95,9 +89,7 @@ async def test_refusal_says_what_to_do(
         ([], "body", "got []"),
     ],
 )
-async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(
-    broker: httpx.AsyncClient, ledger: Ledger, body: object, field: str, message: str
-) -> None:
+async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(broker, ledger, body, field, message):
     job_id, _ = await started_job(ledger)
     answer = await broker.post(f"/v1/jobs/{job_id}:resume", json=body)
     (error,) = answer.json()["errors"]
@@ -106,9 +98,7 @@ async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(
     assert "job" not in error["message"]
 
 
-async def test_job_whose_data_has_gone_stays_as_it_is(
-    broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
-) -> None:
+async def test_job_whose_data_has_gone_stays_as_it_is(broker, ledger, tmp_path):
     job_id = await submit(broker)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     (tmp_path / "prompts.jsonl").unlink()
@@ -118,7 +108,7 @@ async def test_job_whose_data_has_gone_stays_as_it_is(
     assert await ledger.jobs.state(job_id) is JobState.CANCELLED
 
 
-async def test_only_one_of_two_brings_a_job_back(ledger: Ledger) -> None:
+async def test_only_one_of_two_brings_a_job_back(ledger):
     job_id = await create_job(ledger)
     await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     await ledger.jobs.resume(job_id, JobState.FAILED)
@@ -126,7 +116,7 @@ async def test_only_one_of_two_brings_a_job_back(ledger: Ledger) -> None:
         await ledger.jobs.resume(job_id, JobState.FAILED)
 
 
-async def test_outdated_look_at_a_resumed_job_is_put_right(ledger: Ledger) -> None:
+async def test_outdated_look_at_a_resumed_job_is_put_right(ledger):
     job_id = await create_job(ledger)
     await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     before = {job_id: await ledger.jobs.fields(job_id)}
@@ -137,7 +127,7 @@ async def test_outdated_look_at_a_resumed_job_is_put_right(ledger: Ledger) -> No
     assert await ledger.redis.zscore(keys.WAITING_JOBS, job_id) is not None
 
 
-async def test_time_in_between_is_no_time_of_an_iteration(ledger: Ledger) -> None:
+async def test_time_in_between_is_no_time_of_an_iteration(ledger):
     job_id, _ = await started_job(ledger)
     job = keys.JobKeys(job_id).job
     now = await ledger.now()
@@ -154,7 +144,7 @@ async def test_time_in_between_is_no_time_of_an_iteration(ledger: Ledger) -> Non
         assert last == pytest.approx(await ledger.now() - 100, abs=5)
 
 
-def test_number_of_iterations_only_grows() -> None:
+def test_number_of_iterations_only_grows():
     config = JobConfig.model_validate(job_body()).extended(5).extended(9)
     assert (config.schedule.earlier_ends, config.decay_ends) == ([3, 5], [3, 5, 9])
     with pytest.raises(ValueError, match=r"earlier_ends: \[3, 5\] must ascend and stay below the 5 iterations"):

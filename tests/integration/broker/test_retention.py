@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from redis.exceptions import ConnectionError
 
@@ -63,10 +62,8 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
             group = make_group(claim.task)
             group.data_row = claim.task.data_row
             await ledger.rollout.submit(job_id, claim.entry_id, group)
-        granted = await ledger.trainer.record_micro_batch(
-            job_id, epoch, iteration, 0, 0, [task.group_id for task in tasks]
-        )
-        assert len(granted) == 2
+        group_ids = [task.group_id for task in tasks]
+        assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, group_ids) == group_ids
         assert await commit(ledger, job_id, epoch, iteration)
         await ledger.iterations.record_traced(job_id, iteration + 1)
     chats = Chats(ledger.redis, job_id)
@@ -95,7 +92,7 @@ async def over(ledger: Ledger, job_id: str) -> str:
 # ---- deleting a job --------------------------------------------------------------------------------------------------
 
 
-async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger: Ledger) -> None:
+async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
     job_id, _ = await run_job(ledger)
     await evaluate(ledger, job_id, 0)
     assert await ledger.iterations.open(job_id, 3, 3, tasks_for(3), [PromptTask(group_id="3-2", iteration=3)]) == ""
@@ -113,7 +110,7 @@ async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger: Ledg
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.PAUSED, JobState.CANCELLING])
-async def test_job_that_is_not_over_cannot_be_deleted(ledger: Ledger, state: JobState) -> None:
+async def test_job_that_is_not_over_cannot_be_deleted(ledger, state):
     job_id = await create_job(ledger)
     for step in {JobState.PENDING: [], JobState.RUNNING: [state]}.get(state, [JobState.RUNNING, state]):
         await ledger.jobs.move(job_id, step)
@@ -122,7 +119,7 @@ async def test_job_that_is_not_over_cannot_be_deleted(ledger: Ledger, state: Job
     assert await ledger.jobs.state(job_id) is state
 
 
-async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
+async def test_large_job_goes_in_small_steps(ledger):
     job_id, num_iterations = await over(ledger, await create_job(ledger)), 3000
     job, pipeline = JobKeys(job_id), ledger.redis.pipeline(transaction=False)
     pipeline.hset(job.job, "num_opened", num_iterations)
@@ -131,7 +128,7 @@ async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
             pipeline.set(key, "x")
     await pipeline.execute()
 
-    async def num_unlinks() -> int:
+    async def num_unlinks():
         return int((await ledger.redis.info("commandstats")).get("cmdstat_unlink", {"calls": 0})["calls"])
 
     before = await num_unlinks()
@@ -141,9 +138,7 @@ async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2, 3])
-async def test_interrupted_deletion_shows_no_half_job_and_is_finished(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
-) -> None:
+async def test_interrupted_deletion_shows_no_half_job_and_is_finished(ledger, tmp_path, monkeypatch, num_done):
     job_id, _ = await run_job(ledger, num_iterations=1)
     await over(ledger, job_id)
     monkeypatch.setattr("onbeat.streams.ledger.jobs.UNLINKED_AT_ONCE", 1)
@@ -152,12 +147,12 @@ async def test_interrupted_deletion_shows_no_half_job_and_is_finished(
         calls = iter(range(num_done))
         unlink = ledger.redis.unlink
 
-        async def unlink_or_die(*names: str) -> None:
+        async def unlink_or_die(*names):
             if next(calls, None) is None:
                 raise ConnectionError("the broker dies here")
             await unlink(*names)
 
-        async def die(*_: Any) -> None:
+        async def die(*_):
             raise ConnectionError("the broker dies here")
 
         dying.setattr(ledger.redis, "unlink", unlink_or_die)
@@ -170,39 +165,37 @@ async def test_interrupted_deletion_shows_no_half_job_and_is_finished(
         assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 404
         assert job_id not in [job["id"] for job in (await broker.get("/v1/jobs?limit=500")).json()["jobs"]]
 
-        async def is_gone() -> bool:
+        async def is_gone():
             return job_id not in await ledger.jobs.ids()
 
         await eventually("the deletion is finished", is_gone, timeout_s=60)
     assert await keys_of(ledger, job_id) == {"deleted"}
 
 
-async def test_two_deletions_at_once_are_one(ledger: Ledger) -> None:
+async def test_two_deletions_at_once_are_one(ledger):
     job_id, _ = await run_job(ledger)
     await over(ledger, job_id)
     await asyncio.gather(*(ledger.jobs.delete(job_id) for _ in range(5)))
     assert await keys_of(ledger, job_id) == {"deleted"}
 
 
-async def test_delete_over_rest(ledger: Ledger, tmp_path: Path) -> None:
-    write_prompts(tmp_path)
+async def test_delete_over_rest(broker):
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    async with running_broker(ledger, tmp_path) as broker:
 
-        async def create() -> httpx.Response:
-            return await broker.post("/v1/jobs", json=job_body(), headers=headers)
+    async def create():
+        return await broker.post("/v1/jobs", json=job_body(), headers=headers)
 
-        path = f"/v1/jobs/{(await create()).json()['id']}"
-        refused = await broker.delete(path)
-        assert refused.status_code == 409
-        assert "is PENDING; only a job that is over can be deleted: cancel it first" in refused.json()["detail"]
-        await broker.post(f"{path}:cancel")
-        assert ((await broker.delete(path)).status_code, (await broker.delete(path)).status_code) == (204, 204)
-        assert (await broker.get(path)).status_code == 404
-        late = await create()  # a repetition of the request that created it
-        assert late.status_code == 409
-        assert "was deleted; take a new Idempotency-Key" in late.json()["detail"]
-        assert (await broker.delete("/v1/jobs/nobody")).status_code == 404
+    path = f"/v1/jobs/{(await create()).json()['id']}"
+    refused = await broker.delete(path)
+    assert refused.status_code == 409
+    assert "is PENDING; only a job that is over can be deleted: cancel it first" in refused.json()["detail"]
+    await broker.post(f"{path}:cancel")
+    assert ((await broker.delete(path)).status_code, (await broker.delete(path)).status_code) == (204, 204)
+    assert (await broker.get(path)).status_code == 404
+    late = await create()  # a repetition of the request that created it
+    assert late.status_code == 409
+    assert "was deleted; take a new Idempotency-Key" in late.json()["detail"]
+    assert (await broker.delete("/v1/jobs/nobody")).status_code == 404
 
 
 # ---- whoever still works for a deleted job ---------------------------------------------------------------------------
@@ -218,9 +211,7 @@ LATE_CALLS: dict[str, Call] = {
     "commit_iteration": lambda ledger, job: ledger.trainer.commit(job, "1", 0, 1, "d", {}, "u"),
     "create_job": lambda ledger, job: ledger.jobs.create(job, {"name": "n", "pool": "p"}, 1, 0),
     "delete_job": lambda ledger, job: ledger.jobs.delete(job),
-    "drop_foreign": lambda ledger, job: drop_foreign(
-        Scripts(ledger.redis), JobKeys(job), JobKeys(job).rollouts, "trainer", ["1-1"]
-    ),
+    "drop_foreign": lambda ledger, job: drop_foreign(Scripts(ledger.redis), JobKeys(job), "stream", "trainer", ["1-1"]),
     "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
     "engine_ready": lambda ledger, job: ledger.versions.engine_ready(job, 1, "w1", UPDATE),
@@ -238,13 +229,13 @@ LATE_CALLS: dict[str, Call] = {
 }
 
 
-def test_every_script_is_tried_on_a_deleted_job() -> None:
+def test_every_script_is_tried_on_a_deleted_job():
     scripts = {path.stem for path in (Path(keys.__file__).parent / "scripts").glob("*.lua")}
     assert LATE_CALLS.keys() == scripts - {"prelude"}
 
 
 @pytest.mark.parametrize("script", LATE_CALLS)
-async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger: Ledger, script: str) -> None:
+async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger, script):
     job_id = await over(ledger, await create_job(ledger))
     await ledger.jobs.delete(job_id)
     with contextlib.suppress(LeaseLost, JobNotFound, JobDeleted, AssertionError):  # said so
@@ -253,7 +244,7 @@ async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger: Ledger, scr
     assert job_id not in await ledger.jobs.ids()
 
 
-async def test_trainer_waiting_for_groups_of_a_deleted_job_loses_it(ledger: Ledger) -> None:
+async def test_trainer_waiting_for_groups_of_a_deleted_job_loses_it(ledger):
     job_id = await create_job(ledger)
     waiting = asyncio.create_task(ledger.trainer.take(job_id, "rank-0", 1, timeout_s=1.0))
     await asyncio.sleep(0.2)
@@ -289,7 +280,7 @@ async def interleaved_job(ledger: Ledger) -> tuple[str, str]:
     return job_id, epoch
 
 
-async def test_exactly_the_entries_of_old_durable_iterations_go(ledger: Ledger) -> None:
+async def test_exactly_the_entries_of_old_durable_iterations_go(ledger):
     job_id, epoch = await interleaved_job(ledger)
     retention, everything = Retention(ledger, 0), [f"{i}-{k}" for i in range(3) for k in range(2)]
     await retention.step()
@@ -309,7 +300,7 @@ async def test_exactly_the_entries_of_old_durable_iterations_go(ledger: Ledger) 
 
 
 @pytest.mark.parametrize(("iteration", "num_kept"), [(1, 1), (0, 2), (0, 1)])
-async def test_iteration_is_trimmed_only_in_its_turn(ledger: Ledger, iteration: int, num_kept: int) -> None:
+async def test_iteration_is_trimmed_only_in_its_turn(ledger, iteration, num_kept):
     job_id, epoch = await interleaved_job(ledger)
     await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     is_due = (iteration, num_kept) == (0, 1)
@@ -318,7 +309,7 @@ async def test_iteration_is_trimmed_only_in_its_turn(ledger: Ledger, iteration: 
     assert len(await kept_groups(ledger, job_id)) == (4 if is_due else 6)
 
 
-async def test_asking_for_groups_that_are_gone_gives_the_reason(ledger: Ledger, tmp_path: Path) -> None:
+async def test_asking_for_groups_that_are_gone_gives_the_reason(ledger, tmp_path):
     job_id, epoch = await interleaved_job(ledger)
     await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
@@ -338,7 +329,7 @@ async def test_asking_for_groups_that_are_gone_gives_the_reason(ledger: Ledger, 
         assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json()["samples"][0]["iteration"] == 2
 
 
-async def test_late_group_of_a_trimmed_iteration_changes_nothing(ledger: Ledger) -> None:
+async def test_late_group_of_a_trimmed_iteration_changes_nothing(ledger):
     job_id, epoch = await run_job(ledger, num_iterations=2, retention={"rollout_iterations": 1})
     await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
@@ -347,7 +338,7 @@ async def test_late_group_of_a_trimmed_iteration_changes_nothing(ledger: Ledger)
     assert await kept_groups(ledger, job_id) == before == ["1-0", "1-1"]
 
 
-async def test_default_keeps_what_lies_between_two_checkpoints(ledger: Ledger) -> None:
+async def test_default_keeps_what_lies_between_two_checkpoints(ledger):
     for every, kept in ((1, 50), (50, 50), (80, 80)):
         job_id = await create_job(ledger, checkpoint={"every_iterations": every})
         config = json.loads((await ledger.jobs.fields(job_id))["config"])
@@ -357,7 +348,7 @@ async def test_default_keeps_what_lies_between_two_checkpoints(ledger: Ledger) -
 # ---- jobs that were over long ago ------------------------------------------------------------------------------------
 
 
-async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger: Ledger) -> None:
+async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger):
     old, young = await over(ledger, await create_job(ledger)), await over(ledger, await create_job(ledger))
     running = await create_job(ledger)
     long_ago = await ledger.now() - 11 * DAY_S
@@ -369,7 +360,7 @@ async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger: Ledger) -
     assert {old, young, running} & set(await ledger.jobs.ids()) == {young, running}
 
 
-async def test_id_that_never_became_a_job_is_forgotten_after_a_while(ledger: Ledger) -> None:
+async def test_id_that_never_became_a_job_is_forgotten_after_a_while(ledger):
     dead, newborn, now = uuid.uuid4().hex, uuid.uuid4().hex, await ledger.now()
     listed = {dead: now - NEVER_CREATED_S - 60, newborn: now}
     for index in (keys.ALL_JOBS, keys.ACTIVE_JOBS):

@@ -20,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.routing import Route
 
-from onbeat.api_keys import ApiKey, Role, keys_to_edit, new_key, read_keys, write_keys
+from onbeat.api_keys import Role, keys_to_edit, new_key, read_keys, write_keys
 from onbeat.cli import main as onbeat_main
 from onbeat.client import AsyncClient, BrokerUnreachable, Client
 from onbeat.errors import ApiError
@@ -85,7 +85,7 @@ def role_for(method: str, path: str) -> Role | None:
 
 
 @pytest.mark.parametrize(("method", "path"), [*every_route(), *UNKNOWN])
-async def test_each_role_may_do_what_it_may_and_no_more(keys: Keys, ledger: Ledger, method: str, path: str) -> None:
+async def test_each_role_may_do_what_it_may_and_no_more(keys, ledger, method, path):
     url = re.sub(r"{evaluation[^}]*}", "0", path.replace("{job_id}", "job-none"))
     url = url.replace("vendor/{name}", "vendor/htm.module.js").replace("{name}", "app.js")
     needed = role_for(method, path)
@@ -101,7 +101,7 @@ async def test_each_role_may_do_what_it_may_and_no_more(keys: Keys, ledger: Ledg
                 assert method == "HEAD" or f"of role {needed}" in answer.json()["detail"]
 
 
-async def test_lookalike_of_an_open_or_submitter_path_is_neither(keys: Keys, ledger: Ledger) -> None:
+async def test_lookalike_of_an_open_or_submitter_path_is_neither(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         for path in ("/livez/", "/livez%0A", "http://127.0.0.1//livez", "/livez/../v1/jobs", "/v1/jobs", "/%6civez/x"):
             assert (await broker.get(path)).status_code == 401, path
@@ -112,7 +112,7 @@ async def test_lookalike_of_an_open_or_submitter_path_is_neither(keys: Keys, led
 # ---- keys --------------------------------------------------------------------------------------------------------
 
 
-async def test_refusal_is_a_problem_that_says_what_to_send(keys: Keys, ledger: Ledger) -> None:
+async def test_refusal_is_a_problem_that_says_what_to_send(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         answer = await broker.get("/v1/jobs")
         assert answer.headers["content-type"] == "application/problem+json"
@@ -131,7 +131,7 @@ async def test_refusal_is_a_problem_that_says_what_to_send(keys: Keys, ledger: L
         assert (await broker.get("/v1/jobs", headers={"Authorization": f"bearer  {right}"})).status_code == 200
 
 
-async def test_nobody_learns_which_ids_exist(keys: Keys, ledger: Ledger) -> None:
+async def test_nobody_learns_which_ids_exist(keys, ledger):
     """A wrong secret, an unknown id, a revoked and an expired key get the same answer."""
     right = keys.by_role[Role.ADMIN]
     expired, entry = new_key("old", Role.ADMIN, timedelta(seconds=-1))
@@ -141,15 +141,8 @@ async def test_nobody_learns_which_ids_exist(keys: Keys, ledger: Ledger) -> None
         entries.append(entry)
     _, key_id, secret = right.split("_", 2)
     wrong = [f"onbeat_{key_id}_{secret[::-1]}", f"onbeat_{key_id[::-1]}_{secret}", revoked, expired]
-    wrong += [
-        f"onbeat_{key_id}_",
-        key_id,
-        secret,
-        f"{right}x",
-        right[:-1],
-        right.upper(),
-        read_keys(keys.path)[0].sha256,
-    ]
+    wrong += [f"onbeat_{key_id}_", key_id, secret, f"{right}x", right[:-1], right.upper()]
+    wrong.append(read_keys(keys.path)[0].sha256)
     async with broker_with(keys, ledger) as broker:
         answers = []
         for key in wrong[:FAILURE_BURST]:
@@ -162,7 +155,7 @@ async def test_nobody_learns_which_ids_exist(keys: Keys, ledger: Ledger) -> None
     assert ring.find(right) is not None
 
 
-def test_key_expires_at_its_time(keys: Keys) -> None:
+def test_key_expires_at_its_time(keys):
     key = keys.add(Role.READ, timedelta(days=2))
     now = datetime.now(UTC)
     ring = KeyRing(keys.path, now=lambda: now)
@@ -177,27 +170,7 @@ def make_due(ring: KeyRing) -> None:
     ring._looked_at -= 3600
 
 
-async def test_keys_change_while_the_broker_runs(keys: Keys, ledger: Ledger) -> None:
-    async with broker_with(keys, ledger) as broker:
-        old = keys.by_role[Role.READ]
-
-        async def is_taken(key: str) -> bool:
-            return (await broker.get("/v1/jobs", headers=bearer(key))).status_code == 200
-
-        assert await is_taken(old)
-        new = keys.add(Role.READ)
-        await eventually("the new key is known", lambda: is_taken(new), DEADLINE_S)
-        assert await is_taken(old)
-        keys.revoke(old)
-
-        async def is_refused() -> bool:
-            return not await is_taken(old)
-
-        await eventually("the old key is refused", is_refused, DEADLINE_S)
-        assert await is_taken(new)
-
-
-def test_keys_of_a_swapped_link_are_read(tmp_path: Path) -> None:
+def test_keys_of_a_swapped_link_are_read(tmp_path):
     """As Kubernetes does it: keys.json -> ..data/keys.json, ..data -> a folder that is replaced."""
     pairs = [new_key(name, Role.READ) for name in ("a", "b")]
     for number, (_, entry) in enumerate(pairs):
@@ -213,7 +186,7 @@ def test_keys_of_a_swapped_link_are_read(tmp_path: Path) -> None:
     assert [bool(ring.find(key)) for key, _ in pairs] == [False, True]
 
 
-def test_broken_file_keeps_the_keys_of_before_and_is_reported(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_file_keeps_the_keys_of_before_and_is_reported(keys, caplog):
     ring, right = KeyRing(keys.path), keys.by_role[Role.READ]
     good = keys.path.read_bytes()
     for broken in (b"{", b'{"keys": [{"id": "x"}]}', None):
@@ -234,12 +207,10 @@ def test_broken_file_keeps_the_keys_of_before_and_is_reported(keys: Keys, caplog
     assert ring.find(right) is None
 
 
-def test_keys_command_makes_lists_and_revokes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_command_makes_lists_and_revokes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "keys.json"
 
-    def onbeat(*arguments: str) -> tuple[int, str, str]:
+    def onbeat(*arguments):
         monkeypatch.setattr(sys, "argv", ["onbeat", "keys", *arguments, "--file", str(path)])
         with pytest.raises(SystemExit) as caught:
             onbeat_main()
@@ -265,7 +236,7 @@ def test_keys_command_makes_lists_and_revokes(
     assert (code, out, "is broken at keys" in error, path.read_bytes()) == (2, "", True, before)
 
 
-def test_edited_file_keeps_its_owner_and_a_link_stays_a_link(keys: Keys, tmp_path: Path) -> None:
+def test_edited_file_keeps_its_owner_and_a_link_stays_a_link(keys, tmp_path):
     """Otherwise the broker, another user, could not read it any more, and the revoked key stayed in force."""
     link = tmp_path / "link.json"
     link.symlink_to(keys.path)
@@ -281,7 +252,7 @@ def test_edited_file_keeps_its_owner_and_a_link_stays_a_link(keys: Keys, tmp_pat
     assert len(read_keys(link)) == len(entries)
 
 
-async def test_invented_methods_make_no_series(keys: Keys, ledger: Ledger) -> None:
+async def test_invented_methods_make_no_series(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         for number in range(50):
             await broker.request(f"BREW{number}", "/livez")
@@ -290,7 +261,7 @@ async def test_invented_methods_make_no_series(keys: Keys, ledger: Ledger) -> No
     assert 'method="other"' in metrics
 
 
-def test_editors_of_the_keys_file_lose_nothing(tmp_path: Path) -> None:
+def test_editors_of_the_keys_file_lose_nothing(tmp_path):
     command = [sys.executable, "-m", "onbeat.cli", "keys", "new", "--role", "read", "--name", "x"]
     command += ["--file", str(tmp_path / "keys.json")]
     editors = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -301,7 +272,7 @@ def test_editors_of_the_keys_file_lose_nothing(tmp_path: Path) -> None:
 # ---- how often ---------------------------------------------------------------------------------------------------
 
 
-def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle() -> None:
+def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle():
     now = 100.0
     limit = RateLimit(rate_per_s=2.0, burst=3, clock=lambda: now)
     assert [limit.wait_s("a") for _ in range(4)] == [0, 0, 0, 0.5]
@@ -318,7 +289,7 @@ def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle() -> None:
     assert "a" not in limit._buckets
 
 
-async def test_excess_requests_of_one_key_are_refused_and_others_pass(keys: Keys, ledger: Ledger) -> None:
+async def test_excess_requests_of_one_key_are_refused_and_others_pass(keys, ledger):
     async with broker_with(keys, ledger, requests_per_s=0.001, request_burst=3) as broker:
         codes = [(await broker.get("/v1/jobs", headers=keys.header(Role.READ))).status_code for _ in range(3)]
         answer = await broker.get("/v1/jobs", headers=keys.header(Role.READ))
@@ -329,12 +300,12 @@ async def test_excess_requests_of_one_key_are_refused_and_others_pass(keys: Keys
         assert (await broker.get("/livez")).status_code == 200
 
 
-async def test_without_keys_an_address_is_limited(ledger: Ledger, tmp_path: Path) -> None:
+async def test_without_keys_an_address_is_limited(ledger, tmp_path):
     async with running_broker(ledger, tmp_path, requests_per_s=0.001, request_burst=2) as broker:
         assert [(await broker.get("/v1/jobs")).status_code for _ in range(3)] == [200, 200, 429]
 
 
-async def test_wrong_keys_are_limited_and_lock_nobody_out(keys: Keys, ledger: Ledger) -> None:
+async def test_wrong_keys_are_limited_and_lock_nobody_out(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         codes = [(await broker.get("/v1/jobs", headers=bearer(f"x{i}"))).status_code for i in range(FAILURE_BURST + 2)]
         assert codes[:FAILURE_BURST] == [401] * FAILURE_BURST
@@ -352,9 +323,7 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [{name: record[name] for name in names} for record in records]
 
 
-async def test_each_change_and_each_refusal_is_one_line(
-    keys: Keys, ledger: Ledger, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_change_and_each_refusal_is_one_line(keys, ledger, caplog):
     caplog.set_level(logging.INFO)
     key = keys.by_role[Role.SUBMIT]
     who = {"key_id": key.split("_")[1], "role": "submit", "address": "127.0.0.1"}
@@ -381,14 +350,13 @@ async def test_each_change_and_each_refusal_is_one_line(
     ]
 
 
-@pytest.mark.parametrize("sent", ["a b", "x" * 65, "", 'a"b', "a\tb"])
-async def test_odd_request_id_is_replaced(ledger: Ledger, tmp_path: Path, sent: str) -> None:
-    async with running_broker(ledger, tmp_path) as broker:
+async def test_odd_request_id_is_replaced(broker):
+    for sent in ("a b", "x" * 65, "", 'a"b', "a\tb"):
         answer = await broker.get("/livez", headers={"X-Request-Id": sent})
-        assert re.fullmatch(r"[0-9a-f]{16}", answer.headers["x-request-id"])
+        assert re.fullmatch(r"[0-9a-f]{16}", answer.headers["x-request-id"]), sent
 
 
-async def test_every_answer_has_the_headers_for_browsers(keys: Keys, ledger: Ledger) -> None:
+async def test_every_answer_has_the_headers_for_browsers(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         for path, status in (("/livez", 200), ("/v1/jobs", 401)):
             answer = await broker.get(path)
@@ -398,7 +366,7 @@ async def test_every_answer_has_the_headers_for_browsers(keys: Keys, ledger: Led
             assert answer.headers["x-frame-options"] == "DENY"
 
 
-async def test_no_secret_is_logged(keys: Keys, ledger: Ledger, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_secret_is_logged(keys, ledger, caplog):
     caplog.set_level(logging.DEBUG)
     sent = [*keys.by_role.values(), new_key("unknown", Role.ADMIN)[0]]
     body = job_body(model={"path": "bundled:smollm2-135m-instruct"}, name="body-of-a-job")
@@ -433,17 +401,14 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("headers", "status"), PAGES)
-async def test_web_page_cannot_use_a_broker_without_keys(
-    ledger: Ledger, tmp_path: Path, headers: dict[str, str], status: int
-) -> None:
-    async with running_broker(ledger, tmp_path) as broker:
-        assert (await broker.post("/v1/jobs/job-none:cancel", headers=headers)).status_code == status
-        for path in ("/", "/assets/app.js"):
-            assert (await broker.get(path, headers=headers)).status_code == (403 if status == 403 else 200)
-        assert (await broker.get("/livez", headers=headers)).status_code == 200  # probes come as they come
+async def test_web_page_cannot_use_a_broker_without_keys(broker, headers, status):
+    assert (await broker.post("/v1/jobs/job-none:cancel", headers=headers)).status_code == status
+    for path in ("/", "/assets/app.js"):
+        assert (await broker.get(path, headers=headers)).status_code == (403 if status == 403 else 200)
+    assert (await broker.get("/livez", headers=headers)).status_code == 200  # probes come as they come
 
 
-async def test_broker_opened_to_everybody_takes_any_name(ledger: Ledger, tmp_path: Path) -> None:
+async def test_broker_opened_to_everybody_takes_any_name(ledger, tmp_path):
     async with running_broker(ledger, tmp_path, host="0.0.0.0", allow_anonymous=True) as broker:
         assert (await broker.get("/v1/jobs", headers={"Host": "broker.example"})).status_code == 200
 
@@ -462,23 +427,13 @@ WRONG_SETTINGS = [
 
 
 @pytest.mark.parametrize(("env", "message"), WRONG_SETTINGS)
-def test_broker_without_protection_or_secrets_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
-) -> None:
+def test_broker_without_protection_or_secrets_does_not_start(tmp_path, monkeypatch, env, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{}")
     for name, value in env.items():
         monkeypatch.setenv(f"ONBEAT_{name}", value)
     with pytest.raises(ValidationError, match=re.escape(message)):
         Settings()
-
-
-def test_process_with_wrong_settings_says_so_and_exits_with_two(tmp_path: Path) -> None:
-    broker = start_service("broker", tmp_path, HOST="0.0.0.0")
-    assert broker.wait(DEADLINE_S) == 2
-    log = (tmp_path / "log").read_text()
-    assert log.startswith("the broker's settings are wrong: ONBEAT_HOST is 0.0.0.0")
-    assert len(log.splitlines()) == 1
 
 
 @pytest.fixture
@@ -491,9 +446,7 @@ def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority)
         yield url
 
 
-async def test_client_and_command_speak_tls_with_a_key(
-    tls_broker: str, keys: Keys, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_and_command_speak_tls_with_a_key(tls_broker, keys, authority, tmp_path, monkeypatch):
     monkeypatch.setattr("onbeat.client.transport.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     submitter = keys.by_role[Role.SUBMIT]
     async with AsyncClient(tls_broker, submitter, ca_file=authority.cert) as client:
@@ -523,9 +476,7 @@ async def test_client_and_command_speak_tls_with_a_key(
     assert submitter not in log
 
 
-async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
-    tls_broker: str, authority: Authority, tmp_path: Path
-) -> None:
+async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(tls_broker, authority, tmp_path):
     old = ssl.create_default_context(cafile=authority.cert)
     old.minimum_version = ssl.TLSVersion.TLSv1
     old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -539,7 +490,7 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
                 assert (await client.get(path, headers=headers)).status_code in (400, 431)
         assert (await client.get("/v1/jobs", headers={"X-Forwarded-For": "1.2.3.4"})).status_code == 401
 
-    def accesses() -> list[dict[str, str]]:
+    def accesses():
         lines = (tmp_path / "log").read_text().splitlines(keepends=True)
         return [line for line in map(json.loads, lines) if line["logger"] == "onbeat.access"]
 
@@ -551,7 +502,7 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
     ("service", "user_info"),
     [*((name, "me:s3cr3t%2Fword") for name in ("broker", "trainer", "rollout")), ("broker", ":1234#s3cr3tword")],
 )
-def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path: Path, service: str, user_info: str) -> None:
+def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path, service, user_info):
     url = f"redis://{user_info}@127.0.0.1:{free_port()}/0"
     process = start_service(service, tmp_path, REDIS_URL=url, REDIS_RETRY_S="1", LOG_LEVEL="DEBUG")
     try:
@@ -564,7 +515,7 @@ def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path: Path, 
     assert "ONBEAT_REDIS_URL is no URL of Redis" in log or "127.0.0.1" in log
 
 
-def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("ONBEAT_")]:
         monkeypatch.delenv(name)
     for name in ("API_KEY", "API_KEYS_FILE", "TLS_KEY", "REDIS_PASSWORD_FILE", "REDIS_RETRY_S"):
@@ -573,7 +524,7 @@ def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path: Path, monkey
     code = "import os, sys, time; open(sys.argv[1], 'w').write(' '.join(os.environ) + ' END'); time.sleep(300)"
     command = [sys.executable, "-c", code, str(found)]
 
-    def missing() -> str:
+    def missing():
         return "" if found.exists() and "END" in found.read_text() else "nothing found yet"
 
     supervisor = Supervisor(tmp_path, print, [], tmp_path / "scratch")
@@ -583,9 +534,3 @@ def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path: Path, monkey
         supervisor.stop()
     names = found.read_text().split()
     assert [name for name in names if name.startswith("ONBEAT_")] == ["ONBEAT_REDIS_RETRY_S"]
-
-
-def test_entry_without_a_known_role_is_refused() -> None:
-    _, entry = new_key("x", Role.READ)
-    with pytest.raises(ValidationError):
-        ApiKey.model_validate(entry.model_dump() | {"role": "owner"})

@@ -44,7 +44,7 @@ def dribble(port: int, begin: bytes) -> tuple[bytes, float]:
     return answer, time.monotonic() - started
 
 
-def test_endless_body_is_answered_408_and_the_connection_closed(port: int) -> None:
+def test_endless_body_is_answered_408_and_the_connection_closed(port):
     answer, ended_s = dribble(port, b"POST /v1/jobs HTTP/1.1\r\n" + HEADERS + b'{"name": "')
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
@@ -53,7 +53,7 @@ def test_endless_body_is_answered_408_and_the_connection_closed(port: int) -> No
     assert TIMEOUT_S <= ended_s < NEVER_S / 2
 
 
-def test_request_with_two_lengths_is_refused_with_what_follows(port: int) -> None:
+def test_request_with_two_lengths_is_refused_with_what_follows(port):
     smuggled = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % len(b"0\r\n\r\n" + smuggled)
     with socket.create_connection(("127.0.0.1", port), timeout=NEVER_S) as stream:
@@ -67,13 +67,13 @@ def test_request_with_two_lengths_is_refused_with_what_follows(port: int) -> Non
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET /livez HTTP/1.1\r\nX-Long: "], ids=["silence", "headers"])
-def test_silent_client_or_endless_headers_are_disconnected(port: int, begin: bytes) -> None:
+def test_silent_client_or_endless_headers_are_disconnected(port, begin):
     answer, ended_s = dribble(port, begin)
     assert answer == b""
     assert TIMEOUT_S <= ended_s < NEVER_S / 2
 
 
-def test_client_with_an_unread_body_is_disconnected_after_answer(port: int) -> None:
+def test_client_with_an_unread_body_is_disconnected_after_answer(port):
     answer, ended_s = dribble(port, b"GET /livez HTTP/1.1\r\n" + HEADERS)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert ended_s < NEVER_S / 2
@@ -90,7 +90,7 @@ def slow_answer(port: int) -> Iterator[str]:
         cancelling.join()
 
 
-def test_slow_answer_is_allowed_and_its_connection_is_reused(port: int, slow_answer: str) -> None:
+def test_slow_answer_is_allowed_and_its_connection_is_reused(port, slow_answer):
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         started = time.monotonic()
         answer = client.get(slow_answer)
@@ -99,7 +99,7 @@ def test_slow_answer_is_allowed_and_its_connection_is_reused(port: int, slow_ans
         assert client.get("/livez").status_code == 200
 
 
-def test_endless_headers_after_a_long_answer_are_disconnected(port: int, slow_answer: str) -> None:
+def test_endless_headers_after_a_long_answer_are_disconnected(port, slow_answer):
     first = f"GET {slow_answer} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
     answer, ended_s = dribble(port, first + b"GET /livez HTTP/1.1\r\nX-Long: ")
     assert answer.startswith(b"HTTP/1.1 200 ")

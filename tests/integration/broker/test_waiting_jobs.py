@@ -1,10 +1,8 @@
 """Pending jobs: what they cost however many wait, the lists that they are in, and how many one key may have."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -43,22 +41,17 @@ async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
     process.wait(10)
 
 
-@pytest.fixture
-def pool() -> str:
-    return f"pool-{uuid.uuid4().hex[:8]}"
-
-
 # ---- what they cost ----------------------------------------------------------------------------------------------
 
 
-async def test_no_read_costs_more_when_more_jobs_wait(alone: Ledger, tmp_path: Path) -> None:
+async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
     app = create_app(Settings(data_dir=tmp_path), alone)  # without the conductor: nobody else sends commands
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     first = await create_job(alone)
     paths = ["/metrics", "/v1/pools/default", "/v1/doctor", "/v1/models", "/v1/jobs?limit=5", "/v1/jobs?state=FAILED"]
     paths += [f"/v1/jobs/{first}", f"/v1/jobs/{first}:explain", "/v1/jobs?state=PENDING&limit=5"]
 
-    async def num_commands(client: httpx.AsyncClient, path: str) -> int:
+    async def num_commands(client, path):
         await alone.redis.config_resetstat()
         assert (await client.get(path)).status_code == 200
         stats = await alone.redis.info("commandstats")
@@ -73,17 +66,17 @@ async def test_no_read_costs_more_when_more_jobs_wait(alone: Ledger, tmp_path: P
     assert counts[1] == counts[2]
 
 
-async def test_conductor_watches_only_the_jobs_that_are_next(alone: Ledger, tmp_path: Path) -> None:
+async def test_conductor_watches_only_the_jobs_that_are_next(alone, tmp_path):
     write_prompts(tmp_path)
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
     conductor = Conductor(alone, process, timeout_s=10)
     job_ids = [await create_job(alone) for _ in range(NUM_NEXT + 20)]
     running = asyncio.create_task(conductor.run())
 
-    async def watched() -> set[str]:
+    async def watched():
         return set(conductor._watchers)
 
-    async def is_started_one_watched() -> bool:
+    async def is_started_one_watched():
         return job_ids[-1] in await watched()
 
     await asyncio.sleep(1)
@@ -105,7 +98,7 @@ async def lists_of(ledger: Ledger, job_id: str, pool: str) -> set[str]:
     return {what for what, name in names.items() if await ledger.redis.zscore(name, job_id) is not None}
 
 
-async def test_lists_follow_the_states(ledger: Ledger, pool: str) -> None:
+async def test_lists_follow_the_states(ledger, pool):
     job_id = await create_job(ledger, pool=pool)
     assert await lists_of(ledger, job_id, pool) == {"waiting", "queue"}
     await ledger.trainer.claim_job(job_id, "trainer-a", 30)
@@ -122,9 +115,7 @@ async def test_lists_follow_the_states(ledger: Ledger, pool: str) -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.SUCCEEDED])
-async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(
-    ledger: Ledger, pool: str, state: JobState
-) -> None:
+async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(ledger, pool, state):
     job_id = await create_job(ledger, pool=pool)
     right = await lists_of(ledger, job_id, pool)
     if state is not JobState.PENDING:
@@ -142,7 +133,7 @@ async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(
     assert await lists_of(ledger, job_id, pool) == right
 
 
-async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger: Ledger, pool: str) -> None:
+async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, pool):
     job_ids = [await create_job(ledger, pool=pool) for _ in range(4)]
     await create_job(ledger, pool=f"{pool}-other")
     deleted = f"{job_ids[0]}-deleted"
@@ -157,7 +148,7 @@ async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger: Led
     assert await ledger.lists.num_waiting(pool) == 0
 
 
-async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger: Ledger, pool: str) -> None:
+async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger, pool):
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await Retention(ledger, 0).step()
@@ -166,14 +157,12 @@ async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger: Led
     assert fields["error"].startswith("no trainer came for 1000 s (schedule.start_deadline_s)")
 
 
-async def test_job_is_listed_once_while_others_are_created(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_job_is_listed_once_while_others_are_created(ledger, tmp_path, monkeypatch):
     for _ in range(6):
         await create_job(ledger)
     newest = ledger.lists.newest
 
-    async def newest_of_more(*args: Any) -> list[str]:
+    async def newest_of_more(*args):
         found = await newest(*args)
         await create_job(ledger)
         return found
@@ -185,7 +174,7 @@ async def test_job_is_listed_once_while_others_are_created(
     assert len({job["id"] for job in jobs}) == len(jobs) == 5
 
 
-async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger: Ledger, pool: str) -> None:
+async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger, pool):
     job_id = await create_job(ledger, pool=pool)
     as_seen = await ledger.jobs.fields(job_id)
     assert await ledger.trainer.claim_job(job_id, "trainer-a", 30)
@@ -196,7 +185,7 @@ async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger: Ledger, p
 # ---- how many ----------------------------------------------------------------------------------------------------
 
 
-async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger: Ledger, tmp_path: Path) -> None:
+async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger, tmp_path):
     write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
@@ -209,7 +198,7 @@ async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger: Ledger
             assert (await broker.post(f"/v1/jobs/{job_id}:resume", headers=of_b)).status_code == expected
 
 
-async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger: Ledger, tmp_path: Path) -> None:
+async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger, tmp_path):
     write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))

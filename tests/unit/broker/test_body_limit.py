@@ -57,19 +57,19 @@ def part(more_body: bool) -> Message:
     return {"type": "http.request", "body": b"x", "more_body": more_body}
 
 
-async def test_client_that_listens_for_long_is_not_cut_off(advance: Callable[[float], None]) -> None:
+async def test_client_that_listens_for_long_is_not_cut_off(advance):
     messages = [(0.0, part(True)), (0.5 * TIMEOUT_S, part(False)), (4 * TIMEOUT_S, {"type": "http.disconnect"})]
     await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
 
 
-async def test_body_has_one_deadline_however_many_parts_come(advance: Callable[[float], None]) -> None:
+async def test_body_has_one_deadline_however_many_parts_come(advance):
     messages = [(0.4 * TIMEOUT_S, part(True))] * 10
     with pytest.raises(HTTPException) as refused:
         await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
     assert refused.value.status_code == 408
 
 
-async def test_upload_may_take_long_but_not_fall_silent(advance: Callable[[float], None]) -> None:
+async def test_upload_may_take_long_but_not_fall_silent(advance):
     steady = [(0.9 * TIMEOUT_S, part(True))] * 5 + [(0.0, part(False)), (0.0, {"type": "http.disconnect"})]
     await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady), not_sent)
     silent = [(0.0, part(True)), (1.1 * TIMEOUT_S, part(True))]

@@ -46,9 +46,7 @@ def test_template_without_several_turns_is_refused_by_name(tmp_path, template, r
 def test_trainer_refuses_the_job_before_it_loads_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "pin_cores", lambda *cores: 0)
     folder = model_with(tmp_path, ONE_TURN)
-    claimed: Any = SimpleNamespace(
-        job_id="job-1", config=job(model={"path": str(folder)})
-    )  # nothing else is used before
+    claimed: Any = SimpleNamespace(job_id="job-1", config=job(model={"path": str(folder)}))  # all that is used before
     with pytest.raises(ValueError, match="one message only"):
         session.run_job(Settings(cache_dir=tmp_path), claimed, ALONE)
 

@@ -1,6 +1,5 @@
 """Several held-out sets in one job: prompts, rewards and scores of each, and the only set as before."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,19 +27,17 @@ def group_of(place: int, *rewards: float) -> RolloutGroup:
     return RolloutGroup(group_id=f"eval-10-{place}", responses=responses)
 
 
-def test_the_only_set_has_no_name() -> None:
+def test_the_only_set_has_no_name():
     (held_out,) = job(data=DATA, num_prompts=3).held_out
     assert (held_out.name, held_out.field, held_out.num_prompts, held_out.solved_at) == ("", "evaluation", 3, 1.0)
     assert [reward.name for reward in held_out.rewards] == ["exact"]
     assert JobConfig.model_validate(job_body()).held_out == []
 
 
-def test_a_set_has_the_rest_from_the_job() -> None:
+def test_a_set_has_the_rest_from_the_job():
     config = job(sets=[EASY, HARD], num_prompts=3)
-    assert [(each.name, each.num_prompts, each.solved_at) for each in config.held_out] == [
-        ("easy", 2, 1),
-        ("hard", 3, 2),
-    ]
+    known = [(each.name, each.num_prompts, each.solved_at) for each in config.held_out]
+    assert known == [("easy", 2, 1), ("hard", 3, 2)]
     assert [[reward.name for reward in each.rewards] for each in config.held_out] == [["exact"], ["math"]]
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
 
@@ -55,12 +52,12 @@ def test_a_set_has_the_rest_from_the_job() -> None:
         ({"sets": [EASY, EASY | {"name": "more", "num_prompts": 9999}]}, "10001 in all sets together"),
     ],
 )
-def test_sets_that_mean_two_things_are_refused(evaluation: dict[str, Any], message: str) -> None:
+def test_sets_that_mean_two_things_are_refused(evaluation, message):
     with pytest.raises(ValidationError, match=message):
         job(**evaluation)
 
 
-def test_prompts_of_a_set_carry_its_reward_and_own_seeds() -> None:
+def test_prompts_of_a_set_carry_its_reward_and_own_seeds():
     items = [PromptItem(text=f"prompt {index}", context={}) for index in range(5)]
     tasks = build_evaluation_tasks(job(sets=[EASY, HARD], num_prompts=3), 10, items)
     assert [task.group_id for task in tasks] == [f"eval-10-{index}" for index in range(5)]
@@ -70,7 +67,7 @@ def test_prompts_of_a_set_carry_its_reward_and_own_seeds() -> None:
     assert [task.seed for task in fewer[1:]] == [task.seed for task in tasks[2:]]  # whatever the other sets are
 
 
-def test_each_set_has_scores_and_the_first_stands_for_all() -> None:
+def test_each_set_has_scores_and_the_first_stands_for_all():
     sets = job(sets=[EASY, HARD], num_prompts=3, num_samples_per_prompt=2).held_out
     groups = [group_of(3, 2.0, 0.0), group_of(0, 1.0, 0.0), group_of(1, 0.0, 0.0), group_of(4, 0.0, 0.0), group_of(2)]
     groups[0].responses[0].reward_parts["form"] = 1.0
@@ -82,13 +79,13 @@ def test_each_set_has_scores_and_the_first_stands_for_all() -> None:
     assert describe(scores) == "reward 0.250 easy, 0.500 hard"
 
 
-def test_words_for_one_set_and_for_none() -> None:
+def test_words_for_one_set_and_for_none():
     sets = job(data=DATA).held_out
     assert describe(score_sets([[group_of(0, 1.0)]], sets, ())) == "reward 1.000"
     assert describe(score_sets([[group_of(0)]], sets, ())) == "no group could be scored"
 
 
-def test_files_of_all_sets_are_found_beside_the_job(tmp_path: Path) -> None:
+def test_files_of_all_sets_are_found_beside_the_job(tmp_path):
     write_prompts(tmp_path)
     body = job_body(evaluation={"sets": [EASY, HARD]})
     files = take_local_files(body, tmp_path)

@@ -63,7 +63,7 @@ def learning(num: int = 40, start: float = 0.3, end: float = 0.98, **metrics: fl
     return records
 
 
-def test_a_run_without_signal_is_no_healthy_one() -> None:
+def test_a_run_without_signal_is_no_healthy_one():
     found = find(course_of(40))
     sentence = problems(found)["reward"]
     assert (
@@ -72,20 +72,20 @@ def test_a_run_without_signal_is_no_healthy_one() -> None:
     assert "raise rollout.num_samples_per_prompt above 2" in sentence
 
 
-def test_nothing_is_said_about_the_first_iterations() -> None:
+def test_nothing_is_said_about_the_first_iterations():
     assert find(course_of(4, **{"rollout/truncated_frac": 1.0})) == []
     assert problems(find(course_of(5)))
 
 
 @pytest.mark.parametrize("num", range(1, 41))
-def test_no_alarm_while_a_quick_start_learns(num: int) -> None:
+def test_no_alarm_while_a_quick_start_learns(num):
     found = find(learning()[:num], evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}})
     assert problems(found) == {}
     assert bool(found) == (num >= 5)
 
 
 @pytest.mark.parametrize("num", range(5, 13))
-def test_no_alarm_while_responses_learn_to_be_short(num: int) -> None:
+def test_no_alarm_while_responses_learn_to_be_short(num):
     rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # of the quick start, seed 0
     truncated = [0.81, 0.92, 0.8, 0.75, 0.73, 0.5, 0.28, 0.36, 0.09, 0.05, 0.06, 0.03]
     course = [
@@ -96,7 +96,7 @@ def test_no_alarm_while_responses_learn_to_be_short(num: int) -> None:
 
 
 @pytest.mark.parametrize(("num_short", "num_equal", "is_said"), [(6, 5.0, True), (5, 5.0, False), (8, 8.0, False)])
-def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short: int, num_equal: float, is_said: bool) -> None:
+def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short, num_equal, is_said):
     """Eight of eight prompts with equal rewards are another finding."""
     course = [
         iteration(number, 0.5, **(DULL | {"rollout/uniform_groups": num_equal})).model_copy(
@@ -112,13 +112,13 @@ def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short: int, num_e
         assert said[0].sentence.startswith(start)
 
 
-def test_a_run_that_learns_is_summed_up() -> None:
+def test_a_run_that_learns_is_summed_up():
     (finding,) = [finding for finding in find(learning()[:25]) if not finding.key]
     assert finding.sentence.startswith("job-1 has a mean reward of 0.9")
     assert "25 iterations ago" in finding.sentence
 
 
-def test_truncation_names_the_limit() -> None:
+def test_truncation_names_the_limit():
     found = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
     key, sentence = next(iter(found.items()))  # before what follows from it
     assert key == "rollout.max_response_tokens"
@@ -127,7 +127,7 @@ def test_truncation_names_the_limit() -> None:
     assert problems(find(learning(**{"rollout/truncated_frac": 0.6}))) == {}  # it learns in spite of it
 
 
-def test_a_solved_task_is_no_problem_unless_it_always_was() -> None:
+def test_a_solved_task_is_no_problem_unless_it_always_was():
     solved = {"rollout/uniform_groups": 4.0, "rollout/solved_all_frac": 1.0, "rollout/solved_none_frac": 0.0}
     always = [iteration(number, 1.0, **solved) for number in range(20)]
     assert "its task is too easy" in problems(find(always))["data"]
@@ -137,14 +137,14 @@ def test_a_solved_task_is_no_problem_unless_it_always_was() -> None:
     assert any("has solved its task" in finding.sentence for finding in found)
 
 
-def test_equal_groups_of_a_mixed_task_ask_for_more_samples() -> None:
+def test_equal_groups_of_a_mixed_task_ask_for_more_samples():
     found = problems(find(course_of(8, **{"rollout/solved_none_frac": 0.5, "rollout/solved_all_frac": 0.5})))
     assert list(found) == ["rollout.num_samples_per_prompt"]
     (finding,) = [each for each in find(course_of(8, **{"rollout/uniform_groups": 3.0})) if each.key]
     assert (finding.is_problem, finding.sentence[:31]) == (False, "75% of the groups of job-1 had ")
 
 
-def test_collapsed_entropy_is_a_problem_unless_it_learns() -> None:
+def test_collapsed_entropy_is_a_problem_unless_it_learns():
     start = [iteration(number, 0.4, **{"train/entropy": 2.0, "rollout/uniform_groups": 1.0}) for number in range(8)]
     end = [iteration(number, 0.4, **{"train/entropy": 0.01, "rollout/uniform_groups": 1.0}) for number in range(8, 16)]
     sentence = problems(find(start + end))["optimizer.learning_rate"]
@@ -156,20 +156,20 @@ def test_collapsed_entropy_is_a_problem_unless_it_learns() -> None:
     )
 
 
-def test_a_large_mismatch_names_dtype_and_correction() -> None:
+def test_a_large_mismatch_names_dtype_and_correction():
     apart = [record.model_copy(update={"mismatch_mean": 0.4}) for record in learning(20)]
     assert 'model.dtype = "float32"' in problems(find(apart))["model.dtype"]
     assert list(problems(find(apart, model={"dtype": "float32"}))) == ["objective.importance"]
 
 
-def test_parts_that_never_vary_are_named() -> None:
+def test_parts_that_never_vary_are_named():
     parts = {"reward/format_mean": 0.1, "reward/format_std": 1e-9, "reward/right_mean": 0.5, "reward/right_std": 0.5}
     (finding,) = [each for each in find(learning(10, **parts)) if each.key == "reward"]
     assert "part format of the reward was the same for every response" in finding.sentence
     assert not finding.is_problem
 
 
-def test_held_out_that_falls_while_training_rises_is_a_problem() -> None:
+def test_held_out_that_falls_while_training_rises_is_a_problem():
     data = {"type": "jsonl", "path": "prompts.jsonl"}
     falls = [evaluation(number, reward) for number, reward in ((0, 0.3), (10, 0.6), (20, 0.4), (30, 0.38), (40, 0.35))]
     many = {"data": data, "num_prompts": 64}

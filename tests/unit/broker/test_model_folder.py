@@ -48,9 +48,7 @@ def complaint(folder: Path, **model: Any) -> tuple[str, str]:
         ),
     ],
 )
-def test_model_that_is_not_whole_is_refused_by_what_is_missing(
-    tmp_path: Path, file: str, content: bytes | None, what: str
-) -> None:
+def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, content, what):
     write_model(tmp_path)
     assert complaint(tmp_path) == ("", "")
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
@@ -58,7 +56,7 @@ def test_model_that_is_not_whole_is_refused_by_what_is_missing(
     assert (field, what in message) == ("model.path", True), message
 
 
-def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_by_name(tmp_path):
     write_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert "has pickled weights (pytorch_model.bin)" in (complaint(tmp_path))[1]
@@ -80,9 +78,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 512}, "", ""),
     ],
 )
-def test_model_that_does_not_fit_is_refused_by_its_configuration(
-    tmp_path: Path, config: dict[str, Any], model: dict[str, int], field: str, what: str
-) -> None:
+def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, what):
     write_model(tmp_path, "model.embed_tokens.weight", **config)
     found, message = complaint(tmp_path, **model)
     assert (found, what in message) == (field, True), message

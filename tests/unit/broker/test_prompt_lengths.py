@@ -30,7 +30,7 @@ def open_rows(folder: Path, **options: Any) -> Any:
     return open_dataset(DatasetSpec(data=data, seed=0, num_items=100, model_path=str(folder / "model")), folder)
 
 
-def test_prompts_are_tokenised_as_rollouts_do() -> None:
+def test_prompts_are_tokenised_as_rollouts_do():
     tokenizer = build_tokenizer()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     tasks = [PromptTask(text="2 + 2 ="), PromptTask(messages=[Message(**message) for message in messages])]
@@ -39,7 +39,7 @@ def test_prompts_are_tokenised_as_rollouts_do() -> None:
     assert found == [encoder.encode(task) for task in tasks]
 
 
-def test_too_long_prompts_are_dropped_in_every_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_prompts_are_dropped_in_every_epoch(folder, monkeypatch):
     dataset = open_rows(folder, max_prompt_tokens=100)
     assert [dataset.item(index).row for index in range(7)] == [0, 2, 3, 0, 2, 3, 0]
     assert "2 of 5 prompts have more than 100 tokens; the longest is line 5 with 5" in dataset.note
@@ -56,13 +56,13 @@ def test_too_long_prompts_are_dropped_in_every_epoch(folder: Path, monkeypatch: 
         ({"max_prompt_tokens": 2}, "5 of 5 prompts have more than 2 tokens"),
     ],
 )
-def test_data_with_too_long_prompts_is_refused(folder: Path, options: dict[str, Any], words: str) -> None:
+def test_data_with_too_long_prompts_is_refused(folder, options, words):
     with pytest.raises(DatasetError) as caught:
         open_rows(folder, **options)
     assert (caught.value.field, words in caught.value.message) == ("data.max_prompt_tokens", True)
 
 
-def test_tokenizer_that_is_not_here_is_named(folder: Path) -> None:
+def test_tokenizer_that_is_not_here_is_named(folder):
     (folder / "model").rename(folder / "elsewhere")
     with pytest.raises(DatasetError, match=r"the tokenizer of .*model cannot be used where the broker runs"):
         open_rows(folder, max_prompt_tokens=100)

@@ -48,7 +48,7 @@ def record_of(fields: dict[str, str], **sources: Any) -> Any:
     return iteration_record(hashes, **(times | sources))
 
 
-def test_committed_iteration_has_every_number() -> None:
+def test_committed_iteration_has_every_number():
     record = record_of(COMMITTED)
     assert record.wall_s == 10.0  # 100 -> 110
     assert record.weight_sync_s == 1.0  # 100 -> 101
@@ -61,18 +61,18 @@ def test_committed_iteration_has_every_number() -> None:
     assert record.mismatch_max is None  # not finite is not known
 
 
-def test_weight_sync_counts_from_the_commit_of_the_version() -> None:
+def test_weight_sync_counts_from_the_commit_of_the_version():
     record = record_of(COMMITTED | {"policy_version": "1"}, published_at=98.5)  # two iterations before
     assert (record.weight_sync_s, record.wall_s) == (2.5, 10.0)
     assert record_of(COMMITTED, published_at=None).weight_sync_s is None
 
 
-def test_shares_stay_between_zero_and_one() -> None:
+def test_shares_stay_between_zero_and_one():
     record = record_of(COMMITTED, busy_s={"a": 99.0}, ready_at=99.0)
     assert (record.rollout_idle_frac, record.weight_sync_s, record.generate_s) == (0.0, 0.0, 5.5)
 
 
-def test_open_iteration_knows_only_what_happened() -> None:
+def test_open_iteration_knows_only_what_happened():
     fields = {name: COMMITTED[name] for name in ("iteration", "state", "policy_version", "num_groups", "opened_at")}
     record = record_of(fields | {"state": "OPEN", "num_accepted": "1"}, ready_at=None, busy_s={})
     for name in ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd", "train_s"):
@@ -80,19 +80,19 @@ def test_open_iteration_knows_only_what_happened() -> None:
     assert record.num_accepted == 1
 
 
-def test_iteration_without_workers_or_tokens_has_no_shares() -> None:
+def test_iteration_without_workers_or_tokens_has_no_shares():
     record = record_of(COMMITTED | {"metrics": "{}"}, busy_s={})
     assert (record.rollout_idle_frac, record.trainer_idle_frac, record.tpspd) == (None, None, None)
 
 
-def test_series_hold_the_records_numbers_and_the_trainers() -> None:
+def test_series_hold_the_records_numbers_and_the_trainers():
     series = metric_series([record_of(COMMITTED)])
     assert series["train/loss"] == [(3, 1.5)]
     assert series["iteration/reward_mean"] == [(3, 0.5)]
     assert "iteration/mismatch_max" not in series
 
 
-def test_groups_sort_by_number() -> None:
+def test_groups_sort_by_number():
     assert sorted(["2-10", "2-9", "10-0"], key=group_order) == ["2-9", "2-10", "10-0"]
 
 
@@ -112,7 +112,7 @@ def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
     ]
 
 
-def test_score_by_hand() -> None:
+def test_score_by_hand():
     assert score(groups_of((1.0, 0.0), (0.0, 0.0), ())) == {
         "reward_mean": 0.25,
         "reward_std": pytest.approx(0.1875**0.5),  # of 1, 0, 0, 0
@@ -129,13 +129,13 @@ def test_score_by_hand() -> None:
     assert score(groups_of((), ())) == {}
 
 
-def test_a_small_reward_solves_nothing() -> None:
+def test_a_small_reward_solves_nothing():
     for_brevity = groups_of((0.1, 0.1), (1.1, 0.1))
     assert score(for_brevity)["pass_at_k"] == 0.5
     assert score(for_brevity, solved_at=0.1)["pass_at_k"] == 1.0
 
 
-def test_scores_of_parts_are_series() -> None:
+def test_scores_of_parts_are_series():
     groups = groups_of((1.0, 0.0))
     groups[0].responses[0].reward_parts["short"] = 1.0
     fields = {"evaluation": "4", "state": "DONE", "scores": json.dumps(score(groups))}
@@ -145,7 +145,7 @@ def test_scores_of_parts_are_series() -> None:
     assert series["eval/reward_mean"] == [(4, 0.5)]
 
 
-def test_parts_of_a_reward_come_in_order() -> None:
+def test_parts_of_a_reward_come_in_order():
     """Protobuf gives them in an order that differs from process to process."""
     names = ["form", "length", "right", "style", "tone", "units"]
     group = RolloutGroup(responses=[Response(reward_parts=dict.fromkeys(reversed(names), 1.0))])
@@ -166,9 +166,7 @@ def test_parts_of_a_reward_come_in_order() -> None:
         (11, 10, 10, None),
     ],
 )
-def test_evaluation_is_due_when_version_and_prompts_are_there(
-    next_evaluation: int, num_opened: int, next_iteration: int, due: int | None
-) -> None:
+def test_evaluation_is_due_when_version_and_prompts_are_there(next_evaluation, num_opened, next_iteration, due):
     fields = {"next_evaluation": next_evaluation, "num_opened": num_opened, "next_iteration": next_iteration}
     assert due_evaluation({name: str(value) for name, value in fields.items()}, num_iterations=10) == due
 
@@ -177,9 +175,7 @@ def test_evaluation_is_due_when_version_and_prompts_are_there(
     ("every", "num_iterations", "numbers"),
     [(4, 10, [0, 4, 8, 10]), (4, 8, [0, 4, 8]), (10, 5, [0, 5]), (1, 2, [0, 1, 2])],
 )
-def test_evaluations_are_every_so_many_iterations_and_at_the_end(
-    every: int, num_iterations: int, numbers: list[int]
-) -> None:
+def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iterations, numbers):
     found, evaluation = [], 0
     while evaluation <= num_iterations:
         found.append(evaluation)
@@ -203,12 +199,7 @@ GOOD: dict[str, Any] = {
     [
         ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
         ("data", {"path": "x"}, "data.path", "belongs to data.type = 'jsonl' or 'parquet' or 'hf'; leave it out, or"),
-        (
-            "data",
-            {"type": "csv"},
-            "data",
-            "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning_gym",
-        ),
+        ("data", {"type": "csv"}, "data", "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning"),
         ("data", {"type": "jsonl", "task": None}, "data.path", "is required (path of the file in the data folder"),
         ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
         ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
@@ -240,18 +231,11 @@ GOOD: dict[str, Any] = {
             "belongs to objective.importance.type = 'band'; leave it out",
         ),
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
-        (
-            "evaluation",
-            {"data": {"task": 1}},
-            "evaluation.data",
-            "set evaluation.data.type to one of: hf, jsonl, parquet, ",
-        ),
+        ("evaluation", {"data": {"task": 1}}, "evaluation.data", "set evaluation.data.type to one of: hf, jsonl, "),
         ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
     ],
 )
-def test_validation_error_names_field_value_and_remedy(
-    section: str, change: dict[str, Any], field: str, message: str
-) -> None:
+def test_validation_error_names_field_value_and_remedy(section, change, field, message):
     body = GOOD | {section: GOOD.get(section, {}) | change}
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(body)
@@ -273,7 +257,7 @@ def root_logger() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("root_logger")
-def test_json_log_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_is_one_object_per_line(capsys):
     configure("json", "info")
     logging.getLogger("a.b").info("two\nlines %d", 7, extra={"job_id": "j1"})
     try:
@@ -287,7 +271,7 @@ def test_json_log_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.usefixtures("root_logger")
-def test_text_log_and_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_and_unknown_format(capsys):
     configure("text")
     logging.getLogger("a.b").warning("hello")
     assert "WARNING a.b: hello" in capsys.readouterr().err
@@ -295,21 +279,13 @@ def test_text_log_and_unknown_format(capsys: pytest.CaptureFixture[str]) -> None
         configure("xml")
 
 
-def test_turns_show_what_each_call_saw_and_said() -> None:
-    asked = json.dumps([{"role": "tool", "content": "9"}, "no message"])
+def test_turns_show_what_each_call_saw_and_said():
+    seen = {"messages_json": json.dumps([{"role": "tool", "content": "9"}, "no message"]), "num_cached_tokens": 5}
     response = Response(
         text="add it now",
         turns=[
             Turn(num_shared=4, num_sampled=3, num_characters=6, finish_reason="stop"),
-            Turn(
-                parent=0,
-                num_shared=7,
-                observed_token_ids=[1, 2],
-                num_sampled=1,
-                num_characters=1,
-                messages_json=asked,
-                num_cached_tokens=5,
-            ),
+            Turn(parent=0, num_shared=7, observed_token_ids=[1, 2], num_sampled=1, num_characters=1, **seen),
             Turn(parent=1, num_shared=6, num_sampled=2, num_characters=3, messages_json="[{", reward=float("nan")),
         ],
     )
@@ -325,16 +301,15 @@ def test_turns_show_what_each_call_saw_and_said() -> None:
 @pytest.mark.parametrize(
     "value", ['"\\ud800"', "[" * 300 + "]" * 300, "[" * 198 + "]" * 198, "9" * 5000, "1e999", "NaN"]
 )
-def test_messages_that_json_cannot_hold_leave_their_group_shown(value: str) -> None:
-    turn = Turn(
-        num_shared=4, num_sampled=1, num_characters=2, messages_json=f'[{{"role": "tool", "content": {value}}}]'
-    )
+def test_messages_that_json_cannot_hold_leave_their_group_shown(value):
+    asked = f'[{{"role": "tool", "content": {value}}}]'
+    turn = Turn(num_shared=4, num_sampled=1, num_characters=2, messages_json=asked)
     response = Response(token_ids=[5], rollout_logprobs=[-1.0], text="ok", turns=[turn])
     shown = group_detail(RolloutGroup(group_id="0-0", prompt_token_ids=[1, 2, 3, 4], responses=[response]))
     assert json.loads(shown.model_dump_json())["responses"][0]["turns"][0]["text"] == "ok"
 
 
 @pytest.mark.parametrize("place", sorted(set(FOREIGN_KEYS.values())))
-def test_key_of_another_framework_leads_to_a_key_of_a_job(place: str) -> None:
+def test_key_of_another_framework_leads_to_a_key_of_a_job(place):
     *above, key = place.split(".")
     assert key in named_by(above, [])

@@ -58,7 +58,7 @@ pattern = 'x = 5'
         ("model.path", None),
     ],
 )
-def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> None:
+def test_field_has_the_line_it_is_written_on(field, line):
     assert line_of(field, lines_of(JOB)) == line
 
 
@@ -74,7 +74,7 @@ def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> No
         "a = [\n  [0.5],\n]",
     ],
 )
-def test_value_hides_no_line_below_it(above: str) -> None:
+def test_value_hides_no_line_below_it(above):
     last = 3 + above.count("\n")
     assert lines_of(f"[reward]\n{above}\nname = 'exact'") == {"reward": 1, "reward.a": 2, "reward.name": last}
 
@@ -93,7 +93,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_no_text_takes_seconds_to_be_read(kind: str) -> None:
+def test_no_text_takes_seconds_to_be_read(kind):
     text, problem = HOSTILE[kind]
     started = time.process_time()
     if problem:

@@ -28,11 +28,8 @@ def test_micro_batches_are_the_spans_in_the_order_of_recording():
     told = spans("checkpoint", "micro_batch", "micro_batch", "optimizer", "publish", "publish")
     recorded = [(0, ["7-2"]), (0, ["7-0", "7-1"])]
     assert starts(told, recorded) == {"7-2": (11, 13), "7-0": (12, 13), "7-1": (12, 13)}
-    assert find_steps(told, recorded, 1, 4, 1)["7-0"].attributes() == {
-        "onbeat.update": 0,
-        "onbeat.micro_batch": 1,
-        "onbeat.trainer_rank": 0,
-    }
+    names = {"onbeat.update": 0, "onbeat.micro_batch": 1, "onbeat.trainer_rank": 0}
+    assert find_steps(told, recorded, 1, 4, 1)["7-0"].attributes() == names
 
 
 def test_each_update_has_its_own_micro_batches_and_step():
