@@ -268,18 +268,6 @@ def make_app(fake: FakeJobs) -> FastAPI:
         series |= {"eval/reward_mean": [[e, 0.5] for e in scored if e > after]} if scored else {}
         return {"metrics": series}
 
-    @app.get("/v1/jobs/{job_id}/timeline")
-    async def timeline(job_id: str, iterations: int = 5) -> Any:
-        spans = [("trainer", "micro_batch", 1.0, 2.0), ("rollout-0", "generate", 0.0, 1.5)]
-        names = ("lane", "kind", "start", "end")
-        return {
-            "start": 0.0,
-            "end": 3.0,
-            "iterations": [0],
-            "lanes": [{"id": "trainer", "idle_frac": 0.5}, {"id": "rollout-0", "idle_frac": None}],
-            "spans": [dict(zip(names, span, strict=True)) | {"iteration": 0} for span in spans],
-        }
-
     @app.get("/v1/jobs/{job_id}/samples")
     async def samples(job_id: str, iteration: int | None = None, limit: int = 10) -> Any:
         sample = {"policy_version": 0, "prompt": "What is [1] + 1?", "reward": 1, "num_tokens": 4}
