@@ -148,8 +148,8 @@ def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) ->
     supervisor.start([family(pids_file)])
     service, near, far = pids_in(pids_file)
     os.kill(supervisor.services[0].pid, signal.SIGKILL)
-    wait_until(lambda: supervisor.check() or not is_alive(service), "it has ended")
-    wait_until(lambda: not is_alive(near), "its child has ended")
+    wait_until(lambda: not is_alive(service), "the kernel has ended it", 30)
+    wait_until(lambda: supervisor.check() or not is_alive(near), "its child has ended")
     os.kill(far, signal.SIGKILL)  # only the guard could have found it
 
 
