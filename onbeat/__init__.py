@@ -4,6 +4,7 @@ This package is the client side and the contracts that services share. Importing
 framework.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,12 +17,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import the public names on first use, so that `onbeat --help` stays instant."""
-    if name in ("AsyncClient", "Client"):
-        from onbeat import client
-
-        return getattr(client, name)
-    if name == "JobConfig":
-        from onbeat.config import JobConfig
-
-        return JobConfig
-    raise AttributeError(f"module 'onbeat' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'onbeat' has no attribute {name!r}")
+    return getattr(import_module("onbeat.config" if name == "JobConfig" else "onbeat.client"), name)

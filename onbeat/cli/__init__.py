@@ -6,23 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import (
-    audit,
-    chat,
-    data,
-    doctor,
-    draft,
-    finished,
-    jobs,
-    keys,
-    look,
-    model,
-    plan,
-    replay,
-    reward,
-    stack,
-    top,
-)
+from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, top
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 
@@ -38,18 +22,18 @@ app.command("validate")(draft.validate)
 app.command("run")(stack.run)
 app.command("up")(stack.up)
 app.command("down")(stack.down)
-app.command("replay")(replay.replay)
+app.command("replay")(service.replay)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(data.app, name="data")
-app.command("audit")(audit.audit)
-app.command("doctor")(doctor.doctor)
+app.command("audit")(look.audit)
+app.command("doctor")(look.doctor)
 app.command("chat")(chat.chat)
-app.command("view")(finished.view)
-app.command("report")(finished.report)
+app.command("view")(stack.view)
+app.command("report")(look.report)
 app.command("logs")(look.logs)
 app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")
-app.add_typer(model.app, name="model")
+app.add_typer(service.app, name="model")
 app.add_typer(plan.app, name="plan")
 app.add_typer(reward.app, name="reward")
 

@@ -1,17 +1,19 @@
-"""Views of what a job has done: `onbeat jobs iterations`, `metrics`, `events`; and `onbeat logs` of local services."""
+"""Views of what jobs have done: `onbeat jobs iterations`, `metrics`, `events`; `audit`, `doctor`, `report`, `logs`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.jobs import app, print_records, print_table, when
+from onbeat.cli.jobs import app, print_json, print_records, print_table, when
 from onbeat.cli.options import AsJson, Broker, DataDir, JobId
+from onbeat.cli.output import say
 
 if TYPE_CHECKING:
-    from onbeat.types import IterationRecord
+    from onbeat.client import AsyncClient
+    from onbeat.types import AuditReport, Diagnosis, IterationRecord
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entries to show.")]
 
@@ -79,6 +81,92 @@ def events(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = F
     found = broker.ask(lambda client: client.jobs.events(job_id))[-last:]
     columns = ["time", "kind", "message"]
     print_records(found, as_json, columns, lambda one: (when(one.time)[5:], one.kind, one.message))
+
+
+def audit(
+    broker: Broker,
+    job_id: JobId,
+    head: Annotated[str, typer.Option(help="Head that an earlier audit printed; the log must still contain it.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Check a job's log of groups and versions again. The exit code is 0 only if nothing is wrong."""
+    report = broker.ask(lambda client: client.jobs.audit(job_id, head))
+    if as_json:
+        print_json(report)
+    else:
+        say(describe_audit(report))
+    raise typer.Exit(0 if report.is_clean else 1)
+
+
+def describe_audit(report: "AuditReport") -> str:
+    counts = f"{report.num_entries} entries, {report.num_commits} iterations committed, "
+    counts += f"{report.num_groups} groups accepted"
+    if not report.is_clean:
+        return f"VIOLATION: {report.violation}\nbefore that: {counts}"
+    contents = f"{report.num_contents} of their contents compared"
+    gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
+    return f"clean: {counts}; {contents}{gone}\nhead {report.head}"
+
+
+def doctor(
+    broker: Broker,
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Only this job. Default: the whole installation.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report what is wrong and which process waits for which. The exit code is 0 only if nothing is wrong."""
+    from onbeat.client import BrokerUnreachable
+
+    def ask_for(client: "AsyncClient") -> "Awaitable[Diagnosis]":
+        return client.jobs.explain(job_id) if job_id else client.doctor()
+
+    try:
+        found = broker.ask(ask_for)
+    except BrokerUnreachable as error:
+        found = explain_unreachable(error.url, str(error.__cause__), getattr(error, "__notes__", ()))
+    if as_json:
+        print_json(found)
+    else:
+        say(describe_findings(found))
+    raise typer.Exit(0 if found.is_healthy else 1)
+
+
+def explain_unreachable(url: str, reason: str, notes: Sequence[str]) -> "Diagnosis":
+    from onbeat.types import Diagnosis, Finding
+
+    sentence = (
+        f"the broker at {url} does not answer ({reason}), so nothing else can be examined. Does it run (`onbeat up`, "
+        "`docker compose ps`, `kubectl get pods`), and what does its log say? Is this its address (--url, ONBEAT_URL)? "
+        "Jobs that are training go on without it until their next iteration"
+    )
+    findings = [Finding(sentence=each, who="broker", is_problem=True) for each in (sentence, *notes)]
+    return Diagnosis(is_healthy=False, findings=findings)
+
+
+def describe_findings(found: "Diagnosis") -> str:
+    """Return the findings as text, with problems and notes (which name a key to change) marked, and a verdict."""
+    lines = [
+        ("PROBLEM  " if finding.is_problem else "note     " if finding.key else "ok       ") + finding.sentence
+        for finding in found.findings
+    ]
+    num_problems = sum(finding.is_problem for finding in found.findings)
+    verdict = "healthy" if found.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
+    return "\n".join([*lines, verdict])
+
+
+def report(
+    broker: Broker,
+    job_id: JobId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write a job's numbers, curves and responses into one HTML file, which can be sent to others."""
+    from onbeat.terminal.report import check_report_path, write_whole
+    from onbeat.terminal.report_page import build_page
+
+    check_report_path(output)
+    write_whole(output, broker.ask(lambda client: build_page(client, job_id)))
+    typer.echo(f"{output} is written")
 
 
 def logs(

@@ -1,8 +1,17 @@
-"""Programs of the services, which commands run in processes of their own: this one never imports torch."""
+"""Programs of the services, in processes of their own, as this one never imports torch; `onbeat model`, `replay`."""
 
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from onbeat.cli.options import App, DataDir, JobId
+
+app = App("Manage models on this machine.")
 
 DEADLINE_S = 300.0
 
@@ -29,3 +38,38 @@ def run_service(module: str, arguments: Sequence[str], given: str) -> str:
     if not printed:
         raise ValueError(complaints.strip().splitlines()[-1] if complaints.strip() else f"{module} failed")
     return printed
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help="A bundled model, such as smollm2-135m-instruct.", show_default=False)],
+) -> None:
+    """Convert a bundled model ahead of the first job that uses it, and print its folder."""
+    command = [sys.executable, "-P", "-m", "services.trainer.model.prepare_model", name]
+    raise typer.Exit(subprocess.call(command))
+
+
+def replay(
+    job_id: JobId,
+    iteration: Annotated[int, typer.Option(min=0, help="Number of a committed iteration.")],
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda or npu.")] = "auto",
+    cores: Annotated[
+        str, typer.Option(metavar="LIST", help="CPU cores to use. For equal bits, as many as the trainer had.")
+    ] = "",
+    data_dir: DataDir = None,
+) -> None:
+    """Replay an iteration from its stream. The exit code is 0 only if the weights agree bit for bit."""
+    from onbeat.local.state import resolve_data_dir, running_stack
+    from onbeat.local.supervisor import inherited_environment
+
+    folder = resolve_data_dir(data_dir)
+    stack = running_stack(folder)
+    environment = dict(os.environ)
+    if stack is not None:
+        environment = inherited_environment() | {"ONBEAT_REDIS_URL": stack.redis_url}
+    elif "ONBEAT_REDIS_URL" not in environment:
+        remedy = f"start it with `onbeat up --data-dir {shlex.quote(str(folder))}`, or set ONBEAT_REDIS_URL"
+        raise ValueError(f"no stack runs in {folder}: {remedy}")
+    environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
+    command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
+    raise typer.Exit(subprocess.call(command, env=environment))

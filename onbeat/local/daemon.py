@@ -81,7 +81,8 @@ def stop_in_background(data_dir: Path) -> bool:
         with suppress(ProcessLookupError):
             os.kill(state.pid, number)
         if wait_until(lambda: not has_processes(data_dir), deadline_s):
-            wait_until(lambda: not is_there(state.pid), 0.3)  # it gives up the locks just before it is gone
+            # It gives up the locks just before it is gone.
+            wait_until(lambda: not Path(f"/proc/{state.pid}").exists(), 0.3)
             return True
     raise OnbeatError(f"the stack in {data_dir} (process {state.pid}) does not stop")
 
@@ -108,14 +109,6 @@ def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
-    return True
-
-
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     return True
 
 

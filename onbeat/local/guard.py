@@ -1,21 +1,19 @@
-"""`python -m onbeat.local.guard`: run one command so that none of its processes outlives the parent of this process.
+"""`python -m onbeat.local.guard PARENT GRACE_S COMMAND ...`: no process of a command outlives the parent of this one.
 
     parent (onbeat run) --> guard --> service --> engine process, scoring processes, ...
 
 - the parent dies, even by SIGKILL: the guard notices within a second and stops the service
-- SIGTERM: only the service gets it and may drain; after `--grace-s`, or at SIGINT, everything is killed
+- SIGTERM: only the service gets it and may drain; after `GRACE_S`, or at SIGINT, everything is killed
 - the service dies: the processes that it leaves are killed, whatever session or process group they moved to, and their
   shared memory is removed
-- the guard itself is killed: the kernel kills the service (Linux), and the parent kills the process group
+- the guard itself is killed: the kernel kills the service, and the parent kills the process group
 """
 
-import argparse
 import contextlib
 import ctypes
+import math
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,67 +22,43 @@ from pathlib import Path
 from onbeat.confine import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
-IS_LINUX = sys.platform == "linux"
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)  # blocked, and taken one by one while the guard waits
+KILLED = 128 + signal.SIGKILL
 SEGMENT = "/dev/shm/psm_"  # the paths of multiprocessing.shared_memory begin with this
 ORPHAN_GRACE_S = 5.0  # all services stop at once, and none waits for a drained queue
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="process id of whoever starts this")
-    parser.add_argument("--grace-s", type=float, required=True, help="time between SIGTERM and SIGKILL")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    stop = StopSignal()
-    if IS_LINUX:  # the processes that a dying service leaves become our children
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    child = subprocess.Popen(command, preexec_fn=die_with_parent)
-    exit_code = supervise(child.pid, options.parent, options.grace_s, stop)
+def main(parent: int, grace_s: float, command: list[str]) -> int:
+    """Run the command under guard, for the process that is named as parent. Return its exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # the processes that a dying service leaves become our children
+    child = subprocess.Popen(command, preexec_fn=become_service)
+    exit_code = supervise(child.pid, parent, grace_s)
     kill_descendants()
-    if os.getppid() != options.parent:
+    if os.getppid() != parent:
         os.killpg(0, signal.SIGKILL)  # no other process will, and none reads our exit code
     return exit_code
 
 
-class StopSignal:
-    """Two flags: SIGTERM sets `is_set`, SIGINT `is_urgent`; they and SIGCHLD end a wait early."""
-
-    def __init__(self) -> None:
-        self.is_set = self.is_urgent = False
-        self._reader, writer = socket.socketpair()
-        self._reader.setblocking(False)
-        writer.setblocking(False)
-        self._writer = writer
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._set)
-        signal.signal(signal.SIGINT, self._hurry)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    def _set(self, *_: object) -> None:
-        self.is_set = True
-
-    def _hurry(self, *_: object) -> None:
-        self.is_urgent = True
-
-    def wait(self, timeout_s: float) -> None:
-        if select.select([self._reader], [], [], timeout_s)[0]:
-            self._reader.recv(4096)
+def become_service() -> None:
+    die_with_parent()
+    for number in HEARD:
+        signal.signal(number, signal.SIG_DFL)  # also where this was started with an ignored SIGINT
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
 
 
-def supervise(child: int, parent: int, grace_s: float, stop: StopSignal) -> int:
+def supervise(child: int, parent: int, grace_s: float) -> int:
     """Wait until the child is gone or has to go; return its exit code as a shell would give it."""
-    deadline: float | None = None
+    deadline, heard = math.inf, None
     while (exit_code := reap(child)) is None:
         is_orphan = os.getppid() != parent
-        if deadline is None and (stop.is_set or is_orphan):
+        if deadline == math.inf and (is_orphan or heard == signal.SIGTERM):
             deadline = time.monotonic() + (min(grace_s, ORPHAN_GRACE_S) if is_orphan else grace_s)
             os.kill(child, signal.SIGTERM)
-        if stop.is_urgent or (deadline is not None and time.monotonic() >= deadline):
-            return 128 + signal.SIGKILL
-        stop.wait(1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic())))
+        if heard == signal.SIGINT or time.monotonic() >= deadline:
+            return KILLED
+        found = signal.sigtimedwait(HEARD, min(1.0, max(0.0, deadline - time.monotonic())))
+        heard = found.si_signo if found is not None else None
     return exit_code
 
 
@@ -103,10 +77,10 @@ def reap(child: int) -> int | None:
 
 
 def kill_descendants(deadline_s: float = 5.0) -> None:
-    """Kill children until there are none; as their subreaper we then inherit theirs. Linux only."""
+    """Kill children until there are none; as their subreaper we then inherit theirs."""
     deadline = time.monotonic() + deadline_s
     segments: set[Path] = set()
-    while IS_LINUX and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         for pid in children_of(os.getpid()):
             segments |= shared_memory_of(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -144,4 +118,4 @@ def children_of(parent: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -3,7 +3,7 @@
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from onbeat.errors import OnbeatError
@@ -23,7 +23,7 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
     config_path.write_text(redis_config(folder, port, password))
     url = f"redis://:{password}@{HOST}:{port}/0"
     command = [find_redis_server(), str(config_path)]
-    return ServiceSpec("redis", command, wave=0, missing=redis_probe(url), ready_deadline_s=60.0), url
+    return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url
 
 
 def redis_config(folder: Path, port: int, password: str) -> str:
@@ -64,19 +64,17 @@ def find_redis_server() -> str:
     return executable
 
 
-def redis_probe(url: str) -> Callable[[], str]:
-    def missing() -> str:
-        from redis import Redis
-        from redis.exceptions import RedisError
+def missing_redis(url: str) -> str:
+    """Return why Redis does not answer yet; '' when it does."""
+    from redis import Redis
+    from redis.exceptions import RedisError
 
-        try:
-            with Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=None) as client:
-                client.ping()
-        except RedisError as error:
-            return str(error)
-        return ""
-
-    return missing
+    try:
+        with Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=None) as client:
+            client.ping()
+    except RedisError as error:
+        return str(error)
+    return ""
 
 
 def free_port(preferred: int | None = None) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
@@ -160,7 +161,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         service_command("broker"),
         wave=1,
         env={**common, **data_dir, "ONBEAT_HOST": HOST, "ONBEAT_PORT": str(port)},
-        missing=http_probe(f"http://{HOST}:{port}/readyz"),
+        missing=partial(missing_answer, f"http://{HOST}:{port}/readyz"),
         ready_deadline_s=60.0,
     )
     if options.is_view:
@@ -239,14 +240,12 @@ def service_command(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"services.{name}"]  # -P: a folder `services` of the user is not ours
 
 
-def http_probe(url: str) -> Callable[[], str]:
-    def missing() -> str:
-        import httpx
+def missing_answer(url: str) -> str:
+    """Return why there is no good answer at the URL yet; '' when there is one."""
+    import httpx
 
-        try:
-            response = httpx.get(url, timeout=2.0, trust_env=False)
-        except httpx.TransportError as error:
-            return str(error) or type(error).__name__
-        return "" if response.is_success else f"{url} answers {response.status_code}"
-
-    return missing
+    try:
+        response = httpx.get(url, timeout=2.0, trust_env=False)
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    return "" if response.is_success else f"{url} answers {response.status_code}"

@@ -47,9 +47,11 @@ def create_data_dir(data_dir: Path) -> None:
         if not (data_dir / ".gitignore").exists():
             (data_dir / ".gitignore").write_text("*\n")
     except OSError as error:
-        raise OnbeatError(
-            f"cannot write to the data folder {data_dir}: {error}; choose another with --data-dir"
-        ) from error
+        raise not_writable(data_dir, error) from error
+
+
+def not_writable(data_dir: Path, error: OSError) -> OnbeatError:
+    return OnbeatError(f"cannot write to the data folder {data_dir}: {error}; choose another with --data-dir")
 
 
 class StackLock:
@@ -139,9 +141,7 @@ def open_lock(path: Path) -> IO[str]:
     try:
         return path.open("a+")  # on network disks a shared lock needs a file that can be read
     except OSError as error:
-        raise OnbeatError(
-            f"cannot write to the data folder {path.parent}: {error}; choose another with --data-dir"
-        ) from error
+        raise not_writable(path.parent, error) from error
 
 
 def try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:

@@ -48,29 +48,27 @@ class ServiceSpec:
 
 
 class Service:
-    """One child under its guard."""
+    """One child under its guard, from its first start on."""
 
     def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path) -> None:
-        self.spec, self.log_path, self._scratch = spec, log_path, scratch
+        self.spec, self.log_path, self._scratch, self._held_fds = spec, log_path, scratch, held_fds
         self.num_failures = 0
         self.restart_at: float | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
-        self._held_fds = held_fds
+        self.spawn()
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         """The guard's process id, which is also the id of its process group."""
-        return self._guard.pid if self._guard is not None else None
+        return self._guard.pid
 
     def spawn(self) -> None:
-        guard = [sys.executable, "-P", "-m", "onbeat.local.guard", "--parent", str(os.getpid())]
+        guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
         temporary = {"TMPDIR": str(self._scratch)}
         with self.log_path.open("ab") as output:
             self._guard = subprocess.Popen(
-                [*guard, "--grace-s", str(self.spec.grace_s), "--", *self.spec.command],
+                [*guard, *self.spec.command],
                 env={**inherited_environment(), **temporary, **self.spec.env, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -82,23 +80,20 @@ class Service:
         self.restart_at = None
 
     def exit_code(self) -> int | None:
-        return self._guard.poll() if self._guard is not None else None
+        return self._guard.poll()
 
     def terminate(self) -> None:
-        if self._guard is not None and self._guard.poll() is None:
-            self._guard.terminate()
+        self._guard.terminate()
 
     def kill(self) -> None:
         """Let the guard kill the service and all that it has started."""
-        if self._guard is not None and self._guard.poll() is None:
-            self._guard.send_signal(signal.SIGINT)
+        self._guard.send_signal(signal.SIGINT)
 
     def kill_group(self) -> None:
         """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
-        if self._guard is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._guard.pid, signal.SIGKILL)
-            self._guard.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        self._guard.wait()
 
     def schedule_restart(self) -> bool:
         """Schedule a restart after a growing delay. Return False when the service has died too often."""
@@ -141,7 +136,6 @@ class Supervisor:
             log_path.replace(log_path.with_suffix(".log.1"))
         service = Service(spec, log_path, self._held_fds, self._scratch / spec.name)
         self.services.append(service)
-        service.spawn()
         return service
 
     def check(self) -> None:

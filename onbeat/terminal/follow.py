@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable
 
 from rich.console import Console
 from rich.text import Text
@@ -64,7 +65,7 @@ class Printer:
     def __init__(self, console: Console, progress: JobProgress) -> None:
         self._console, self._progress = console, progress
         self._is_live = can_redraw(console)
-        self._notices = Notices(self.say)
+        self._num_notices: Counter[str] = Counter()  # by kind
         self._said: set[Hashable] = set()
 
     def say(self, line: str) -> None:
@@ -72,7 +73,8 @@ class Printer:
 
     def show_news(self) -> None:
         """Print what is new since the last call."""
-        self._notices.show(self._progress.news)
+        for event in self._progress.news:
+            self._notice(event)
         self._progress.news.clear()
         if self._is_live:
             return
@@ -95,20 +97,12 @@ class Printer:
         self._said.add(key)
         return is_new
 
-
-class Notices:
-    """The events that a person should see, a bounded number of each kind."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._counts: dict[str, int] = {}
-
-    def show(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.kind not in NOTICE_KINDS:
-                continue
-            count = self._counts[event.kind] = self._counts.get(event.kind, 0) + 1
-            if event.kind == "job.state" or count <= MAX_NOTICES_OF_A_KIND:
-                self._say(f"{event.kind}: {event.message}")
-            elif count == MAX_NOTICES_OF_A_KIND + 1:
-                self._say(f"{event.kind}: more of these are counted, not shown")
+    def _notice(self, event: Event) -> None:
+        """Print an event that a person should see; of each kind a bounded number, but all changes of the state."""
+        if event.kind not in NOTICE_KINDS:
+            return
+        self._num_notices[event.kind] += 1
+        if event.kind == "job.state" or self._num_notices[event.kind] <= MAX_NOTICES_OF_A_KIND:
+            self.say(f"{event.kind}: {event.message}")
+        elif self._num_notices[event.kind] == MAX_NOTICES_OF_A_KIND + 1:
+            self.say(f"{event.kind}: more of these are counted, not shown")

@@ -15,8 +15,8 @@ EMOJI_JOINER = re.compile(rf"(?:(?<={EMOJI})|(?<={EMOJI}\ufe0f))\u200d(?={EMOJI}
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Return one block per value (means of neighbours when there are too many), from the lowest to the highest value.
 
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
+    >>> sparkline([0.0, 0.5, 1.0]), sparkline([3.0, 3.0]), sparkline([0.0, 0.0, 1.0, 1.0, 2.0, 4.0], width=3)
+    ('▁▅█', '▁▁', '▁▃█')
     """
     if len(values) > width:
         edges = [round(index * len(values) / width) for index in range(width + 1)]
@@ -29,7 +29,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 7 s, 2 min 05 s, 3 h 20 min."""
+    """Format seconds.
+
+    >>> [duration(seconds) for seconds in (7.4, 59.6, 125, 12_000)]
+    ['7 s', '1 min 00 s', '2 min 05 s', '3 h 20 min']
+    """
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -12,42 +12,6 @@ from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
 from onbeat.types import EvaluationRecord, EvaluationState, IterationRecord, IterationState, JobRecord, WeightsRecord
 
-ITERATION_FIELDS = (
-    "iteration",
-    "policy_version",
-    "reward_mean",
-    "num_groups",
-    "num_replaced",
-    "num_not_replaced",
-    "num_responses",
-    "prompt_tokens",
-    "response_tokens",
-    "wall_s",
-    "generate_s",
-    "train_s",
-    "weight_sync_s",
-    "rollout_idle_frac",
-    "trainer_idle_frac",
-    "staleness_max",
-    "mismatch_mean",
-    "mismatch_max",
-    "tpspd",
-    "first_group_s",
-    "metrics",
-)
-EVALUATION_FIELDS = (
-    "evaluation",
-    "policy_version",
-    "num_groups",
-    "num_failed_groups",
-    "reward_mean",
-    "reward_std",
-    "pass_at_k",
-    "response_tokens_mean",
-    "truncated_frac",
-    "metrics",
-)
-
 
 async def build_report(client: AsyncClient, job_id: str) -> dict[str, Any]:
     job = await client.jobs.get(job_id)
@@ -72,11 +36,9 @@ def make_report(
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),
         "advice": advice_for(committed, job.num_training_devices, job.config.get("schedule", {}).get("mode")),
-        "iterations": [{name: getattr(record, name) for name in ITERATION_FIELDS} for record in committed],
+        "iterations": [record.model_dump(mode="json") for record in committed],
         "evaluations": [
-            {name: getattr(record, name) for name in EVALUATION_FIELDS}
-            for record in evaluations
-            if record.state == EvaluationState.DONE
+            record.model_dump(mode="json") for record in evaluations if record.state == EvaluationState.DONE
         ],
         "weights": [record.model_dump() for record in weights],
     }
@@ -86,23 +48,22 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
     prompt_tokens = sum(record.prompt_tokens or 0 for record in committed)
     response_tokens = sum(record.response_tokens or 0 for record in committed)
     ended_at = job.finished_at or (committed[-1].committed_at if committed else None)
-    return {
-        "iterations": len(committed),
-        "wall_s": sum(record.wall_s or 0.0 for record in committed),  # from the first opening to the last commit
-        "job_s": ended_at - job.started_at if ended_at and job.started_at else None,  # including loading the model
-        "prompt_tokens": prompt_tokens,
-        "response_tokens": response_tokens,
-        "tokens": prompt_tokens + response_tokens,
-        "reward_mean_first5": mean_reward(committed[:5]),
-        "reward_mean_last5": mean_reward(committed[-5:]),
-        "tpspd": total_tpspd(committed),
-        "staleness_max": max((r.staleness_max for r in committed if r.staleness_max is not None), default=None),
-        "num_stale": sum(record.num_stale for record in committed),
-        "num_duplicate": sum(record.num_duplicate for record in committed),
-        "num_failed_groups": sum(record.num_failed_groups for record in committed),
-        "num_replaced": sum(record.num_replaced for record in committed),
-        "num_not_replaced": sum(record.num_not_replaced for record in committed),
-    }
+    counts = ("num_stale", "num_duplicate", "num_failed_groups", "num_replaced", "num_not_replaced")
+    return (
+        {
+            "iterations": len(committed),
+            "wall_s": sum(record.wall_s or 0.0 for record in committed),  # from the first opening to the last commit
+            "job_s": ended_at - job.started_at if ended_at and job.started_at else None,  # including loading the model
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": response_tokens,
+            "tokens": prompt_tokens + response_tokens,
+            "reward_mean_first5": mean_reward(committed[:5]),
+            "reward_mean_last5": mean_reward(committed[-5:]),
+            "tpspd": total_tpspd(committed),
+            "staleness_max": max((r.staleness_max for r in committed if r.staleness_max is not None), default=None),
+        }
+        | {name: sum(getattr(record, name) for record in committed) for name in counts}
+    )
 
 
 def weight_totals(weights: Sequence[WeightsRecord]) -> dict[str, Any]:
@@ -129,13 +90,9 @@ def total_tpspd(records: Sequence[IterationRecord]) -> float | None:
 
     The number of devices may change between iterations: an iteration's device-seconds are its tokens / its tpspd.
     """
-    tokens, device_s = 0, 0.0
-    for record in records:
-        if record.tpspd:
-            iteration_tokens = num_tokens(record)
-            tokens += iteration_tokens
-            device_s += iteration_tokens / record.tpspd
-    return tokens / device_s if device_s else None
+    known = [(num_tokens(record), record.tpspd) for record in records if record.tpspd]
+    device_s = sum(tokens / tpspd for tokens, tpspd in known)
+    return sum(tokens for tokens, _ in known) / device_s if device_s else None
 
 
 def num_tokens(record: IterationRecord) -> int:

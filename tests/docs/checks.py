@@ -204,26 +204,6 @@ def check_docker(command: Command) -> None:
         check_onbeat(Command(command.page, command.line, tuple(inner)))
 
 
-@cache
-def kubernetes_objects() -> set[str]:
-    """`deployment/onbeat-broker`, ... of all manifests."""
-    found = set()
-    for path in (ROOT / "deploy/kubernetes").rglob("*.yaml"):
-        for item in yaml.safe_load_all(path.read_text()):
-            if isinstance(item, dict) and "kind" in item and "name" in item.get("metadata", {}):
-                found.add(f"{item['kind'].lower()}/{item['metadata']['name']}")
-                if item["kind"] == "StatefulSet":
-                    found.add(f"pod/{item['metadata']['name']}-0")
-    return found
-
-
-def check_kubectl(command: Command) -> None:
-    for word in command.words:
-        named = word if "/" in word else f"pod/{word}"
-        if re.fullmatch(r"\w+/onbeat-[\w-]+", named) and named not in kubernetes_objects():
-            raise Wrong(f"no manifest has {named}")
-
-
 CHECKERS: dict[str, Callable[[Command], None]] = {
     "onbeat": check_onbeat,
     "make": check_make,
@@ -231,7 +211,6 @@ CHECKERS: dict[str, Callable[[Command], None]] = {
     "torchrun": check_python,
     "curl": check_curl,
     "docker": check_docker,
-    "kubectl": check_kubectl,
 }
 PROGRAMS = set(CHECKERS) | set(FOREIGN_PROGRAMS)
 
@@ -275,6 +254,6 @@ def command_in_code(page: str, line: int, text: str) -> Command | None:
         words = [word for word in shlex.split(text) if word != "..."]
     except ValueError:
         return None
-    if len(words) < 2 or words[0] not in ("onbeat", "make", "docker", "kubectl", "curl"):
+    if len(words) < 2 or words[0] not in ("onbeat", "make", "docker", "curl"):
         return None
     return Command(page, line, tuple(words))

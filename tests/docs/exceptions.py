@@ -8,6 +8,7 @@ FOREIGN_PROGRAMS = {
     "echo": "of the system",
     "export": "of the shell",
     "git": "version control",
+    "kubectl": "of Kubernetes",
     "openssl": "makes certificates and random keys",
     "printf": "of the system",
     "redis-server": "of Redis",

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from unittest.mock import patch
 
@@ -19,14 +18,12 @@ from tests.docs.checks import (
     parse_onbeat,
     unknown_variables,
 )
-from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, code_in_sentences, page_names, text_of
-from tests.docs.shell import SHELL, Command, commands_of, is_shell, program_of
+from tests.docs.pages import Block, all_blocks, blocks_of, code_in_sentences, page_names, text_of
+from tests.docs.shell import Command, commands_of, is_shell, program_of
 
-LANGUAGES = {"", "text", "python", "toml", "json", "yaml", *SHELL}
 CALL = re.compile(r"(GET|POST|PUT|DELETE) (/\S*)")
 # Words that a sentence has for a part of a command, not for the whole of it.
 PLACEHOLDER = re.compile(r"COMMAND|\[|…")
-VENV = re.compile(r"-m venv (?!/)(\S+)")
 
 
 def shell_blocks(page: str) -> list[Block]:
@@ -88,11 +85,6 @@ def expanded(text: str) -> list[str]:
     return [f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [text]
 
 
-@pytest.mark.parametrize("page", page_names())
-def test_every_block_has_a_language_that_a_test_knows(page: str) -> None:
-    assert [str(block) for block in blocks_of(page) if block.language not in LANGUAGES] == []
-
-
 @pytest.mark.parametrize("page", [page for page in page_names() if not page.startswith("docs/reference/")])
 def test_no_command_hides_in_a_block_of_text(page: str) -> None:
     for block in blocks_of(page):
@@ -118,13 +110,3 @@ def path_of(command: Command) -> str:
             return parse_onbeat(command.words[1:])[0] if command.program == "onbeat" else ""
     except Wrong:
         return ""
-
-
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout of git")
-def test_git_ignores_virtual_environments_of_pages() -> None:
-    texts = [*map(text_of, page_names()), *(path.read_text() for path in (ROOT / "examples").glob("*.toml"))]
-    folders = sorted({folder for text in texts for folder in VENV.findall(text)})
-    assert folders == [".venv-openenv"]
-    for folder in folders:
-        done = subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", f"{folder}/x"], timeout=10, check=False)
-        assert done.returncode == 0, folder

@@ -1,4 +1,4 @@
-"""What docs/environments.md has users write works: classes are played with a policy that says what the test wrote."""
+"""Environments of pages work as written: they are played with a policy that says what the test wrote."""
 
 import tomllib
 from typing import Any
@@ -17,14 +17,18 @@ TASK = Task([{"role": "user", "content": "When did Emma appear?"}], "When did Em
 __all__ = ["policy"]  # a fixture
 
 
-@pytest.fixture(scope="module")
-def written() -> dict[str, Any]:
+def names_of(page: str) -> dict[str, Any]:
     """The names that the page's Python makes."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    for block in blocks_of(PAGE):
+    for block in blocks_of(page):
         if block.language == "python":
             exec(compile(block.text, str(block), "exec"), namespace)
     return namespace
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    return names_of(PAGE)
 
 
 async def play(target: Any, *answers: dict[str, Any]) -> tuple[Outcome, ScriptedSession]:
@@ -62,3 +66,18 @@ async def test_agent_of_the_page_talks_to_a_url(written, policy):
 def test_servers_of_the_page_are_environments(written):
     for name in ("calculator", "wordle"):
         assert hasattr(build_environment(written[name], {}), "run")
+
+
+@pytest.mark.parametrize(("num_calls", "reward"), [(1, 1.0), (2, 0.9)])
+async def test_class_for_trl_and_onbeat_is_played_for_its_reward(num_calls, reward):
+    letters = names_of("docs/coming-from-agents.md")["Letters"]
+    task = Task([{"role": "user", "content": "How many r?"}], "How many r?", "3")
+    session = ScriptedSession(*[calls("count", {"word": "strawberry", "letter": "r"})] * num_calls, says("Three."))
+    outcome = await build_environment(letters, {}).run(task, session)
+    assert outcome.reward == pytest.approx(reward)
+    assert session.asked[1][-1]["content"] == "3"
+    assert [tool["function"]["name"] for tool in session.tools] == ["count"]
+    instance = letters()  # as TRL calls it
+    instance.reset(prompt=[], answer="3")
+    assert instance.count(word="strawberry", letter="r") == 3
+    assert instance.get_reward() == 1.0

@@ -128,14 +128,6 @@ def test_a_body_that_is_no_job_is_a_problem(live_broker: LiveBroker, name: str) 
     assert len(json.dumps(problem)) < 20_000, "the refusal repeats what was sent"
 
 
-def test_the_last_of_two_equal_keys_counts(live_broker: LiveBroker) -> None:
-    """As in every JSON reader of ours; what is stored is what was checked."""
-    answer = exchange(live_broker, request_of("POST", "/v1/jobs", VALID[:-1] + b', "seed": 1, "seed": 2}', JSON))
-    assert status_of(answer) == 201
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["config"]["seed"] == 2
-    assert_refused(exchange(live_broker, request_of("POST", "/v1/jobs", VALID[:-1] + b', "name": "/"}', JSON)), 422)
-
-
 # ---- paths and headers -------------------------------------------------------------------------------------------
 
 PATHS = [
@@ -206,41 +198,7 @@ def test_what_is_no_http_is_refused_or_closed(live_broker: LiveBroker, name: str
     assert_answered_or_closed(exchange(live_broker, NO_HTTP[name], PATIENCE_S))
 
 
-def test_requests_that_never_end_keep_nobody_else_waiting(live_broker: LiveBroker) -> None:
-    with contextlib.ExitStack() as stack:
-        for index in range(200):
-            stream = stack.enter_context(connected(live_broker))
-            stream.sendall(request_of("POST", "/v1/jobs", b" " * 500, JSON)[: 60 + index])
-        response = httpx.post(f"{live_broker.url}/v1/jobs", json=job_body(), timeout=DEADLINE_S)
-        assert response.status_code == 201
-        live_broker.assert_unharmed()
-
-
 # ---- at random ---------------------------------------------------------------------------------------------------
-
-REQUESTS = [
-    request_of("POST", "/v1/jobs", VALID, JSON, "Idempotency-Key: k"),
-    request_of("GET", "/v1/jobs/running/events?after=0"),
-    request_of("POST", "/v1/jobs/over:resume"),
-]
-
-
-@st.composite
-def spoiled_requests(draw: st.DrawFn) -> bytes:
-    """A request in which some bytes are lost, doubled or others."""
-    request = draw(st.sampled_from(REQUESTS))
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(request)))
-        end = draw(st.integers(start, min(len(request), start + 40)))
-        middle = draw(st.one_of(st.just(b""), st.just(request[start:end] * 2), st.binary(max_size=10)))
-        request = request[:start] + middle + request[end:]
-    return request
-
-
-@fuzzed(150)
-@given(spoiled_requests())
-def test_a_spoiled_request_is_answered_or_closed(live_broker: LiveBroker, request_: bytes) -> None:
-    assert_answered_or_closed(exchange(live_broker, request_, PATIENCE_S))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -38,9 +38,7 @@ class FakeJobs:
         self.audit: dict[str, Any] = {}  # over a clean report
         self.findings: list[dict[str, Any]] = []  # of the doctor
         self.workers: list[dict[str, Any]] = [{"id": "rollout-0", "state": "generating", "num_in_flight": 3}]
-        self.num_streams = 0  # that were opened
         self.begins_with_watch = False  # jobs wait until somebody asks what they wait for
-        self.ends: list[str] = []  # reasons with which the next streams end at once
         self.is_stopping = False
         self.uploads: dict[str, bytes] = {}
         self.num_at_once = MAX_LISTED_ITERATIONS  # iterations or versions in one answer
@@ -88,7 +86,6 @@ class FakeJobs:
 
     async def stream(self, job_id: str, after: str) -> AsyncIterator[str]:
         """All that is so, whenever it has changed: the job, its iterations, its one event, what the doctor says."""
-        self.num_streams += 1
         sent: dict[str, str] = {}
         while job_id in self.jobs:
             record = self.record(job_id)
@@ -101,10 +98,10 @@ class FakeJobs:
             if after == "0":
                 after = EVENT["id"]
                 yield f"event: event\ndata: {json.dumps(EVENT)}\nid: {after}\n\n"
-            if self.is_stopping or self.ends or record["state"] not in ("RUNNING", "PENDING"):
+            if self.is_stopping or record["state"] not in ("RUNNING", "PENDING"):
                 break
             await asyncio.sleep(0.01)
-        reason = "stopping" if self.is_stopping else self.ends.pop(0) if self.ends else "over"
+        reason = "stopping" if self.is_stopping else "over"
         yield f'event: end\ndata: {{"reason": "{reason}"}}\n\n'
 
     def evaluations(self, job_id: str) -> list[dict[str, Any]]:
@@ -270,18 +267,6 @@ def make_app(fake: FakeJobs) -> FastAPI:
         scored = [record["evaluation"] for record in fake.evaluations(job_id)]
         series |= {"eval/reward_mean": [[e, 0.5] for e in scored if e > after]} if scored else {}
         return {"metrics": series}
-
-    @app.get("/v1/jobs/{job_id}/timeline")
-    async def timeline(job_id: str, iterations: int = 5) -> Any:
-        spans = [("trainer", "micro_batch", 1.0, 2.0), ("rollout-0", "generate", 0.0, 1.5)]
-        names = ("lane", "kind", "start", "end")
-        return {
-            "start": 0.0,
-            "end": 3.0,
-            "iterations": [0],
-            "lanes": [{"id": "trainer", "idle_frac": 0.5}, {"id": "rollout-0", "idle_frac": None}],
-            "spans": [dict(zip(names, span, strict=True)) | {"iteration": 0} for span in spans],
-        }
 
     @app.get("/v1/jobs/{job_id}/samples")
     async def samples(job_id: str, iteration: int | None = None, limit: int = 10) -> Any:

@@ -40,38 +40,26 @@ def test_in_sync_both_sides_take_their_turn() -> None:
     assert work.wall_s((2, 1)) == pytest.approx(2.0 + 5.0 + 1.0)
 
 
-def test_devices_that_do_nothing_can_go() -> None:
-    work = Work(num_rollouts=6, num_trainers=1, generate_s=6.0, train_s=3.0, fixed_s=70.0, is_sync=False)
-    assert advise(work) == "remove 4 rollouts: about 73.0 s an iteration instead of 73.0"
+@pytest.mark.parametrize(
+    ("num_rollouts", "generate_s", "train_s", "fixed_s", "advice"),
+    [
+        (6, 6.0, 3.0, 70.0, "remove 4 rollouts: about 73.0 s an iteration instead of 73.0"),  # they do nothing
+        (2, 20.0, 10.0, 1.0, "leave the split as it is"),  # it is balanced
+        (1, 100.0, 1.0, 0.0, "add 2 rollouts: about 33.3 s"),  # at most twice as many devices as now
+    ],
+)
+def test_advice_changes_what_is_worth_it(
+    num_rollouts: int, generate_s: float, train_s: float, fixed_s: float, advice: str
+) -> None:
+    assert advise(Work(num_rollouts, 1, generate_s, train_s, fixed_s, is_sync=False)).startswith(advice)
 
 
-def test_what_is_balanced_is_left_alone() -> None:
-    work = Work(num_rollouts=2, num_trainers=1, generate_s=20.0, train_s=10.0, fixed_s=1.0, is_sync=False)
-    assert advise(work).startswith("leave the split as it is")
-
-
-def test_it_grows_to_no_more_than_twice_as_many() -> None:
-    work = Work(num_rollouts=1, num_trainers=1, generate_s=100.0, train_s=1.0, fixed_s=0.0, is_sync=False)
-    assert advise(work).startswith("add 2 rollouts: about 33.3 s")
-
-
-@pytest.mark.parametrize("num_records", [0, 1, 3])
-def test_too_few_iterations_give_no_advice(num_records: int) -> None:
-    """The first one has the start of the engine in it."""
-    assert measure_work([record(i, 10.0, 0.5, 0.5, 2) for i in range(num_records)], 1, "periodic") is None
-
-
-def test_only_iterations_with_the_devices_of_now_count() -> None:
+def test_only_full_measurements_with_the_devices_of_now_count() -> None:
+    assert measure_work([record(i, 10.0, 0.5, 0.5, 2) for i in range(3)], 1, "periodic") is None  # the first is none
     before = [record(i, 99.0, 0.0, 0.9, 2) for i in range(8)]
     now = [record(8 + i, 10.0, 0.5, 0.5, 3) for i in range(3)]
     work = measure_work(before + now, 1, "periodic")
     assert work is not None
     assert (work.num_rollouts, work.generate_s) == (2, pytest.approx(10.0))
-    assert measure_work(before + now[:2], 1, "periodic") is None
-
-
-def test_a_record_without_shares_is_no_measurement() -> None:
-    records = [record(i, 10.0, 0.5, 0.5, 2) for i in range(6)]
-    for each in records[3:]:
-        each.rollout_idle_frac = None
-    assert measure_work(records, 1, "periodic") is None
+    now[0].rollout_idle_frac = None
+    assert measure_work(before + now, 1, "periodic") is None

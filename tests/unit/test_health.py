@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from onbeat import health as health_module
-from onbeat.health import Health, HealthSettings
+from onbeat.health import HealthSettings
 
 
 class FakeRedis(Redis):
@@ -52,6 +52,8 @@ async def test_ready_follows_redis_and_live_does_not(port: int) -> None:
     redis = FakeRedis()
     health = HealthSettings(metrics_port=port).serve_health()
     assert "Redis" in await answers(port, "/readyz", 503)
+    assert "python_info" in await answers(port, "/metrics", 200)
+    assert "/readyz" in await answers(port, "/", 404)
     watching = asyncio.create_task(health.watch(redis))
     try:
         await answers(port, "/readyz", 200)
@@ -76,12 +78,6 @@ async def test_a_loop_that_stands_still_is_not_alive(port: int, monkeypatch: pyt
     watching.cancel()
 
 
-async def test_metrics_and_unknown_paths(port: int) -> None:
-    HealthSettings(metrics_port=port).serve_health()
-    assert "python_info" in await answers(port, "/metrics", 200)
-    assert "/readyz" in await answers(port, "/", 404)
-
-
 def test_a_taken_port_is_reported_with_its_settings() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -89,7 +85,3 @@ def test_a_taken_port_is_reported_with_its_settings() -> None:
         number = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"ONBEAT_METRICS_PORT={number}.*another port"):
             HealthSettings(metrics_port=number).serve_health()
-
-
-def test_without_a_port_nothing_listens() -> None:
-    assert isinstance(HealthSettings().serve_health(), Health)

@@ -32,30 +32,26 @@ MEMINFO = (
 )
 
 
-def test_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "use", "unlimited", "files"),
+    [
+        ("max", "current", "max\n", ""),
+        ("limit_in_bytes", "usage_in_bytes", "9223372036854771712\n", "total_"),  # older control groups
+    ],
+)
+def test_container_has_what_its_limit_leaves(tmp_path: Path, limit: str, use: str, unlimited: str, files: str) -> None:
     (tmp_path / "meminfo").write_text(MEMINFO)
     machine = read_memory(tmp_path / "meminfo", tmp_path)
     assert (machine.available_bytes, machine.total_bytes) == (10_240_000_000, 24_576_000_000)
-    for name, text in {"max": "4000", "current": "3000", "stat": "anon 1500\ninactive_file 1500\n"}.items():
-        (tmp_path / f"memory.{name}").write_text(text)
+    folder = tmp_path / "memory" if files else tmp_path
+    folder.mkdir(exist_ok=True)
+    for name, text in {limit: "4000\n", use: "3000\n", "stat": f"anon 1500\n{files}inactive_file 1500\n"}.items():
+        (folder / f"memory.{name}").write_text(text)
     limited = read_memory(tmp_path / "meminfo", tmp_path)
     assert (limited.available_bytes, limited.total_bytes) == (2500, 4000)
-    (tmp_path / "memory.max").write_text("max\n")
+    (folder / f"memory.{limit}").write_text(unlimited)
     assert read_memory(tmp_path / "meminfo", tmp_path) == machine
     assert read_host().available_bytes > 0
-
-
-def test_limit_of_older_control_groups_counts_too(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text(MEMINFO)
-    machine = read_memory(tmp_path / "meminfo", tmp_path)
-    (tmp_path / "memory").mkdir()
-    parts = "inactive_file 0\ntotal_inactive_file 1500\n"
-    for name, text in {"limit_in_bytes": "4000\n", "usage_in_bytes": "3000\n", "stat": parts}.items():
-        (tmp_path / "memory" / f"memory.{name}").write_text(text)
-    limited = read_memory(tmp_path / "meminfo", tmp_path)
-    assert (limited.available_bytes, limited.total_bytes) == (2500, 4000)
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert read_memory(tmp_path / "meminfo", tmp_path) == machine
 
 
 def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:

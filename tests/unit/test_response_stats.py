@@ -1,11 +1,10 @@
 """What is reported of scored responses: worked by hand, added up over replicas, and never without bounds."""
 
 import json
-from collections import Counter
 
 import pytest
 
-from onbeat.response_stats import MAX_PARTS, ResponseStats, more_parts, part_name, parts_of, percentile
+from onbeat.response_stats import MAX_PARTS, ResponseStats, more_parts
 from onbeat.streams.codec import Response
 
 
@@ -59,11 +58,6 @@ def test_replicas_add_up_to_the_whole() -> None:
     assert total == whole
 
 
-def test_percentile_is_the_smallest_value_that_suffices() -> None:
-    values = Counter(range(1, 101))
-    assert [percentile(values, share) for share in (0.01, 0.5, 0.95, 1.0)] == [1, 50, 95, 100]
-
-
 def test_a_reward_that_invents_names_has_few_curves() -> None:
     known: list[str] = []
     for iteration in range(50):
@@ -71,21 +65,9 @@ def test_a_reward_that_invents_names_has_few_curves() -> None:
         known = more_parts(known, stats.parts)
     assert len(known) == MAX_PARTS
     assert all(name.startswith("part-0-") for name in known)
-
-
-def test_a_known_part_keeps_its_place() -> None:
-    assert more_parts(["z"], ["a", "z"]) == ["z", "a"]
-
-
-def test_names_of_parts_are_fit_for_trackers() -> None:
-    assert [part_name(name) for name in ("right", "a b/c", "短い", "x" * 99)] == ["right", "a_b_c", "短い", "x" * 40]
+    assert more_parts(["z"], ["a", "z"]) == ["z", "a"]  # a known part keeps its place
 
 
 def test_parts_without_a_finite_value_count_for_nothing() -> None:
     stats = stats_of([respond(1.0, odd=float("nan")), respond(1.0, odd=float("inf")), respond(1.0, odd=2.0)])
     assert stats.part_scores(["odd"]) == {"reward/odd_mean": 2.0, "reward/odd_std": 0.0}
-
-
-def test_parts_are_found_in_names_of_metrics() -> None:
-    names = stats_of(*GROUPS).part_scores(["right", "short"])
-    assert parts_of([*names, "response_tokens_mean"]) == ["right", "short"]

@@ -1,4 +1,4 @@
-"""What the Python SDK promises besides its calls: types, short reprs, an example that runs."""
+"""What the Python SDK promises besides its calls: types, an example that runs, a page that names all."""
 
 import inspect
 import os
@@ -7,12 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from onbeat.client import AsyncClient, Client, Jobs
-from onbeat.types import IterationRecord
-from tests.unit.fake_broker import FakeJobs, iteration_json, serve
-from tests.unit.terminal.test_report import JOB
+from tests.unit.fake_broker import FakeJobs, serve
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -73,23 +69,6 @@ def test_types_are_shipped() -> None:
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert (ROOT / "onbeat" / "py.typed").is_file()
     assert "py.typed" in package_data["onbeat"]
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
-
-
-def test_reprs_say_what_is_known_and_fill_no_pages() -> None:
-    text = repr(JOB.model_copy(update={"config": {"a": "b" * 1000}}))
-    assert text.startswith("JobRecord(id='j', name='n', pool='default', state='SUCCEEDED'")
-    assert "None" not in text
-    assert len(text) < 300
-    assert repr(Client("http://127.0.0.1:1")) == "Client('http://127.0.0.1:1')"
-
-
-def test_records_make_rows_of_a_data_frame() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame([record.model_dump() for record in [IterationRecord.model_validate(iteration_json(3))]])
-    assert frame.reward_mean[0] == pytest.approx(0.3)
 
 
 # ---- example and page --------------------------------------------------------------------------------------------

@@ -37,57 +37,38 @@ def test_variables_are_those_of_the_services() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "environment", "build", "found"),
     [
-        (["null", "nvidiactl", "nvidia-uvm", "davinci_manager", "nvidia0.old"], ("", [])),
-        (["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"], (CUDA, ["0", "1", "2"])),
-        (["nvidia5"], (CUDA, ["0"])),
-        (["davinci4", "davinci5", "davinci_manager", "devmm_svm"], (ASCEND, ["0", "1"])),
-        (["davinci0", "nvidia0"], (CUDA, ["0"])),
-    ],
-    ids=["no devices", "nvidia", "one of a larger machine", "ascend", "both"],
-)
-def test_device_files_are_counted(tmp_path: Path, files: list[str], found: tuple[str, list[str]]) -> None:
-    assert available_devices({}, machine(tmp_path, *files)) == found
-    assert available_devices({}, tmp_path / "not there") == ("", [])
-
-
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
-        ("2,3", ["2", "3"]),
-        ("3, 1", ["3", "1"]),
-        ("GPU-8932f937,MIG-41b35f6c", ["GPU-8932f937", "MIG-41b35f6c"]),
-        ("0,-1,1", ["0"]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
+        ("null nvidiactl nvidia-uvm davinci_manager nvidia0.old", {}, "", ("", [])),
+        ("nvidia0 nvidia1 nvidia10 nvidiactl nvidia-uvm", {}, "", (CUDA, ["0", "1", "2"])),
+        ("nvidia5", {}, "", (CUDA, ["0"])),  # a container's, of a larger machine
+        ("davinci4 davinci5 davinci_manager devmm_svm", {}, "", (ASCEND, ["0", "1"])),
+        # The user makes some visible. The first invalid name ends the list.
+        ("nvidia0 nvidia1", {CUDA: "3, 1"}, "", (CUDA, ["3", "1"])),
+        ("nvidia0", {CUDA: "GPU-8932f937,MIG-41b35f6c"}, "", (CUDA, ["GPU-8932f937", "MIG-41b35f6c"])),
+        ("nvidia0", {CUDA: "0,-1,1"}, "", (CUDA, ["0"])),
+        ("nvidia0", {CUDA: "NoDevFiles"}, "", ("", [])),
+        # NPUs serve where no GPU is visible, or where ONBEAT_DEVICE asks for them.
+        ("nvidia0 davinci0", {}, "", (CUDA, ["0"])),
+        ("nvidia0 davinci0 davinci1", {CUDA: "", ASCEND: "1"}, "", (ASCEND, ["1"])),
+        ("nvidia0 davinci0 davinci1", {"ONBEAT_DEVICE": "npu"}, "", (ASCEND, ["0", "1"])),
+        ("nvidia0 davinci0", {"ONBEAT_DEVICE": "cpu"}, "", ("", [])),
+        # Packages for CPUs leave GPUs alone, unless they are asked for, and NPUs not.
+        ("nvidia0", {}, "+cpu", ("", [])),
+        ("nvidia0", {"ONBEAT_DEVICE": "cuda"}, "+cpu", (CUDA, ["0"])),
+        ("nvidia0 davinci0", {}, "+cpu", (ASCEND, ["0"])),
     ],
 )
-def test_what_the_user_made_visible_is_all_there_is(tmp_path: Path, value: str, names: list[str]) -> None:
-    files = machine(tmp_path, "nvidia0", "nvidia1", "nvidia2", "nvidia3")
-    assert available_devices({CUDA: value}, files) == (CUDA if names else "", names)
-
-
-def test_npus_serve_where_no_gpu_is_visible(tmp_path: Path) -> None:
-    files = machine(tmp_path, "nvidia0", "davinci0", "davinci1")
-    assert available_devices({CUDA: ""}, files) == (ASCEND, ["0", "1"])
-    assert available_devices({CUDA: "", ASCEND: "1"}, files) == (ASCEND, ["1"])
-
-
-def test_device_of_the_services_decides_the_kind(tmp_path: Path) -> None:
-    files = machine(tmp_path, "nvidia0", "davinci0", "davinci1")
-    assert available_devices({"ONBEAT_DEVICE": "auto"}, files) == (CUDA, ["0"])
-    assert available_devices({"ONBEAT_DEVICE": "npu"}, files) == (ASCEND, ["0", "1"])
-    assert available_devices({"ONBEAT_DEVICE": "cpu"}, files) == ("", [])
-
-
-def test_packages_for_cpus_leave_gpus_alone_and_npus_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0+cpu")
-    files = machine(tmp_path, "nvidia0")
-    assert available_devices({}, files) == ("", [])
-    assert available_devices({"ONBEAT_DEVICE": "cuda"}, files) == (CUDA, ["0"])
-    assert available_devices({}, machine(tmp_path, "davinci0")) == (ASCEND, ["0"])
+def test_visible_devices_are_counted_by_variable_and_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: str,
+    environment: dict[str, str],
+    build: str,
+    found: tuple[str, list[str]],
+) -> None:
+    monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0" + build)
+    assert available_devices(environment, machine(tmp_path, *files.split())) == found
 
 
 # ---- who gets which --------------------------------------------------------------------------------------------
@@ -134,16 +115,6 @@ def test_those_who_share_a_device_share_its_memory(rollouts: list[str], shares: 
 
 
 # ---- devices of the services -------------------------------------------------------------------------------
-
-
-def test_machine_without_devices_adds_nothing(tmp_path: Path) -> None:
-    assert device_environments({}, 2, machine(tmp_path, "null")) == ({}, [{}, {}])
-
-
-def test_every_service_sees_its_own_devices_only(tmp_path: Path) -> None:
-    files = machine(tmp_path, "nvidia0", "nvidia1", "nvidia2")
-    assert device_environments({}, 2, files) == ({CUDA: "0"}, [{CUDA: "1"}, {CUDA: "2"}])
-    assert device_environments({CUDA: "GPU-a,2,GPU-c"}, 1, files) == ({CUDA: "GPU-a"}, [{CUDA: "2"}])
 
 
 def test_memory_is_lowered_on_a_shared_device_unless_set_by_user(tmp_path: Path) -> None:

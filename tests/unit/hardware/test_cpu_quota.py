@@ -12,23 +12,20 @@ from services.trainer import device
 
 
 @pytest.mark.parametrize(
-    ("content", "cpus"), [("max 100000", math.inf), ("150000 100000\n", 1.5), ("50000 100000", 0.5)]
+    ("files", "cpus"),
+    [
+        ({}, math.inf),  # no control groups
+        ({"cpu.max": "max 100000"}, math.inf),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+    ],
 )
-def test_quota_of_version_2(tmp_path: Path, content: str, cpus: float) -> None:
-    (tmp_path / "cpu.max").write_text(content)
-    assert cpu_quota(tmp_path) == cpus
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [("-1\n", math.inf), ("200000\n", 2.0)])
-def test_quota_of_version_1(tmp_path: Path, quota: str, cpus: float) -> None:
+def test_quota_of_either_version_of_control_groups(tmp_path: Path, files: dict[str, str], cpus: float) -> None:
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     assert cpu_quota(tmp_path) == cpus
-
-
-def test_no_control_groups(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize(

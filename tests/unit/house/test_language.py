@@ -7,8 +7,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 SHOWN = ("services/broker/api/chat.py",)  # texts for users that are not in this form
 NO_VERBS = {
@@ -17,7 +15,7 @@ NO_VERBS = {
     *("Raises", "Returns", "Yields"),
 }
 NO_NOUNS = {"By", "From", "How", "Of", "Until", "What", "When", "Where", "Whether", "Which", "Whoever", "Whom", "Why"}
-BANNED = ("whoever", "nobody", "somebody")
+BANNED = {"whoever", "nobody", "somebody"}
 MAX_TEST_NAME = 60  # characters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -46,37 +44,30 @@ def is_property(function: Function) -> bool:
     )
 
 
-def test_docstrings_of_functions_begin_with_a_verb() -> None:
+def is_badly_begun(node: ast.AST, text: str) -> bool:
+    if not isinstance(node, Function):
+        return text.split()[0] in NO_NOUNS
+    return text.split()[0] in NO_VERBS or (not text[0].isalpha() and not text.startswith(">>>"))
+
+
+def test_docstrings_begin_with_a_verb_or_of_classes_with_a_noun() -> None:
     wrong = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in sources("onbeat", "services")
         if not name_of(path).startswith(SHOWN)
         for node, line, text in docstrings(path)
-        if isinstance(node, Function) and not is_property(node)
-        if text.split()[0] in NO_VERBS or (not text[0].isalpha() and not text.startswith(">>>"))
+        if not (isinstance(node, Function) and is_property(node)) and is_badly_begun(node, text)
     ]
     assert wrong == []
 
 
-def test_docstrings_of_classes_begin_with_a_noun() -> None:
-    wrong = [
-        f"{name_of(path)}:{line}: {text.splitlines()[0]}"
-        for path in sources("onbeat", "services")
-        if not name_of(path).startswith(SHOWN)
-        for node, line, text in docstrings(path)
-        if not isinstance(node, Function) and text.split()[0] in NO_NOUNS
-    ]
-    assert wrong == []
-
-
-@pytest.mark.parametrize("word", BANNED)
-def test_comments_and_docstrings_avoid(word: str) -> None:
+def test_comments_and_docstrings_avoid_banned_words() -> None:
     found = []
     for path in sources("onbeat", "services"):
         texts = [(line, text) for _, line, text in docstrings(path)]
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-        found += [f"{name_of(path)}:{line}" for line, text in texts if word in re.findall(r"\w+", text.lower())]
+        found += [f"{name_of(path)}:{line}" for line, text in texts if BANNED & set(re.findall(r"\w+", text.lower()))]
     assert found == []
 
 

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,11 +19,10 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
-from onbeat.local.run import JobRun, describe_stop
+from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack
-from onbeat.terminal.top import NUM_NEWEST
-from onbeat.types import JobRecord, JobState
+from onbeat.types import JobRecord
 from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
 from tests.unit.fake_broker import FakeJobs, serve
 from tests.waiting import wait_until
@@ -154,35 +152,6 @@ def test_interrupted_run_pauses_the_job_and_leaves_nothing(
     assert processes_of(data_dir) == []
 
 
-def test_terminated_benchmark_ends_the_run_that_it_started(
-    cli: list[str], data_dir: Path, tmp_path: Path, temporary: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nshift 2  # -m onbeat.cli\nexec {shlex.join(cli)} "$@"\n')
-    python.chmod(0o700)
-    code = f"import sys; from benchmarks import harness; sys.executable = {str(python)!r}; "
-    code += f"harness.run_job({str(QUICKSTART)!r})"
-    process = start([sys.executable, "-c", code], data_dir, TMPDIR=str(temporary), FAKE_STEP_S="60")
-    wait_until(lambda: any(map(running_stack, temporary.iterdir())), "the stack is up", 30)
-    process.terminate()
-    out = finish(process)
-    assert process.returncode == 128 + signal.SIGTERM, out
-    assert processes_of(temporary) == []
-    assert list(temporary.iterdir()) == []
-
-
-def test_newest_checkpoint_is_named_also_beyond_six_digits(data_dir: Path) -> None:
-    for name in ("iteration-999980", "iteration-1000000"):
-        folder = data_dir / "jobs" / "job-1" / "checkpoints" / name
-        folder.mkdir(parents=True)
-        (folder / "state.json").touch()
-    counts = {"next_iteration": 999_999, "num_iterations": 1_000_000}
-    job = JobRecord(id="job-1", name="j", pool="default", state=JobState.PAUSED, created_at=0.0, config={}, **counts)
-    text = describe_stop(job, data_dir)
-    assert "after 1000000 of 1000000 iterations" in text
-    assert text.endswith("checkpoints/iteration-1000000")
-
-
 def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir: Path) -> None:
     process = start([*cli, "run", str(QUICKSTART)], data_dir, FAKE_STEP_S="60", STAND_IN_IS_DEAF="1")
     wait_for_job(process)
@@ -261,31 +230,6 @@ def test_run_continues_its_own_job_and_begins_another_file_anew() -> None:
     printed = console.file.getvalue()
     assert "continuing job job-1 after 0 of 25 iterations (--fresh begins anew)" in printed
     assert "job job-1 (quickstart) has another job file and stays paused after 0 of 25 iterations: a new job" in printed
-
-
-def test_run_continues_its_job_however_many_others_came_since() -> None:
-    fake, console = FakeJobs(), Console(file=io.StringIO())
-    config = JobConfig.from_file(QUICKSTART)
-
-    async def submit(url: str) -> JobRecord:
-        async with AsyncClient(url) as client:
-            return await JobRun(url, config, [], None, console)._submit(client, is_fresh=False)
-
-    with serve(fake) as url:
-        own = asyncio.run(submit(url))
-        fake.jobs[own.id]["ended"] = "PAUSED"
-        for number in range(NUM_NEWEST):
-            fake.jobs[fake.create(config.model_dump(mode="json"), str(number))["id"]]["ended"] = "SUCCEEDED"
-        assert asyncio.run(submit(url)).id == own.id
-
-
-def test_broker_that_does_not_start_is_explained(cli: list[str], data_dir: Path) -> None:
-    process = start([*cli, "run", str(QUICKSTART)], data_dir, FAKE_STEP_S="not a number")
-    out = finish(process)
-    assert process.returncode == 1
-    assert "error: broker exited with code 1 while starting; last lines of" in out
-    assert "could not convert string to float: 'not a number'" in out
-    assert processes_of(data_dir) == []
 
 
 def test_up_serves_until_down_and_run_uses_it(cli: list[str], data_dir: Path) -> None:

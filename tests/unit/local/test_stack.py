@@ -23,7 +23,7 @@ from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background
-from onbeat.local.redis_server import free_port, redis_service
+from onbeat.local.redis_server import redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
     OWNER_LOCK,
@@ -41,7 +41,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 # A service with a child in its own group and a grandchild that ran off into another session; their ids go to argv[1].
 FAMILY = """
-import os, subprocess, sys, time
+import os, subprocess, sys, tempfile, time
+tempfile.mkdtemp()
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 near, far = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
 open(sys.argv[1] + ".new", "w").write(f"{os.getpid()} {near.pid} {far.pid}")
@@ -100,10 +101,11 @@ def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: P
     supervisor.stop()
 
 
-def test_dead_service_leaves_no_grandchild_and_is_restarted(
-    supervisor: Supervisor, reports: list[str], pids_file: Path
+def test_dead_service_leaves_nothing_and_is_restarted(
+    supervisor: Supervisor, reports: list[str], pids_file: Path, tmp_path: Path
 ) -> None:
     supervisor.start([family(pids_file)])
+    (left,) = (tmp_path / "scratch" / "family").iterdir()  # its temporary files are there
     before = pids_in(pids_file)
     pids_file.unlink()
     os.kill(before[0], signal.SIGKILL)
@@ -111,6 +113,7 @@ def test_dead_service_leaves_no_grandchild_and_is_restarted(
     assert not any(map(is_alive, before))
     assert all(map(is_alive, pids_in(pids_file)))
     assert "family was killed by SIGKILL; restart 1 of" in reports[0]
+    assert [path == left for path in (tmp_path / "scratch" / "family").iterdir()] == [False]
 
 
 # As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1].
@@ -144,9 +147,9 @@ def test_killed_service_leaves_no_shared_memory(supervisor: Supervisor, tmp_path
 def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) -> None:
     supervisor.start([family(pids_file)])
     service, near, far = pids_in(pids_file)
-    os.kill(supervisor.services[0].pid or 0, signal.SIGKILL)
-    wait_until(lambda: supervisor.check() or not is_alive(service), "it has ended")
-    wait_until(lambda: not is_alive(near), "its child has ended")
+    os.kill(supervisor.services[0].pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(service), "the kernel has ended it", 30)
+    wait_until(lambda: supervisor.check() or not is_alive(near), "its child has ended")
     os.kill(far, signal.SIGKILL)  # only the guard could have found it
 
 
@@ -190,23 +193,21 @@ signal.signal(signal.SIGTERM, end); note("+"); time.sleep(300)
     assert journal.read_text().split() == ["+1", "+2", "-2", "-1"]
 
 
-def test_service_that_dies_while_starting_is_shown_with_its_log(supervisor: Supervisor) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
-    with pytest.raises(StackFailed, match=r"(?s)s exited with code 1 while starting.*no such device"):
-        supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "never")])
-
-
-def test_service_that_is_never_ready_fails_at_its_deadline(supervisor: Supervisor) -> None:
-    with pytest.raises(StackFailed, match=r"not ready after 0 s: port closed"):
-        supervisor.start([ServiceSpec("s", ["sleep", "60"], 0, missing=lambda: "port closed", ready_deadline_s=0.1)])
-
-
-def test_restarts_are_bounded(supervisor: Supervisor, reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_that_does_not_start_or_stay_is_given_up(
+    supervisor: Supervisor, reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onbeat.local.supervisor.MAX_RESTARTS", 2)
-    supervisor.start([ServiceSpec("s", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 0)])
-    with pytest.raises(StackFailed, match=r"(?s)s exited with code 3, after 2 restarts.*why"):
+    dying = ServiceSpec("s", [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"], 0)
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 3 while starting.*no such device"):
+        supervisor.start([replace(dying, missing=lambda: "never")])
+    supervisor.stop()
+    supervisor.start([dying])
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 3, after 2 restarts.*no such device"):
         wait_until(supervisor.check, "it is given up")
     assert len(reports) == 2
+    supervisor.stop()
+    with pytest.raises(StackFailed, match=r"not ready after 0 s: port closed"):
+        supervisor.start([ServiceSpec("s", ["sleep", "60"], 0, missing=lambda: "port closed", ready_deadline_s=0.1)])
 
 
 # ---- the stack's own services ----------------------------------------------------------------------------------
@@ -230,7 +231,8 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Sup
     assert (folder / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
 
 
-def test_services_get_the_addresses_of_each_other(tmp_path: Path) -> None:
+def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONBEAT_WEIGHTS_RELAY", raising=False)
     options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
     broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
@@ -241,46 +243,28 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path) -> None:
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
     assert broker.wave < trainer.wave == rollouts[0].wave
-
-
-@pytest.mark.parametrize(("num_rollouts", "is_relay"), [(1, "False"), (2, "True")])
-def test_a_rollout_without_peers_relays_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rollouts: int, is_relay: str
-) -> None:
-    monkeypatch.delenv("ONBEAT_WEIGHTS_RELAY", raising=False)
-    _, _, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=num_rollouts), "redis://r", 8801)
-    assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {is_relay}
+    assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {"True"}
+    _, _, alone = service_specs(StackOptions(tmp_path), "redis://r", 8801)
+    assert alone.env["ONBEAT_WEIGHTS_RELAY"] == "False"  # it has no peers
 
 
 @pytest.mark.parametrize(
-    ("cores", "places"),
+    ("devices", "build", "places"),
     [
-        ([0, 1], "trainer on cores 0-1, rollout-0 on core 0, rollout-1 on core 1 (shared)"),
-        ([0, 1, 2, 3], "trainer on cores 2-3, rollout-0 on core 0, rollout-1 on core 1"),
+        (None, "2.13.0+cpu", "PROCESSOR: trainer on cores 2-3, rollout-0 on cores 0-1"),
+        ("3,5", "2.13.0", "accelerators 3, 5: trainer on 3, rollout-0 on 5"),
+        ("0", "2.13.0+cpu", "; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed"),
     ],
 )
-def test_a_run_begins_with_what_it_computes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: list[int], places: str
+def test_run_begins_with_what_it_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str | None, build: str, places: str
 ) -> None:
-    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: cores)
-    monkeypatch.setenv("ONBEAT_DEVICE", "cpu")
-    assert describe_places(StackOptions(tmp_path, num_rollouts=2)) == f"{read_processor()}: {places}"
-
-
-def test_a_run_names_its_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setenv("ONBEAT_DEVICE", "auto")
-    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: "2.13.0")
-    assert describe_places(StackOptions(tmp_path)) == "accelerators 3, 5: trainer on 3, rollout-0 on 5"
-
-
-def test_a_run_says_what_a_gpu_that_is_not_used_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONBEAT_DEVICE", "auto")
-    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: "2.13.0+cpu")
-    monkeypatch.setattr("onbeat.local.stack.gpus", lambda: ["0"])
-    said = describe_places(StackOptions(tmp_path))
-    assert said.startswith(f"{read_processor()}: ")
-    assert said.endswith("; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed")
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("onbeat.local.stack.physical_cores", lambda cores: cores)
+    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: build)
+    monkeypatch.setenv("ONBEAT_DEVICE", "auto" if devices else "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices or "")
+    assert describe_places(StackOptions(tmp_path)).endswith(places.replace("PROCESSOR", str(read_processor())))
 
 
 def test_hardware_threads_of_a_core_are_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,66 +317,43 @@ def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
 
 
 def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
-    lock = StackLock(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.children_fd])
-    lock.release()
-    assert running_stack(tmp_path) is None
-    assert has_processes(tmp_path)
-    with pytest.raises(OnbeatError, match="already running"):
-        StackLock(tmp_path)
-    child.communicate(b"\n")
-    StackLock(tmp_path).release()
-
-
-def test_waiting_stack_does_not_pass_for_the_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
     killed = StackLock(tmp_path)
     killed.write(StackState(os.getpid(), "up", "http://u", "redis://r", 1.0))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[killed.children_fd])
     killed._children.close()
     killed._owner.close()
+    assert running_stack(tmp_path) is None
+    assert has_processes(tmp_path)
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
+    with pytest.raises(OnbeatError, match="already running"):
+        StackLock(tmp_path)
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
     with ThreadPoolExecutor(1) as threads:
         starting = threads.submit(StackLock, tmp_path)
         wait_until(lambda: is_locked(tmp_path / OWNER_LOCK), "the next stack waits for the child")
-        wait_until(lambda: running_stack(tmp_path) is None, "the file of the killed stack is gone", 5)
+        wait_until(lambda: running_stack(tmp_path) is None, "it does not pass for the killed one", 5)
         child.communicate(b"\n")
         starting.result().release()
-
-
-def test_taken_port_is_not_handed_out() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        taken = listener.getsockname()[1]
-        assert free_port(preferred=taken) != taken
-    assert free_port(preferred=taken) == taken
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cores", "num_rollouts", "rollouts", "trainer"),
+    ("cores", "num_rollouts", "given", "rollouts", "trainer"),
     [
-        ([0], 1, [[0]], [0]),
-        ([0, 1], 1, [[0, 1]], [0, 1]),
-        ([0, 1], 2, [[0], [1]], [0, 1]),
-        ([0, 1, 2, 3], 1, [[0, 1]], [2, 3]),
-        ([2, 3, 5, 7, 8, 9], 2, [[2, 3], [5]], [7, 8, 9]),
+        ([0], 1, {}, [[0]], [0]),
+        ([0, 1], 2, {}, [[0], [1]], [0, 1]),
+        ([0, 1, 2, 3], 1, {}, [[0, 1]], [2, 3]),
+        ([2, 3, 5, 7, 8, 9], 2, {}, [[2, 3], [5]], [7, 8, 9]),
+        ([0, 1, 2, 3], 1, {"rollout_cores": [3]}, [[3]], [0, 1, 2]),
+        ([0, 1, 2, 3], 2, {"trainer_cores": [0]}, [[1, 2], [3]], [0]),
     ],
 )
 def test_first_half_generates_or_few_cores_do_both(
-    cores: list[int], num_rollouts: int, rollouts: list[list[int]], trainer: list[int]
+    cores: list[int], num_rollouts: int, given: dict[str, list[int]], rollouts: list[list[int]], trainer: list[int]
 ) -> None:
-    assert plan_cores(cores, num_rollouts) == CorePlan(rollouts, trainer)
-
-
-def test_given_cores_are_taken_and_the_other_side_gets_the_rest() -> None:
-    assert plan_cores([0, 1, 2, 3], 1, rollout_cores=[3]) == CorePlan([[3]], [0, 1, 2])
-    assert plan_cores([0, 1, 2, 3], 2, trainer_cores=[0]) == CorePlan([[1, 2], [3]], [0])
-    with pytest.raises(ValueError, match="core 9 is not available; this process may use 0-3"):
-        plan_cores([0, 1, 2, 3], 1, rollout_cores=[9])
+    assert plan_cores(cores, num_rollouts, **given) == CorePlan(rollouts, trainer)
 
 
 def test_core_lists_read_and_written() -> None:
@@ -405,32 +366,8 @@ def test_core_lists_read_and_written() -> None:
 
 # ---- temporary files -------------------------------------------------------------------------------------------
 
-# What it puts among temporary files stays there, as that of a killed service does.
-LITTERER = """
-import os, sys, tempfile, time
-folder = tempfile.gettempdir()
-tempfile.mkdtemp(prefix="litter-")
-open(sys.argv[1] + ".new", "w").write(folder + " " + " ".join(os.listdir(folder)))
-os.rename(sys.argv[1] + ".new", sys.argv[1])
-time.sleep(300)
-"""
 
-
-def test_each_service_has_its_own_fresh_temporary_files(supervisor: Supervisor, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    spec = ServiceSpec(
-        "s", [sys.executable, "-c", LITTERER, str(notes)], 0, missing=lambda: "" if notes.exists() else "-"
-    )
-    supervisor.start([spec])
-    folder, *litter = notes.read_text().split()
-    assert (folder, len(litter)) == (str(tmp_path / "scratch" / "s"), 1)
-    notes.unlink()
-    os.killpg(supervisor.services[0].pid or 0, signal.SIGKILL)
-    wait_until(lambda: supervisor.check() or notes.exists(), "it runs again")
-    assert len(notes.read_text().split()) == 2, "what the first one left was removed"
-
-
-@pytest.mark.parametrize("length", [30, 38, 39, 60])
+@pytest.mark.parametrize("length", [38, 39])
 def test_paths_of_sockets_among_temporary_files_are_short_enough(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     outer = Path(tempfile.mkdtemp(dir="/tmp"))
     parent = outer / ("x" * (length - len(f"{outer}/")))
@@ -445,15 +382,12 @@ def test_paths_of_sockets_among_temporary_files_are_short_enough(monkeypatch: py
         folder.remove()
     finally:
         shutil.rmtree(outer)
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(OnbeatError, match=r"no temporary folder can be made in /proc: .*space there or set TMPDIR"):
+        make_scratch(reports.append)
     is_long = length > 38
     assert folder.path.parent == (Path("/tmp") if is_long else parent)
     assert [str(parent) in report for report in reports] == [True] * is_long
-
-
-def test_full_disk_for_temporary_files_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    with pytest.raises(OnbeatError, match=r"no temporary folder can be made in /proc: .*space there or set TMPDIR"):
-        make_scratch(lambda line: None)
 
 
 # ---- a job's data file -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.terminal.summary import print_examples
-from onbeat.types import EpisodeTurn, Sample
+from onbeat.types import Sample
 
 CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
 VALUES = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
@@ -18,21 +18,6 @@ GERMAN = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamteng
 def test_a_long_text_is_never_cut(text: str, width: int) -> None:
     lines = printed(Sample(prompt="", response=text, reward=1.0, **VALUES), width)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-
-
-def test_each_message_of_an_episode_is_cut_by_itself() -> None:
-    question = {"role": "user", "content": "What do both cost? " + "please " * 200}
-    answer = {"num_observed_tokens": 5, "num_tokens": 3, "finish_reason": "stop"}
-    turns = [
-        EpisodeTurn(text='price("lamp")', messages=[question], reward=0.5, **answer),
-        EpisodeTurn(text="12", messages=[{"role": "tool", "content": "7"}], continues=0, is_fork=True, **answer),
-    ]
-    lines = printed(Sample(prompt="", response="", reward=1.0, turns=turns, **VALUES), width=2000)
-    assert lines[0].startswith("user: What do both cost? please")
-    assert lines[0].endswith(" ...")
-    first, *others = lines[1:]
-    assert first == 'policy (reward 0.5): price("lamp")'
-    assert others == ["-- the history was rewritten --", "tool: 7", "policy: 12"]
 
 
 def printed(sample: Sample, width: int) -> list[str]:

@@ -44,11 +44,6 @@ def test_reward_of_own_answer_and_of_nothing(job: Path, onbeat: Command) -> None
     assert "5 + 5" not in shown
 
 
-def test_rows_of_a_short_file_are_tried_once(job: Path, onbeat: Command) -> None:
-    shown = onbeat("reward", "try", str(job)).out
-    assert [line for line in shown.splitlines() if line.startswith("row")] == ["row 0", "row 1", "row 2"]
-
-
 def test_reward_that_fails_says_why(job: Path, onbeat: Command) -> None:
     wrong = ["--set", "reward.options.pattrn=x", "--set", f"model.path={job.parent}/none", "--rows", "1"]
     shown = onbeat("reward", "try", str(job), *wrong, code=1).out

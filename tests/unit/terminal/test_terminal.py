@@ -34,30 +34,11 @@ def in_pipe(*arguments: str, **env: str) -> str:
     return done.stdout
 
 
-def test_piped_watch_has_no_control_codes_with_forced_colours(url: str, fake: FakeJobs) -> None:
-    fake.findings, fake.begins_with_watch = [PROBLEM], True
-    out = in_pipe("jobs", "watch", create(url, CONFIG), FORCE_COLOR="1")
-    lines = [line for line in out.splitlines() if line.startswith("iteration ")]
-    assert [line.split()[1] for line in lines] == [f"{k}/60" for k in range(1, 61)]
-    assert "\x1b" not in out.partition("state")[0]  # the summary may be coloured: that was asked for
-    assert "\x1b" not in in_pipe("jobs", "watch", "job-1")
-    assert out.count("doctor: no trainer of pool default is there") == 1
-
-
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "dumb", "NO_COLOR": "1"}])
-def test_dumb_terminal_gets_plain_lines(url: str, env: dict[str, str]) -> None:
-    with Terminal("jobs", "watch", create(url, CONFIG), **env) as terminal:
+def test_dumb_terminal_gets_plain_lines(url: str) -> None:
+    with Terminal("jobs", "watch", create(url, CONFIG), TERM="dumb") as terminal:
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
     assert b"iteration 60/60" in terminal.raw
-
-
-def test_no_color_keeps_the_view_and_drops_the_colours(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), NO_COLOR="1") as terminal:
-        terminal.wait_for("RUNNING")
-        terminal.wait_for("reward")
-        terminal.wait_until(lambda: b"\x1b[2K" in terminal.raw, "it does not draw over itself")
-    assert not [code for code in (b"[31m", b"[32m", b"[33m", b";31m", b";32m", b";33m") if code in terminal.raw]
 
 
 def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: FakeJobs) -> None:
@@ -71,8 +52,8 @@ def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: F
         assert labels.count("reward") == labels.count("trainer") == 1  # nothing is left of earlier drawings
 
 
-def test_resized_terminal_is_drawn_anew(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30) as terminal:
+def test_resized_terminal_is_drawn_anew_also_without_colours(url: str) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30, NO_COLOR="1") as terminal:
         terminal.wait_for("generated")
         terminal.resize(40, 12)
         before = len(terminal.raw)
@@ -81,27 +62,33 @@ def test_resized_terminal_is_drawn_anew(url: str) -> None:
         terminal.wait_until(lambda: terminal.screen.widest > 0, "nothing is drawn")
         terminal.wait_for("generated")
         assert terminal.screen.widest <= 40
+    assert not [code for code in (b"[31m", b"[32m", b"[33m", b";31m", b";32m", b";33m") if code in terminal.raw]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_watch_says_how_to_return_and_resets_screen(
-    url: str, fake: FakeJobs, number: signal.Signals
+@pytest.mark.parametrize(
+    ("command", "shown", "code"), [(["jobs", "watch", "job-1"], "reward", 130), (["top"], "ROLLOUT", 0)]
+)
+def test_interrupted_view_leaves_terminal_and_job_in_order(
+    url: str, fake: FakeJobs, number: signal.Signals, command: list[str], shown: str, code: int
 ) -> None:
-    job_id = create(url, ENDLESS)
-    with Terminal("jobs", "watch", job_id, columns=200) as terminal:
-        terminal.wait_for("reward")
+    create(url, ENDLESS)
+    with Terminal(*command, columns=200) as terminal:
+        terminal.wait_for(shown)
         assert not terminal.screen.has_cursor
         if number == signal.SIGINT:
             terminal.press(b"\x03")
         else:
             terminal.process.send_signal(number)
-        assert terminal.wait_for_end() == 130
+        assert terminal.wait_for_end() == code
         assert terminal.screen.has_cursor
+        assert not terminal.screen.is_alternate
         assert termios.tcgetattr(terminal.slave) == terminal.modes
-    assert f"onbeat jobs watch {job_id}   comes back" in terminal.screen.text
-    assert f"onbeat jobs cancel {job_id}  ends it" in terminal.screen.text
     assert "Traceback" not in terminal.screen.text
-    assert fake.jobs[job_id]["ended"] is None
+    if code:
+        assert "onbeat jobs watch job-1   comes back" in terminal.screen.text
+        assert "onbeat jobs cancel job-1  ends it" in terminal.screen.text
+    assert fake.jobs["job-1"]["ended"] is None
 
 
 def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
@@ -119,26 +106,22 @@ def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
     assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
 
 
-def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
+@pytest.mark.parametrize(("harm", "reason"), [("refuse", "not now (401)"), ("delete", "there is no job")])
+def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs, harm: str, reason: str) -> None:
     with Terminal("jobs", "watch", create(url, ENDLESS), columns=120) as terminal:
         terminal.wait_for("reward")
-        fake.failures = [401]
+        if harm == "refuse":
+            fake.failures = [401]
+        else:
+            fake.jobs.clear()
         assert terminal.wait_for_end() == 1
-    assert "not now (401)" in terminal.screen.text
-
-
-def test_deleted_job_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120) as terminal:
-        terminal.wait_for("reward")
-        fake.jobs.clear()
-        assert terminal.wait_for_end() == 1
-    assert "there is no job" in terminal.screen.text
+    assert reason in terminal.screen.text
 
 
 # ---- top ---------------------------------------------------------------------------------------------------------
 
 
-def test_top_once_and_in_a_pipe_is_one_plain_table(url: str, fake: FakeJobs) -> None:
+def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(url: str, fake: FakeJobs) -> None:
     create(url, ENDLESS)
     silent = {"id": "rollout-2", "state": "generating", "last_seen_at": time.time() - 100, "job_id": "job-1"}
     fake.workers = [{"id": "rollout-10", "state": "idle"}, {"id": "rollout-9", "state": "idle"}, silent]
@@ -152,15 +135,8 @@ def test_top_once_and_in_a_pipe_is_one_plain_table(url: str, fake: FakeJobs) -> 
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
     assert b"rollout-10" in terminal.raw
-
-
-def test_top_as_json_has_jobs_and_pools_with_their_workers(url: str) -> None:
-    create(url, ENDLESS)
-    found = json.loads(in_pipe("top", "--json"))
-    assert [job["id"] for job in found["jobs"]] == ["job-1"]
-    (pool,) = found["pools"]
-    assert (pool["pool"], pool["num_trainers"]) == ("default", 1)
-    assert [worker["id"] for worker in pool["workers"]] == ["rollout-0"]
+    (pool,) = json.loads(in_pipe("top", "--json"))["pools"]
+    assert [worker["id"] for worker in pool["workers"]] == ["rollout-10", "rollout-9", "rollout-2"]
 
 
 def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJobs) -> None:
@@ -180,34 +156,6 @@ def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJ
         assert terminal.screen.has_cursor
         assert not terminal.screen.is_alternate
         assert termios.tcgetattr(terminal.slave) == terminal.modes
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_top_leaves_the_terminal_in_order(url: str, number: signal.Signals) -> None:
-    with Terminal("top") as terminal:
-        terminal.wait_for("ROLLOUT")
-        if number == signal.SIGINT:
-            terminal.press(b"\x03")
-        else:
-            terminal.process.send_signal(number)
-        assert terminal.wait_for_end() == 0
-        assert terminal.screen.has_cursor
-        assert not terminal.screen.is_alternate
-        assert termios.tcgetattr(terminal.slave) == terminal.modes
-    assert "Traceback" not in terminal.screen.text
-
-
-def test_top_goes_on_when_the_broker_comes_back(fake: FakeJobs) -> None:
-    port = free_port()
-    with serve(fake, port) as url:
-        terminal = Terminal("top", columns=120, ONBEAT_URL=url)
-        terminal.wait_for("rollout-0")
-    with terminal:
-        terminal.wait_for("the broker does not answer since")
-        fake.workers = [{"id": "rollout-new", "state": "idle"}]
-        with serve(fake, port):
-            terminal.wait_for("rollout-new")
-            assert "does not answer" not in terminal.screen.text
 
 
 def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs) -> None:
