@@ -10,8 +10,8 @@ import pytest
 from onbeat.client import Client
 from onbeat.config import read_job_file
 from tests.containers.conftest import ROOT, Images, check_succeeded, wait_until, wait_until_served
-from tests.containers.kustomize import KUBERNETES, build
 from tests.containers.pods import Pods
+from tests.manifests.kustomize import KUBERNETES, build
 
 NUM_ITERATIONS, NUM_GROUPS = 7, 6
 SMALL_JOB = [

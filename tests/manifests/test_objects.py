@@ -11,7 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.containers.kustomize import (
+from tests.manifests.kustomize import (
+    FIELDS,
     KUBERNETES,
     Manifests,
     Pod,
@@ -30,7 +31,6 @@ VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir
     ("nvidia", ("multi-node", "autoscale-hpa")),
 ]
 API_VERSIONS = ["1.28", kubernetes_validate.latest_version()]  # the label pod-index came with 1.28
-FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}
 CLIENTS = {"broker", "trainer", "rollout"}
 
 
