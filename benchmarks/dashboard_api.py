@@ -7,7 +7,6 @@ are how large its messages are, how soon the first ones come, how long an event 
 same job, and what those cost: the broker's processor time.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -288,12 +287,5 @@ async def run(num_iterations: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
-    arguments = parser.parse_args()
-    save("dashboard_api", asyncio.run(run(arguments.iterations)))
-
-
 if __name__ == "__main__":
-    main()
+    save("dashboard_api", asyncio.run(run(NUM_ITERATIONS)))

@@ -8,7 +8,6 @@ machine. Each page is loaded LOADS times in a context of its own, so nothing is 
 (the broker looks at the job twice a second), and what drawing it costs the page.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -264,13 +263,5 @@ async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
-    parser.add_argument("--loads", type=int, default=LOADS)
-    arguments = parser.parse_args()
-    save("dashboard_page", asyncio.run(run(arguments.iterations, arguments.loads)))
-
-
 if __name__ == "__main__":
-    main()
+    save("dashboard_page", asyncio.run(run(NUM_ITERATIONS, LOADS)))

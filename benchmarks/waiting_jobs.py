@@ -5,7 +5,6 @@ and no rollout. Goals: every read within READ_MS, less than IDLE_SHARE of a core
 whether they were reached.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -87,9 +86,7 @@ async def run(num_jobs: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS)
-    result = asyncio.run(run(parser.parse_args().jobs))
+    result = asyncio.run(run(NUM_JOBS))
     slow = [name for name, times in result["reads"].items() if times["max_ms"] > READ_MS]
     is_good = not slow and result["idle"]["processor_share"] < IDLE_SHARE
     save("waiting_jobs", result | {"reads_over_the_goal": slow, "is_within_the_goals": is_good})
