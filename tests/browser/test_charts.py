@@ -316,13 +316,6 @@ async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Pag
     await expect(slider).to_have_attribute("aria-valuetext", CHOSEN)
 
 
-async def test_arrow_key_works_as_soon_as_the_lanes_are_there(modules: Page) -> None:
-    """The browser reports their size only after its next layout."""
-    key = "document.querySelector('[role=slider]').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));"
-    await call(modules, "lanes.js", LANES.replace("await new Promise", f"{key} await new Promise"))
-    await expect(modules.get_by_role("slider")).to_have_attribute("aria-valuetext", CHOSEN)
-
-
 async def test_span_stays_chosen_and_is_opened_by_an_unsteady_click(modules: Page) -> None:
     await call(modules, "lanes.js", LANES)
     slider = modules.get_by_role("slider")
