@@ -34,7 +34,7 @@ def changed_reward(stack: RunningStack, job_id: str, iteration: int) -> Iterator
 
 
 def test_replay_agrees_bit_for_bit(stack, finished):
-    last = finished.num_iterations - 1  # the two checkpoints are those after iterations 4 and 5
+    last = finished.num_iterations - 1  # two checkpoints are kept, those after the last two
     for iteration, start in ((last, last), (1, 0)):
         report = replay(stack, finished.id, iteration)
         assert (report["bits_agree"], report["replayed_from"]) == (True, start)
