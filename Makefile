@@ -11,7 +11,7 @@ JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
 # Tests that mostly keep one core busy or wait. The others start engines and whole stacks.
-SMALL_TESTS := $(addprefix tests/,unit/ docs/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
+SMALL_TESTS := $(addprefix tests/,unit/ docs/ manifests/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
 SIDE_BY_SIDE := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 REHEARSAL := .venv-gpu-check
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
@@ -78,7 +78,7 @@ test-unit: setup
 	$(SIDE_BY_SIDE) tests/unit
 
 bench: setup
-	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tree_packing tri_model gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
+	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tree_packing gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
 		PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # For a machine with an NVIDIA GPU, within 9 minutes and without a network: PyTorch, transformers and this checkout are

@@ -3,12 +3,8 @@
 One job runs alone, then the same beside busy processes of normal priority. Where both stages share the cores fairly
 with them, an iteration takes twice as long. A seed gives the same prompts, and nearly the same responses, so iteration
 i of one job is compared with iteration i of the other; the result is the median of the ratios.
-
-    python benchmarks/beside_other_load.py           saved
-    python benchmarks/beside_other_load.py --show    only shown
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -53,10 +49,7 @@ def main() -> None:
         "alone": alone,
         "beside": beside,
     }
-    if "--show" in sys.argv:
-        print(json.dumps(result, indent=2))
-    else:
-        save("beside_other_load", result, own_dtype())
+    save("beside_other_load", result, own_dtype())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ rollout does other things; the core's time for these does not count as the impor
 images`; it starts a compose project of its own and removes it with its volumes.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -65,7 +64,10 @@ def docker(*arguments: str, env: dict[str, str] | None = None, timeout_s: float 
 
 
 def has_image(name: str) -> bool:
-    return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("docker") is not None
+        and subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
+    )
 
 
 def redis_image() -> str:
@@ -270,14 +272,6 @@ def measure_broker(compose: Compose) -> dict[str, float]:
 # ---- all of it -----------------------------------------------------------------------------------------------------
 
 
-def measure_build() -> float:
-    """Return the seconds of `make images` when nothing has changed since the last one."""
-    for _ in range(2):
-        started = time.monotonic()
-        subprocess.run(["make", "images"], cwd=ROOT, check=True, stdout=sys.stderr)
-    return time.monotonic() - started
-
-
 def medians(measured: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
 
@@ -314,64 +308,11 @@ def measure() -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the table of docs/deploy.md."""
-    images, first, late, broker = (result[name] for name in ("images", "first_job", "late_join", "broker"))
-    repeats, late = late["repeats"], late["median"]
-    before_engine = [one["serving_s"] - one["engine_wait_s"] - one["joined_s"] for one in repeats]
-    after_engine = [one["generating_s"] - one["serving_s"] for one in repeats]
-    both = images["trainer_bytes"] + images["rollout_bytes"] - images["shared_by_trainer_and_rollout_bytes"]
-    rows = [
-        ("broker image", f"{images['broker_bytes'] / 1e9:.2f} GB"),
-        ("trainer image", f"{images['trainer_bytes'] / 1e9:.2f} GB"),
-        ("rollout image", f"{images['rollout_bytes'] / 1e9:.2f} GB"),
-        ("trainer and rollout image together, on disk", f"{both / 1e9:.2f} GB"),
-        ("`docker compose up -d --wait` on new volumes, until all is healthy", f"{result['healthy_s']:.1f} s"),
-        ("first job on new volumes, from its creation until the rollout joins it", f"{first['joined_s']:.1f} s"),
-        ("the same, until the rollout generates", f"{first['generating_s']:.1f} s"),
-        ("of it waiting for the engine, once the model is there", f"{first['engine_wait_s']:.1f} s"),
-        (
-            "rollout added in mid-run, from the start of its container until it generates",
-            f"{late['generating_s']:.1f} s",
-        ),
-        ("of it until it joins the job", f"{late['joined_s']:.1f} s"),
-        (
-            "of it from there until the model is there: files, weights",
-            f"{statistics.median(before_engine):.1f} s",
-        ),
-        ("of it from there until the engine is there", f"{late['engine_wait_s']:.1f} s"),
-        ("of it from there to the first prompt", f"{statistics.median(after_engine):.1f} s"),
-        (
-            "the start of the engine from nothing: vLLM is imported, and built",
-            f"{late['import_s']:.1f} s + {late['build_s']:.1f} s",
-        ),
-        ("the rollout added in mid-run, all but the start of the engine", f"{late['late_join_overhead_s']:.1f} s"),
-        (
-            "broker's container replaced, from the command until the new one is ready",
-            f"{broker['replaced_s']:.1f} s, of it {broker['unanswered_s']:.1f} s without an answer",
-        ),
-    ]
-    if "cached_build_s" in result:
-        rows.append(("`make images`, nothing changed", f"{result['cached_build_s']:.1f} s"))
-    return "\n".join(["| what | figure |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in rows)])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--build", action="store_true", help="build the images first, and measure a build without changes"
-    )
-    arguments = parser.parse_args()
-    cached = {"cached_build_s": measure_build()} if arguments.build else {}
-    if shutil.which("docker") is None:
-        sys.exit("container_start: no container engine; run `make engine images` first")
-    if missing := [image_of(service) for service in SERVICES if not has_image(image_of(service))]:
-        sys.exit(
-            f"container_start: no engine answers, or it has no {', '.join(missing)}; run `make engine images` first"
-        )
-    result = rounded(measure() | cached)
-    save("container_start", result)
-    print(table(result))
+    missing = [image_of(service) for service in SERVICES if not has_image(image_of(service))]
+    if shutil.which("docker") is None or missing:
+        sys.exit(f"container_start: run `make engine images` first; missing: {', '.join(missing) or 'docker'}")
+    save("container_start", rounded(measure()))
 
 
 if __name__ == "__main__":

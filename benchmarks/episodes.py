@@ -6,7 +6,6 @@ on all cores of this machine, and the result says what each of them generates wi
 after warm-up.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -104,9 +103,4 @@ def main(sizes: Sizes) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="the first two are not counted")
-    parser.add_argument("--prompts", type=int, default=8, help="groups of one step")
-    parser.add_argument("--samples", type=int, default=8, help="episodes of one group")
-    arguments = parser.parse_args()
-    main(Sizes(arguments.steps, arguments.prompts, arguments.samples))
+    main(Sizes(8, 8, 8))

@@ -2,7 +2,6 @@
 
     python benchmarks/fsdp_stack.py bfloat16    LoRA, 1.0B parameters; needs a processor that multiplies bfloat16
     python benchmarks/fsdp_stack.py float32     LoRA, 0.67B parameters, into benchmarks/results/fsdp_stack_float32.json
-    python benchmarks/fsdp_stack.py full        all of 0.42B parameters in float32, into fsdp_stack_full.json
 
 It is the local stack with vLLM, whose trainer is started by torchrun. Three iterations of tiny responses. A random
 model gets no reward, so the job has a KL term: without one its groups would be left out. With LoRA it needs no second
@@ -21,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_memory import BILLION, CASES, LORA, NO_HISTORY, Case, peaks, write_model
+from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
 from harness import save, temporary_folder
 from memory import Sampler, by_service
 
@@ -36,7 +35,6 @@ POLL_S = 0.5
 STACKS = {
     "bfloat16": Case(BILLION, LORA, "bfloat16"),
     "float32": CASES["lora"],
-    "full": Case(CASES["full"].sizes, NO_HISTORY),
 }
 LEAST_BYTES = 1_000_000_000  # below this the job is given up: others need the machine
 SECTIONS = {

@@ -7,7 +7,6 @@ one that training tolerates, and one three times as high, where it is on the edg
 of iterations take seconds and only staleness and GAC differ.
 """
 
-import argparse
 import statistics
 from collections.abc import Container
 from typing import Any
@@ -220,25 +219,16 @@ def summary(runs: list[list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-iterations", type=int, default=300)
-    parser.add_argument("--num-seeds", type=int, default=8)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
-    arguments = parser.parse_args()
+    sizes: dict[str, Any] = {"num_iterations": 300, "num_seeds": 8, "learning_rates": [1e-3, 3e-3]}
     torch.set_num_threads(1)
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for learning_rate in arguments.learning_rates:
+    for learning_rate in sizes["learning_rates"]:
         arms = results[f"{learning_rate:g}"] = {}
         for name, (staleness, gac) in ARMS.items():
-            seeds = range(arguments.num_seeds)
-            arms[name] = summary([run_arm(staleness, gac, s, arguments.num_iterations, learning_rate) for s in seeds])
-            print(
-                learning_rate,
-                name,
-                {k: v for k, v in arms[name].items() if not k.startswith("reward_every")},
-                flush=True,
-            )
-    save("gac_staleness", vars(arguments) | {"by_learning_rate": results})
+            seeds, num_iterations = range(sizes["num_seeds"]), sizes["num_iterations"]
+            arms[name] = summary([run_arm(staleness, gac, s, num_iterations, learning_rate) for s in seeds])
+            print(learning_rate, name, flush=True)
+    save("gac_staleness", sizes | {"by_learning_rate": results})
 
 
 if __name__ == "__main__":

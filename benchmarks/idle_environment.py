@@ -5,7 +5,6 @@ plays no more groups than fit into the engine: that is what waiting would cost i
 have the same length everywhere (see vs_trl.py), and the rewards are all equal, so that no time goes into training.
 """
 
-import argparse
 import os
 import statistics
 from pathlib import Path
@@ -77,8 +76,4 @@ def main(num_prompts: int, num_iterations: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=64, help="groups of one iteration")
-    parser.add_argument("--iterations", type=int, default=4, help="the first one is not counted")
-    arguments = parser.parse_args()
-    main(arguments.prompts, arguments.iterations)
+    main(num_prompts=64, num_iterations=4)  # the first iteration is not counted

@@ -4,7 +4,6 @@ The operations are those that PyTorch counts in the pass's matrix products. The 
 matrices reaches on the same threads, between the passes, in the same dtype.
 """
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from services.trainer.model.model import DTYPES, load_model, response_logprobs
 SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 38, 16, 8  # of each group
 SQUARE = 2048
 REPETITIONS = 7
+NUM_THREADS = 2
 
 
 def run_pass(model, batch) -> None:
@@ -66,20 +66,9 @@ def measure(dtype_name: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", default=own_dtype(), choices=list(DTYPES))
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    save(
-        "pass_efficiency",
-        {
-            "num_threads": arguments.threads,
-            "goal": "share_of_peak >= 0.85 in float32",
-            "pass": measure(arguments.dtype),
-        },
-        arguments.dtype,
-    )
+    torch.set_num_threads(NUM_THREADS)
+    result = {"num_threads": NUM_THREADS, "goal": "share_of_peak >= 0.85 in float32", "pass": measure(own_dtype())}
+    save("pass_efficiency", result, own_dtype())
 
 
 if __name__ == "__main__":

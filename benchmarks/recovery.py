@@ -6,7 +6,6 @@ one second later. All marks but those of a probe are read from the job's log, wh
 every group was trained exactly once, to the bits of an undisturbed pass, or the script fails.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -256,15 +255,9 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--only", default="", help="cases whose name contains this; nothing is saved")
-    arguments = parser.parse_args()
     table = {}
     for has_standby in (False, True):
-        cases = [case for case in CASES if case.has_standby is has_standby and arguments.only in case.name]
-        if cases:
-            table |= run(cases, arguments.repeats, has_standby)
+        table |= run([case for case in CASES if case.has_standby is has_standby], REPEATS, has_standby)
     settings = {
         "rollout_lease_s": ROLLOUT_LEASE_S,
         "trainer_lease_s": TRAINER_LEASE_S,
@@ -272,11 +265,7 @@ def main() -> None:
         "pause_s": PAUSE_S,
         "probe_interval_s": POLL_S,
     }
-    result = {"repeats": arguments.repeats, "settings": settings, "marks": MARKS, "since the strike": table}
-    if arguments.only:
-        print(result)
-    else:
-        save("recovery", result)
+    save("recovery", {"repeats": REPEATS, "settings": settings, "marks": MARKS, "since the strike": table})
 
 
 if __name__ == "__main__":

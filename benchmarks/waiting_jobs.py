@@ -5,19 +5,19 @@ and no rollout. Goals: every read within READ_MS, less than IDLE_SHARE of a core
 whether they were reached.
 """
 
-import argparse
 import asyncio
 import sys
 import time
 from typing import Any
 
 import httpx
-from dashboard_api import JOB, URL, broker, measure_requests, processor_s, services, wait_ready
+from dashboard_api import JOB, broker, measure_requests, processor_s
 from harness import save, temporary_folder
 
 from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
+from tests.conftest import own_redis
 
 NUM_JOBS = 10_000
 READ_MS, IDLE_SHARE = 200, 0.01
@@ -71,14 +71,13 @@ async def measure_idle(ledger: Ledger, pid: int) -> dict[str, float]:
 
 
 async def run(num_jobs: int) -> dict[str, Any]:
-    with temporary_folder() as folder, services(folder) as (redis_url, _):
+    with temporary_folder() as folder, own_redis(folder) as redis_url:
         async with connect(redis_url) as redis:  # its many connections end here
             job_ids = await create_jobs(Ledger(redis), num_jobs)
         redis = connect(redis_url)
         ledger = Ledger(redis)
-        with broker(redis_url, folder) as pid:
-            async with httpx.AsyncClient(base_url=URL, timeout=120, trust_env=False) as client:
-                await wait_ready(client)
+        with broker(redis_url, folder) as (url, pid):
+            async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
                 await asyncio.sleep(5)
                 idle = await measure_idle(ledger, pid)
                 answers = await measure_requests(client, reads(job_ids))
@@ -87,9 +86,7 @@ async def run(num_jobs: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS)
-    result = asyncio.run(run(parser.parse_args().jobs))
+    result = asyncio.run(run(NUM_JOBS))
     slow = [name for name, times in result["reads"].items() if times["max_ms"] > READ_MS]
     is_good = not slow and result["idle"]["processor_share"] < IDLE_SHARE
     save("waiting_jobs", result | {"reads_over_the_goal": slow, "is_within_the_goals": is_good})

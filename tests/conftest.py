@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -84,13 +85,23 @@ def start_redis(port: int, folder: str) -> subprocess.Popen[bytes]:
                 time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def own_redis(folder: Path) -> Iterator[str]:
+    """The URL of a server with nobody else's jobs in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    process = start_redis(port, str(folder))
+    try:
+        yield f"redis://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    process = start_redis(port, str(tmp_path_factory.mktemp("redis")))
-    yield f"redis://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(10)
+    with own_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest_asyncio.fixture

@@ -2,7 +2,6 @@
 
 import ssl
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from tests.waiting import wait_until
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # what common collectors take
 
@@ -83,10 +84,7 @@ class Receiver:
         return max(Counter((span.trace_id, span.id) for span in list(self.spans)).values(), default=0)
 
     def wait(self, is_true: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
-        deadline = time.monotonic() + deadline_s
-        while not is_true():
-            assert time.monotonic() < deadline, f"not within {deadline_s:.0f} s: {what}; {len(self.spans)} spans"
-            time.sleep(0.02)
+        wait_until(is_true, f"{what}; {len(self.spans)} spans came", deadline_s, poll_s=0.02)
 
     def _handler(receiver) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):

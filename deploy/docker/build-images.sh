@@ -38,11 +38,12 @@ fetch() {
 }
 
 build() {
-    local service=$1 base=$2 replaced
+    local service=$1 base=$2 file=worker replaced
+    if [ "$service" = broker ]; then file=broker; fi
     replaced=$(docker image inspect --format '{{.Id}}' "$images/$service:$tag" 2>/dev/null || true)
     say "$images/$service:$tag from $base"
-    quietly docker build --file "deploy/docker/$service.Dockerfile" --tag "$images/$service:$tag" \
-        --build-arg BASE_IMAGE="$base" --build-arg PLATFORM="$platform" \
+    quietly docker build --file "deploy/docker/$file.Dockerfile" --tag "$images/$service:$tag" \
+        --build-arg BASE_IMAGE="$base" --build-arg PLATFORM="$platform" --build-arg SERVICE="$service" \
         --build-arg PIP_INDEX_URL="${PIP_INDEX_URL:-}" --build-arg PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-}" \
         --build-arg VERSION="$version" --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
         --build-arg SOURCE="${ONBEAT_SOURCE:-unknown}" . \

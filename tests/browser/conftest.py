@@ -6,8 +6,8 @@ see `watch.py`.
 
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from onbeat.streams.ledger import Ledger
 from tests.broker_fixtures import Broker, serving
 from tests.browser.gallery import Gallery, open_gallery
 from tests.browser.watch import Watch
-from tests.conftest import free_port, start_redis
+from tests.conftest import own_redis
 
 HERE = Path(__file__).parent
 INSTALL_S = 600.0
@@ -99,19 +99,6 @@ async def visit(browser: Browser) -> AsyncIterator[Visitor]:
     yield visitor
     await visitor.leave()
     visitor.watch.check()
-
-
-@contextmanager
-def own_redis(folder: Path) -> Iterator[str]:
-    """With nobody else's jobs in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    process = start_redis(port, str(folder))
-    try:
-        yield f"redis://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ class Gallery:
 
     def place(self, page: str) -> str:
         """'job {learned}' has the id of that job in it."""
-        return PLACES[page].format(**self.job_ids)
+        return PAGES[page][0].format(**self.job_ids)
 
 
 @asynccontextmanager
@@ -47,43 +47,28 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         yield Gallery(broker.url, ids)
 
 
-PLACES = {
-    "jobs": "#/",
-    "new job": "#/new",
-    "job": "#/jobs/{learned}",
-    "job that failed": "#/jobs/{failed}",
-    "job that is stuck": "#/jobs/{stuck}",
-    "job that waits": "#/jobs/{queued}",
-    "job with long names": "#/jobs/{wordy}",
-    "samples": "#/jobs/{learned}/samples",
-    "long samples": "#/jobs/{wordy}/samples",
-    "group": "#/jobs/{learned}/samples?group=29-0",
-    "groups side by side": "#/jobs/{learned}/samples?group=29-0&beside=28-0,0-0",
-    "long group": "#/jobs/{wordy}/samples?group=2-0",
-    "episodes": "#/jobs/{episodes}/samples?group=1-0",
-    "timeline": "#/jobs/{learned}/timeline",
-    "comparison": "#/compare?jobs={learned},{slower}",
-    "workers": "#/workers",
-    "no such page": "#/nothing",
+CHART, ALIKE, SAMPLE = "[data-testid=chart-reward] canvas", "[data-testid=chart-alike] canvas", "[data-testid=sample]"
+# Place of each page, and a selector of what it is for, the last part of it that is loaded.
+PAGES = {
+    "jobs": ("#/", "[data-testid=job-row]"),
+    "new job": ("#/new", "[data-testid=submit-job]"),
+    "job": ("#/jobs/{learned}", CHART),
+    "job that failed": ("#/jobs/{failed}", CHART),
+    "job that is stuck": ("#/jobs/{stuck}", CHART),
+    "job that waits": ("#/jobs/{queued}", "[data-testid=doctor]"),
+    "job with long names": ("#/jobs/{wordy}", CHART),
+    "samples": ("#/jobs/{learned}/samples", SAMPLE),
+    "long samples": ("#/jobs/{wordy}/samples", SAMPLE),
+    "group": ("#/jobs/{learned}/samples?group=29-0", ALIKE),
+    "groups side by side": ("#/jobs/{learned}/samples?group=29-0&beside=28-0,0-0", ALIKE),
+    "long group": ("#/jobs/{wordy}/samples?group=2-0", ALIKE),
+    "episodes": ("#/jobs/{episodes}/samples?group=1-0", ALIKE),
+    "timeline": ("#/jobs/{learned}/timeline", "[data-testid=timeline] [role=slider]"),
+    "comparison": ("#/compare?jobs={learned},{slower}", ".chart canvas"),
+    "workers": ("#/workers", f"text={WORKERS[0]}"),
+    "no such page": ("#/nothing", "text=Nothing here"),
 }
 
 
 def drawn(page: Page, name: str) -> Locator:
-    """What the page is for, the last part of it that is loaded."""
-    if name in ("job", "job that failed", "job that is stuck", "job with long names"):
-        return page.get_by_test_id("chart-reward").locator("canvas").first
-    return {
-        "jobs": page.get_by_test_id("job-row").first,
-        "new job": page.get_by_test_id("submit-job"),
-        "job that waits": page.get_by_test_id("doctor"),
-        "samples": page.get_by_test_id("sample").first,
-        "long samples": page.get_by_test_id("sample").first,
-        "group": page.get_by_test_id("chart-alike").locator("canvas"),
-        "groups side by side": page.get_by_test_id("chart-alike").locator("canvas"),
-        "long group": page.get_by_test_id("chart-alike").locator("canvas"),
-        "episodes": page.get_by_test_id("chart-alike").locator("canvas"),
-        "timeline": page.get_by_test_id("timeline").get_by_role("slider").first,
-        "comparison": page.locator(".chart canvas").first,
-        "workers": page.get_by_text(WORKERS[0]).first,
-        "no such page": page.get_by_role("heading", name="Nothing here"),
-    }[name]
+    return page.locator(PAGES[name][1]).first

@@ -54,6 +54,71 @@ def walk(number: int, seed: int = 0) -> list[list[float]]:
     return [[x, dice.gauss(0, 1)] for x in range(number)]
 
 
+# What a function gives: (module, function of the module and an argument, argument, result).
+TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
+CHANCES = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0, None]
+IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
+CONFIG = {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}}
+SENTENCE = "job-1 has been PAUSED for 3483 s, 0.25 s of them: `onbeat jobs resume job-1` continues job-1"
+RESULTS = {
+    "close ticks are told apart": ("charts.js", TICKS, [[10.79, 10.795], 0.005], ["10.790", "10.795"]),
+    "ticks have one precision": ("charts.js", TICKS, [[0, 0.5, 1], 0.5], ["0", "0.5", "1.0"]),
+    "whole ticks have no point": ("charts.js", TICKS, [[0, 2000], 2000], ["0", "2000"]),
+    "large ticks are short": ("charts.js", TICKS, [[10_000, 12_500], 500], ["10K", "12.5K"]),
+    "tiny ticks have exponents": ("charts.js", TICKS, [[-2e-6, 0], 2e-6], ["-2e-6", "0"]),
+    "shares are percentages": ("charts.js", TICKS, [[0.5], 0.1, True], ["50%"]),
+    "small shares have a point": ("charts.js", TICKS, [[0.005], 0.005, True], ["0.5%"]),
+    "values that hardly move are told apart": (
+        "charts.js",
+        "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))",
+        [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]],
+        [5, 3, 3, 3, 3, 8],
+    ),
+    "empty values are no difference of jobs": (
+        "compare.js",
+        "(m, a) => [...m.flatten(a)]",
+        CONFIG,
+        [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]],
+    ),
+    "events are ordered by time and number": (
+        "events.js",
+        "(m, a) => a.sort(m.order)",
+        IDS,
+        [IDS[2], IDS[1], IDS[0], IDS[3]],
+    ),
+    "the newest events are kept": (
+        "events.js",
+        """(m, count) => {
+            const store = new m.EventStore(Infinity);
+            store.add(Array.from({ length: count }, (_, i) => ({ id: `${i}-0`, time: i, kind: "worker.updated" })));
+            return [store.newest().length, store.newest()[0].id];
+        }""",
+        6000,
+        [5000, "5999-0"],
+    ),
+    "tokens have colours by probability": (
+        "group.js",
+        "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))",
+        CHANCES,
+        [0, 0, 1, 1, 2, 3, 4, 5, -1, -1],
+    ),
+    "white space of a token is seen": ("group.js", "(m, a) => m.visible(a)", " a\tb\n\r", "·a⇥\tb↵\n␍"),
+    "sentences of the broker are a reader's": (
+        "parts.js",
+        "(m, a) => m.marked(a, 'job-1').map((part) => part.props ? part.props.children : part)",
+        SENTENCE,
+        ["This job has been paused for 58 min, 0.25 s of them: ", "onbeat jobs resume job-1", " continues this job"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "body", "argument", "result"), RESULTS.values(), ids=RESULTS)
+async def test_function_of_the_dashboard_gives_what_is_written(
+    modules: Page, module: str, body: str, argument: Any, result: Any
+) -> None:
+    assert await call(modules, module, body, argument) == result
+
+
 # ---- values and axes ---------------------------------------------------------------------------------------------
 
 
@@ -63,30 +128,6 @@ async def test_trailing_mean_is_that_of_the_last_points(modules: Page) -> None:
     for index, (x, mean) in enumerate(found):
         last = [y for _, y in points[max(0, index - 6) : index + 1]]
         assert (x, mean) == (index, pytest.approx(sum(last) / len(last)))
-
-
-@pytest.mark.parametrize(
-    ("ticks", "step", "labels"),
-    [
-        ([10.79, 10.795, 10.8], 0.005, ["10.790", "10.795", "10.800"]),
-        ([0, 0.5, 1], 0.5, ["0", "0.5", "1.0"]),
-        ([0, 2000, 4000], 2000, ["0", "2000", "4000"]),
-        ([10_000, 12_500], 500, ["10K", "12.5K"]),
-        ([-2e-6, 0, 2e-6], 2e-6, ["-2e-6", "0", "2e-6"]),
-    ],
-)
-async def test_labels_of_an_axis_tell_its_ticks_apart(
-    modules: Page, ticks: list[float], step: float, labels: list[str]
-) -> None:
-    script = "(m, [ticks, step]) => ticks.map((tick) => m.tickOf(tick, step))"
-    assert await call(modules, "charts.js", script, [ticks, step]) == labels
-
-
-async def test_labels_of_shares_are_percentages(modules: Page) -> None:
-    assert await call(modules, "charts.js", "(m) => [m.tickOf(0.5, 0.1, true), m.tickOf(0.005, 0.005, true)]") == [
-        "50%",
-        "0.5%",
-    ]
 
 
 async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
@@ -215,23 +256,6 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
     assert others == ["reward/right_std", "train/odd"]
 
 
-async def test_what_says_nothing_is_no_difference_of_jobs(modules: Page) -> None:
-    config = {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}}
-    found = await call(modules, "compare.js", "(m, a) => [...m.flatten(a)]", config)
-    assert found == [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]]
-
-
-async def test_values_that_hardly_move_are_told_apart(modules: Page) -> None:
-    script = "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))"
-    values = [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]]
-    assert await call(modules, "charts.js", script, values) == [5, 3, 3, 3, 3, 8]
-
-
-async def test_events_are_ordered_by_time_and_number(modules: Page) -> None:
-    ids = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
-    assert await call(modules, "events.js", "(m, a) => a.sort(m.order)", ids) == [ids[2], ids[1], ids[0], ids[3]]
-
-
 async def test_configuration_as_toml_is_the_same_job(modules: Page) -> None:
     config = JobConfig.model_validate(
         {
@@ -247,13 +271,6 @@ async def test_configuration_as_toml_is_the_same_job(modules: Page) -> None:
     )
     text = await call(modules, "format.js", "(m, a) => m.toToml(a)", config.model_dump(mode="json"))
     assert JobConfig.model_validate(tomllib.loads(text)) == config
-
-
-async def test_tokens_are_coloured_by_probability_and_show_white_space(modules: Page) -> None:
-    chances = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0]
-    script = "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))"
-    assert await call(modules, "group.js", script, [*chances, None]) == [0, 0, 1, 1, 2, 3, 4, 5, -1, -1]
-    assert await call(modules, "group.js", "(m) => m.visible(' a\\tb\\n\\r')") == "·a⇥\tb↵\n␍"
 
 
 async def test_curves_of_a_long_job_are_read_in_all_parts(modules: Page) -> None:
@@ -297,13 +314,6 @@ async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Pag
     await slider.focus()
     await modules.keyboard.press("ArrowRight")
     await expect(slider).to_have_attribute("aria-valuetext", CHOSEN)
-
-
-async def test_arrow_key_works_as_soon_as_the_lanes_are_there(modules: Page) -> None:
-    """The browser reports their size only after its next layout."""
-    key = "document.querySelector('[role=slider]').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));"
-    await call(modules, "lanes.js", LANES.replace("await new Promise", f"{key} await new Promise"))
-    await expect(modules.get_by_role("slider")).to_have_attribute("aria-valuetext", CHOSEN)
 
 
 async def test_span_stays_chosen_and_is_opened_by_an_unsteady_click(modules: Page) -> None:
@@ -423,32 +433,3 @@ async def test_band_around_shares_stays_within_them(modules: Page) -> None:
     await expect(modules.locator(".chart-value")).to_have_text("0.75 (0.25 to 1)")
     line = await call(modules, "series.js", BAND, [0.25, 2])
     assert line["band"] == [[0, -0.25, 0.75], [1, 1.5, 2.5]]
-
-
-async def test_sentences_of_the_broker_are_said_in_a_readers_words(modules: Page) -> None:
-    said = "(m, a) => m.marked(a, 'job-1').map((part) => part.props ? part.props.children : part)"
-    sentence = "job-1 has been PAUSED for 3483 s, 0.25 s of them: `onbeat jobs resume job-1` continues job-1"
-    words = ["This job has been paused for 58 min, 0.25 s of them: ", "onbeat jobs resume job-1", " continues this job"]
-    assert await call(modules, "parts.js", said, sentence) == words
-
-
-async def test_linked_charts_point_at_the_same_iteration(modules: Page) -> None:
-    script = """async (m) => {
-        const { html, render } = await import("http://dashboard.test/parts.js");
-        const pointer = new m.Pointer();
-        const lines = [{ name: "a", points: [[0, 1], [1, 2], [2, 4]] }];
-        const chart = (title) => html`<${m.Chart} title=${title} lines=${lines} pointer=${pointer} />`;
-        render(html`${chart("one")}${chart("two")}`, document.querySelector("main"));
-        await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
-    }"""
-    await call(modules, "charts.js", script)
-    other = modules.get_by_role("slider", name="two")
-    await modules.get_by_role("slider", name="one").focus()
-    await modules.keyboard.press("Home")
-    await expect(other).to_have_attribute("aria-valuetext", "iteration 0: a 1")
-    await modules.keyboard.press("Escape")
-    await expect(other).to_have_attribute("aria-valuetext", "iteration 2: a 4")
-    box = await modules.get_by_role("slider", name="one").bounding_box()
-    assert box is not None
-    await modules.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + 50)
-    await expect(other).to_have_attribute("aria-valuetext", "iteration 1: a 2")

@@ -36,6 +36,8 @@ async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit: Vi
     other = page.get_by_test_id("chart-entropy").get_by_role("slider")
     await expect(other).to_have_attribute("aria-valuenow", "0")
     await expect(other).to_have_attribute("aria-valuetext", "iteration 0: learned 1.2, slower 1.2 nats")
+    await page.keyboard.press("Escape")
+    await expect(other).to_have_attribute("aria-valuenow", "29")
 
 
 async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit: Visitor, gallery: Gallery) -> None:

@@ -36,25 +36,7 @@ async def selected(page: Page) -> str:
     return str(await editor(page).evaluate(script))
 
 
-async def test_lines_of_the_quick_start_fit_the_editor(visit: Visitor, broker: Broker) -> None:
-    page = await visit(broker.url, "#/new")
-    await expect(editor(page)).to_have_value(QUICKSTART.read_text())
-    assert await editor(page).evaluate("(text) => text.scrollWidth - text.clientWidth") == 0
-
-
-async def test_empty_job_names_every_field_that_is_missing(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
-    visit.watch.expect("status of 422")
-    page = await visit(broker.url, "#/new")
-    await write(page, {})
-    await page.get_by_test_id("submit-job").click()
-    problem = page.get_by_role("alert")
-    for path in ("model", "data", "rollout", "schedule"):
-        await expect(problem.get_by_role("listitem").filter(has_text=path).first).to_be_visible()
-    await expect(problem).to_be_focused()
-    assert await ledger.jobs.ids() == []
-
-
-async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, broker: Broker) -> None:
+async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")
     await write(page, job_body(optimizer={"learning_rate": -1}))
@@ -67,6 +49,7 @@ async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, brok
     assert await page.get_by_role("alert").get_attribute("id") in described.split()
     await wrong.get_by_role("button", name="Line 7").click()
     assert await selected(page) == "optimizer = { learning_rate = -1 }"
+    assert await ledger.jobs.ids() == []
 
 
 async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger: Ledger) -> None:

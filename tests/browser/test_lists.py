@@ -3,27 +3,21 @@
 import asyncio
 import re
 
-from playwright.async_api import Page, Request, Route, expect
+from playwright.async_api import Page, Route, expect
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.conftest import Visitor
-from tests.browser.gallery import Gallery
 from tests.browser.test_form import write
 
 LIST = re.compile(r"/v1/jobs\?")
 STEP_S = 10.0
-STAY_MS = 1000  # a look at once would come within this
 NOTE_WHAT_IS_SAID = """() => {
     const announcer = document.getElementById("announcer");
     window.said = [];
     new MutationObserver(() => said.push(announcer.textContent)).observe(announcer, {childList: true});
 }"""
-
-
-def requests_for(visit: Visitor, path: re.Pattern[str]) -> list[Request]:
-    return [request for request in visit.watch.requests if path.search(request.url)]
 
 
 async def next_list(page: Page) -> None:
@@ -74,14 +68,6 @@ async def test_list_requested_before_a_move_is_not_shown_after_it(
     assert await page.evaluate("said") == ["moved is paused"]
 
 
-async def test_opened_list_is_asked_for_once_before_the_next_look(visit: Visitor, gallery: Gallery) -> None:
-    page = await visit(gallery.url)
-    await next_list(page)
-    await next_list(page)
-    first, second, *_ = requests_for(visit, LIST)
-    assert second.timing["startTime"] - first.timing["startTime"] > STAY_MS
-
-
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
@@ -99,20 +85,6 @@ async def test_deleted_job_is_announced_and_the_others_go_on(visit: Visitor, bro
     await ledger.jobs.move(other, JobState.PAUSED)
     await expect(states).to_have_text(["gone", "paused"])
     await expect(page.locator(".notice").filter(has_text="is gone")).to_have_count(1)
-
-
-async def test_opened_comparison_is_requested_once_until_the_next_poll(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
-    ids = [await create_job(ledger) for _ in range(2)]
-    page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
-    path = re.compile(f"/v1/jobs/{ids[0]}$")
-    async with page.expect_request_finished(lambda request: bool(path.search(request.url))):
-        pass
-    async with page.expect_request_finished(lambda request: bool(path.search(request.url))):
-        pass
-    first, second, *_ = requests_for(visit, path)
-    assert second.timing["startTime"] - first.timing["startTime"] > STAY_MS
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -141,25 +113,6 @@ async def test_samples_of_iterations_that_came_later_are_reached(
     await expect(page.get_by_text("of iteration 3")).to_be_visible()
     await page.get_by_role("button", name="Next iteration").click()
     await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
-
-
-async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery: Gallery) -> None:
-    """By itself while the broker still reads the groups, else by a button."""
-    visit.watch.expect("status of 50[03]")
-    page = await visit(gallery.url)
-    statuses = [503, 500]
-
-    async def refuse(route: Route) -> None:
-        status = statuses.pop(0)
-        await route.fulfill(status=status, json={"title": "No", "detail": f"refused with {status}"})
-
-    await page.route("**/alike", refuse, times=2)
-    await page.goto(f"{gallery.url}/{gallery.place('group')}")
-    alike = page.get_by_test_id("alike")
-    await expect(alike).to_contain_text("refused with 500")
-    await alike.get_by_role("button", name="Ask again").click()
-    await expect(alike.locator("tbody tr")).to_have_count(30)
-    assert statuses == []
 
 
 # ---- a new job ---------------------------------------------------------------------------------------------------

@@ -65,14 +65,8 @@ def undisturbed(config: JobConfig, groups, micro_batches, scratch: Path) -> dict
 
 def accepted_at(stack: RunningStack, job_id: str, num_iterations: int) -> dict[str, float]:
     """Group id -> Unix time of its acceptance."""
-
-    async def read() -> dict[str, float]:
-        redis = connect(stack.redis_url)
-        job, times = JobKeys(job_id), {}
-        for iteration in range(num_iterations):
-            for group_id, state in (await redis.hgetall(job.groups(iteration))).items():
-                times[group_id.decode()] = float(state.decode().removeprefix("accepted:").split("-")[0]) / 1000
-        await redis.aclose()
-        return times
-
-    return asyncio.run(read())
+    times = {}
+    for iteration in range(num_iterations):
+        for group_id, state in stack.redis.hgetall(JobKeys(job_id).groups(iteration)).items():
+            times[group_id.decode()] = float(state.decode().removeprefix("accepted:").split("-")[0]) / 1000
+    return times

@@ -93,8 +93,8 @@ def draw(seed: int, num_faults: int) -> list[Fault]:
 
 class Sky:
     def __init__(self, stack: RunningStack, folder: Path, proxies: dict[str, list[Proxy]]) -> None:
-        self.stack, self._folder, self._proxies = stack, folder, proxies
-        self._redis = Redis.from_url(stack.redis_url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
+        self.stack, self.proxies, self._folder = stack, proxies, folder
+        self.redis = Redis.from_url(stack.redis_url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
 
     def storm(self, seed: int, num_faults: int) -> list[Strike]:
         """A job in the storm of this seed. Raises AssertionError when anything of it is not as if nothing had been."""
@@ -104,7 +104,7 @@ class Sky:
         every = {"every_iterations": 1 + seed % 2}
         job = tiny_job(self._folder, rollout=rollout, schedule=schedule, checkpoint=every) | {"seed": seed}
         job_id = self.stack.client.jobs.create(job).id
-        storm = Storm(self.stack, self._redis, self._proxies, job_id, seed, draw(seed, num_faults))
+        storm = Storm(self, job_id, seed, draw(seed, num_faults))
         try:
             storm.run()
             with tempfile.TemporaryDirectory() as scratch:
@@ -119,16 +119,8 @@ class Sky:
 class Storm:
     """One job and its faults. One thread does it all, so that a log of a failure can be read from top to bottom."""
 
-    def __init__(
-        self,
-        stack: RunningStack,
-        redis: "Redis",
-        proxies: dict[str, list[Proxy]],
-        job_id: str,
-        seed: int,
-        faults: list[Fault],
-    ) -> None:
-        self._stack, self._redis, self._proxies, self._job_id, self._seed = stack, redis, proxies, job_id, seed
+    def __init__(self, sky: Sky, job_id: str, seed: int, faults: list[Fault]) -> None:
+        self._sky, self._job_id, self._seed = sky, job_id, seed
         self._faults = faults
         self._reached: dict[int, float] = {}  # progress -> when it was reached
         self._lasting: list[tuple[float, Fault]] = []  # faults that end, and when
@@ -149,9 +141,9 @@ class Storm:
     def calm(self) -> None:
         """After a failure: the next storm begins in fair weather, and finds trainers without a job."""
         self._end_lasting(until_s=float("inf"))
-        self._stack.job(self._job_id)  # a broker is there
+        self._sky.stack.job(self._job_id)  # a broker is there
         with contextlib.suppress(ApiError, BrokerUnreachable):  # the job is over, or Redis not back yet
-            self._stack.client.jobs.cancel(self._job_id)
+            self._sky.stack.client.jobs.cancel(self._job_id)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started
@@ -160,8 +152,8 @@ class Storm:
         """Looks how far the job is; while Redis is away nothing is known."""
         job = JobKeys(self._job_id)
         try:
-            state, committed = self._redis.hmget(job.job, "state", "next_iteration")
-            with self._redis.pipeline(transaction=False) as pipeline:
+            state, committed = self._sky.redis.hmget(job.job, "state", "next_iteration")
+            with self._sky.redis.pipeline(transaction=False) as pipeline:
                 for iteration in range(NUM_ITERATIONS):
                     pipeline.hget(job.iteration(iteration), "num_accepted")
                 progress = int(committed or 0) + sum(int(number or 0) for number in pipeline.execute())
@@ -187,11 +179,11 @@ class Storm:
         if fault.target == OWNER:
             fault = replace(fault, target=self._owner())
         strike = Strike(self._seed, fault.kind, fault.target, self._elapsed_s(), fault.duration_s, True)
-        if fault.target in self._proxies:
+        if fault.target in self._sky.proxies:
             self._disturb(fault, True)
         else:
             number = {"kill": signal.SIGKILL, "restart": signal.SIGTERM}.get(fault.kind, signal.SIGSTOP)
-            strike.has_struck = self._stack.signal(fault.target, number)
+            strike.has_struck = self._sky.stack.signal(fault.target, number)
         self.strikes.append(strike)
         if fault.duration_s:
             self._lasting.append((self._elapsed_s() + fault.duration_s, fault))
@@ -200,7 +192,7 @@ class Storm:
     def _owner(self) -> str:
         """The service that trains the job; the first trainer while Redis is away."""
         try:
-            owner = self._redis.hget(JobKeys(self._job_id).job, "owner")
+            owner = self._sky.redis.hget(JobKeys(self._job_id).job, "owner")
         except (RedisError, OSError):
             owner = None
         return "trainer-1" if owner == b"trainer-1" else "trainer"
@@ -208,13 +200,13 @@ class Storm:
     def _end_lasting(self, until_s: float) -> None:
         for end, fault in [lasting for lasting in self._lasting if lasting[0] <= until_s]:
             self._lasting.remove((end, fault))
-            if fault.target in self._proxies:
+            if fault.target in self._sky.proxies:
                 self._disturb(fault, False)
             else:
-                self._stack.signal(fault.target, signal.SIGCONT)
+                self._sky.stack.signal(fault.target, signal.SIGCONT)
 
     def _disturb(self, fault: Fault, is_bad: bool) -> None:
-        for proxy in self._proxies[fault.target]:
+        for proxy in self._sky.proxies[fault.target]:
             if fault.kind == "refuse":
                 proxy.is_refusing = is_bad
             if fault.kind == "delay":
@@ -225,11 +217,11 @@ class Storm:
     def describe(self) -> str:
         """All that is known, for whoever looks into a failure."""
         try:
-            fields: Any = self._redis.hgetall(JobKeys(self._job_id).job)
-            events: Any = self._redis.xrevrange(JobKeys(self._job_id).events, count=40)
+            fields: Any = self._sky.redis.hgetall(JobKeys(self._job_id).job)
+            events: Any = self._sky.redis.xrevrange(JobKeys(self._job_id).events, count=40)
         except (RedisError, OSError) as error:
             fields, events = {}, [error]
-        logs = [f"{name}:\n" + "\n".join(self._stack.log(name).splitlines()[-25:]) for name in SERVICES]
+        logs = [f"{name}:\n" + "\n".join(self._sky.stack.log(name).splitlines()[-25:]) for name in SERVICES]
         parts = [f"storm {self._seed}, job {self._job_id}, progress {self._progress} of {NUM_STEPS}", *self.strikes]
         parts += [*fields.items(), *reversed(events), *logs]
         return "\n".join(map(str, parts))

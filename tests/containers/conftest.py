@@ -1,9 +1,9 @@
 """A container engine and the project's images. Where neither is there nor can be made, these tests are skipped, but
 never in CI."""
 
+import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,15 @@ import pytest
 
 from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
+from onbeat.types import IterationState, JobState
+from tests import waiting
 from tests.containers.leftovers import remove_dead
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "docker"
 PUBLIC_REDIS = "redis:7.2-bookworm"
 OWN_REDIS = "onbeat-test-redis:bookworm"
-ENGINE_S, BUILD_S, PULL_S = 600.0, 1500.0, 60.0
+ENGINE_S, BUILD_S, PULL_S, JOB_S = 600.0, 1500.0, 60.0, 900.0
 
 # The library's own reaper is an image that would have to be pulled; fixtures here end what they start.
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
@@ -91,28 +93,37 @@ def checked(what: str, done: subprocess.CompletedProcess[str]) -> str:
 
 
 def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
-    """A broker that is just being replaced, or killed, answers later."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if is_true():
-                return
-        except (BrokerUnreachable, ApiError) as error:
-            what = f"{what} ({error})" if time.monotonic() > deadline else what
-        assert time.monotonic() < deadline, f"after {timeout_s:.0f} s still not: {what}"
-        time.sleep(0.5)
+    """Wait, also while a broker is just being replaced or was killed: it answers later."""
+
+    def is_answered() -> bool:
+        with contextlib.suppress(BrokerUnreachable, ApiError):
+            return is_true()
+        return False
+
+    waiting.wait_until(is_answered, what, timeout_s, poll_s=0.5)
 
 
 def wait_until_served(client: Client, job_id: str, num_rollouts: int) -> None:
     """Until so many rollouts have a policy version of the job, paused meanwhile: it must not be over before."""
 
-    def serving() -> int:
-        return sum(worker.job_id == job_id and worker.policy_version is not None for worker in client.workers())
+    def versions() -> list[int | None]:
+        return [worker.policy_version for worker in client.workers() if worker.job_id == job_id]
 
-    def joined() -> int:
-        return sum(worker.job_id == job_id for worker in client.workers())
-
-    wait_until(lambda: joined() == num_rollouts, f"{num_rollouts} rollouts join {job_id}")
+    wait_until(lambda: len(versions()) == num_rollouts, f"{num_rollouts} rollouts join {job_id}")
     client.jobs.pause(job_id)
-    wait_until(lambda: serving() == num_rollouts, f"{num_rollouts} rollouts serve {job_id}")
+    wait_until(lambda: None not in versions() and len(versions()) == num_rollouts, f"{num_rollouts} serve {job_id}")
     client.jobs.resume(job_id)
+
+
+def check_succeeded(client: Client, job_id: str, num_iterations: int, num_groups: int) -> None:
+    """Wait until the job has succeeded, with every group of its iterations once and a clean audit."""
+    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends", timeout_s=JOB_S)
+    assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
+    iterations = client.jobs.iterations(job_id)
+    assert [i.iteration for i in iterations] == list(range(num_iterations))
+    assert {(i.state, i.num_accepted, i.num_failed_groups) for i in iterations} == {
+        (IterationState.COMMITTED, num_groups, 0)
+    }
+    report = client.jobs.audit(job_id)
+    assert report.is_clean, report.violation
+    assert (report.num_groups, report.num_commits) == (num_groups * num_iterations, num_iterations)

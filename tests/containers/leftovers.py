@@ -1,7 +1,7 @@
 """What tests and benchmarks make on a container engine says who made it, so that what killed ones left can be removed.
 
-A project is named KIND-HOST-PROCESS-TOKEN. It is the name of a compose project, or the value of LABEL. Only things of a
-project whose process has ended on this machine are removed. Images stay, but for a tag that is named like a project.
+A project is named KIND-HOST-PROCESS-TOKEN, and all of it has the label that compose gives. Only things of a project
+whose process has ended on this machine are removed. Images stay, but for a tag that is named like a project.
 """
 
 import hashlib
@@ -11,8 +11,7 @@ import secrets
 import socket
 import subprocess
 
-LABEL = "onbeat.test.project"
-COMPOSE_LABEL = "com.docker.compose.project"
+LABEL = "com.docker.compose.project"
 KINDS = ("onbeat-test", "onbeat-bench")
 PROJECT = re.compile(rf"(?:{'|'.join(KINDS)})-(?P<host>[0-9a-f]{{6}})-(?P<pid>[0-9]+)-[0-9a-f]{{6}}")
 UPGRADED = "onbeat/broker"  # tagged with the name of a project, as another release of its broker
@@ -51,12 +50,11 @@ def remove_dead() -> list[str]:
         ("volume", [], ["rm"]),
     ):
         name_field = "{{.Names}}" if what == "container" else "{{.Name}}"
-        for label in (COMPOSE_LABEL, LABEL):
-            row = f'{name_field} {{{{.Label "{label}"}}}}'
-            listed = docker(what, "ls", *all_of_them, "--filter", f"label={label}", "--format", row)
-            rows = [row.split(" ", 1) for row in listed.splitlines()]
-            names = [name for name, project in rows if is_dead(project)]
-            removed += [name for name in names if docker(what, *remove, name)]
+        row = f'{name_field} {{{{.Label "{LABEL}"}}}}'
+        listed = docker(what, "ls", *all_of_them, "--filter", f"label={LABEL}", "--format", row)
+        rows = [row.split(" ", 1) for row in listed.splitlines()]
+        names = [name for name, project in rows if is_dead(project)]
+        removed += [name for name in names if docker(what, *remove, name)]
     tags = docker("image", "ls", "--format", "{{.Tag}}", UPGRADED).split()
     return removed + [tag for tag in tags if is_dead(tag) and docker("image", "rm", f"{UPGRADED}:{tag}")]
 

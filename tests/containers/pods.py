@@ -14,9 +14,9 @@ from testcontainers.core.network import Network
 
 from tests.conftest import free_port
 from tests.containers.conftest import Images
-from tests.containers.kustomize import Manifests
 from tests.containers.leftovers import LABEL, new_project
-from tests.containers.pod_run import ContainerRun, Probe, docker_run_arguments
+from tests.manifests.kustomize import Manifests
+from tests.manifests.pod_run import ContainerRun, Probe, docker_run_arguments
 
 READY_S = 180.0
 # A Python for each look would take the processor from what is looked at.

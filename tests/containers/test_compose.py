@@ -11,16 +11,16 @@ import pytest
 
 from onbeat.client import Client
 from onbeat.errors import ApiError
-from onbeat.types import IterationState, JobState
+from onbeat.types import JobState
 from tests.conftest import free_port
-from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wait_until_served
+from tests.containers.conftest import ROOT, Images, check_succeeded, checked, run, wait_until, wait_until_served
 from tests.containers.leftovers import UPGRADED, new_project
 
-UP_S, DOWN_S, JOB_S = 300.0, 180.0, 900.0
-NUM_ITERATIONS = 9
+UP_S, DOWN_S = 300.0, 180.0
+NUM_ITERATIONS, NUM_GROUPS = 9, 4
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
-    "rollout.num_prompts_per_iteration": 4,
+    "rollout.num_prompts_per_iteration": NUM_GROUPS,
     "rollout.num_samples_per_prompt": 4,
     "rollout.max_response_tokens": 24,
     "checkpoint.every_iterations": 4,
@@ -101,15 +101,7 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
     wait_until(lambda: len(client.workers()) == 1, "one rollout is left")
 
     upgrade_broker(compose, images)
-    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends", timeout_s=JOB_S)
-    assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
-    iterations = client.jobs.iterations(job_id)
-    assert [iteration.iteration for iteration in iterations] == list(range(NUM_ITERATIONS))
-    assert {iteration.state for iteration in iterations} == {IterationState.COMMITTED}
-    assert {(iteration.num_accepted, iteration.num_failed_groups) for iteration in iterations} == {(4, 0)}
-    report = client.jobs.audit(job_id)
-    assert report.is_clean, report.violation
-    assert (report.num_groups, report.num_commits) == (4 * NUM_ITERATIONS, NUM_ITERATIONS)
+    check_succeeded(client, job_id, NUM_ITERATIONS, NUM_GROUPS)
     joined = [event for event in client.jobs.events(job_id) if event.kind == "worker.joined"]
     assert len({event.data["worker_id"] for event in joined}) == 2
 

@@ -9,13 +9,11 @@ import pytest
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
-from onbeat.types import IterationState, JobState
-from tests.containers.conftest import ROOT, Images, wait_until, wait_until_served
-from tests.containers.kustomize import KUBERNETES, build
+from tests.containers.conftest import ROOT, Images, check_succeeded, wait_until, wait_until_served
 from tests.containers.pods import Pods
+from tests.manifests.kustomize import KUBERNETES, build
 
 NUM_ITERATIONS, NUM_GROUPS = 7, 6
-JOB_S = 900.0
 SMALL_JOB = [
     f"schedule.num_iterations={NUM_ITERATIONS}",
     f"rollout.num_prompts_per_iteration={NUM_GROUPS}",
@@ -75,16 +73,7 @@ def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> Non
         pods.kill(name)
         pods.restart(name)
 
-    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends", timeout_s=JOB_S)
-    assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
-    iterations = client.jobs.iterations(job_id)
-    assert [i.iteration for i in iterations] == list(range(NUM_ITERATIONS))
-    assert {(i.state, i.num_accepted, i.num_failed_groups) for i in iterations} == {
-        (IterationState.COMMITTED, NUM_GROUPS, 0)
-    }
-    report = client.jobs.audit(job_id)
-    assert report.is_clean, report.violation
-    assert (report.num_groups, report.num_commits) == (NUM_GROUPS * NUM_ITERATIONS, NUM_ITERATIONS)
+    check_succeeded(client, job_id, NUM_ITERATIONS, NUM_GROUPS)
     containers = {name: pods.container(name) for name in pods.runs}
     ended = {name: each.logs(tail=40).decode() for name, each in containers.items() if each.status != "running"}
     assert not ended, "\n".join(f"{name}: {log}" for name, log in ended.items())

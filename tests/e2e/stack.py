@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+from redis import Redis
 
 from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
@@ -22,6 +21,8 @@ from onbeat.local.stack import LocalStack, StackOptions, service_specs
 from onbeat.local.state import running_stack
 from onbeat.local.supervisor import Service, ServiceSpec
 from onbeat.types import JobRecord
+from services.trainer.replay import replay as replay_iteration
+from services.trainer.settings import Settings
 from tests.tiny_models import write_tied_model
 from tests.waiting import wait_until
 
@@ -34,6 +35,7 @@ class RunningStack:
         state = running_stack(data_dir)
         assert state is not None
         self.redis_url = state.redis_url
+        self.redis: Any = Redis.from_url(state.redis_url)
         self.client = Client(stack.url)
 
     @property
@@ -149,9 +151,11 @@ def tiny_job(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     return job
 
 
-def replay(stack: RunningStack, job_id: str, iteration: int) -> tuple[int, str]:
-    """Exit status and output of `onbeat replay`, on the core that the trainer had."""
-    options = ["--iteration", str(iteration), "--cores", str(available_cores()[-1]), "--data-dir", str(stack.data_dir)]
-    command = [sys.executable, "-m", "onbeat.cli", "replay", job_id, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout or done.stderr
+def replay(stack: RunningStack, job_id: str, iteration: int) -> dict[str, Any]:
+    """Return the report of `onbeat replay`, computed in this process on the core that the trainer had."""
+    own_cores, core = os.sched_getaffinity(0), str(available_cores()[-1])
+    settings = Settings(redis_url=stack.redis_url, data_dir=stack.data_dir, device="cpu", cpu_cores=core)
+    try:
+        return replay_iteration(settings, job_id, iteration)
+    finally:
+        os.sched_setaffinity(0, own_cores)

@@ -5,48 +5,30 @@ from itertools import groupby, pairwise
 import pytest
 
 from onbeat.terminal.report import make_report
-from onbeat.types import Event, IterationState, IterationUpdate, JobState
-from tests.e2e.stack import tiny_job
+from onbeat.types import Event, IterationState, IterationUpdate
 
-NUM_ITERATIONS = 4
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
 ROUNDING_S = 0.01  # of the trainer's spans
 
 
 @pytest.fixture(scope="module")
-def finished(stack, folder):
-    job = tiny_job(
-        folder,
-        rollout={"num_prompts_per_iteration": 8, "num_samples_per_prompt": 4, "max_response_tokens": 96},
-        schedule={"num_iterations": NUM_ITERATIONS},
-        checkpoint={"every_iterations": 1},
-    )
-    job_id = stack.client.jobs.create(job).id
-    updates = list(stack.client.jobs.stream(job_id))
-    assert stack.job(job_id).state is JobState.SUCCEEDED
-    return stack, job_id, updates
+def timeline(stack, finished):
+    return stack.client.jobs.timeline(finished.id, iterations=finished.num_iterations)
 
 
-@pytest.fixture(scope="module")
-def timeline(finished):
-    stack, job_id, _ = finished
-    return stack.client.jobs.timeline(job_id, iterations=NUM_ITERATIONS)
-
-
-def test_stream_sent_every_event_and_every_iteration(finished):
-    stack, job_id, updates = finished
+def test_stream_sent_every_event_and_every_iteration(stack, finished):
+    updates = finished.updates
     ids = [update.id for update in updates if isinstance(update, Event)]
-    assert ids == [event.id for event in stack.client.jobs.events(job_id)][: len(ids)]  # some come after the end
+    assert ids == [event.id for event in stack.client.jobs.events(finished.id)][: len(ids)]  # some come after the end
     done = [u.record for u in updates if isinstance(u, IterationUpdate) and u.record.state is IterationState.COMMITTED]
     assert {record.iteration: record for record in done} == {
-        record.iteration: record for record in stack.client.jobs.iterations(job_id)
+        record.iteration: record for record in stack.client.jobs.iterations(finished.id)
     }
 
 
-def test_trainer_works_between_commits_on_groups_that_arrived(finished, timeline):
-    stack, job_id, _ = finished
-    records = stack.client.jobs.iterations(job_id)
-    assert timeline.iterations == list(range(NUM_ITERATIONS))
+def test_trainer_works_between_commits_on_groups_that_arrived(stack, finished, timeline):
+    records = stack.client.jobs.iterations(finished.id)
+    assert timeline.iterations == list(range(finished.num_iterations))
     for record in records:
         own = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
         before = record.committed_at - record.wall_s
@@ -62,29 +44,27 @@ def test_trainer_works_between_commits_on_groups_that_arrived(finished, timeline
         assert measured_s - 0.2 <= trained_s <= measured_s + ROUNDING_S
 
 
-def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline):
-    stack, job_id, _ = finished
+def test_rollout_generates_between_the_hand_overs_of_weights(stack, finished, timeline):
     (worker,) = [lane.id for lane in timeline.lanes if lane.id != "trainer"]
     spans = [s for s in timeline.spans if s.lane == worker]
     loads = {s.iteration: s for s in spans if s.kind == "load"}
     pulls = {s.iteration: s for s in spans if s.kind == "pull"}
-    for record in stack.client.jobs.iterations(job_id):
+    for record in stack.client.jobs.iterations(finished.id):
         generated = [s for s in spans if s.kind == "generate" and s.iteration == record.iteration]
         assert {s.group_id for s in generated} == {f"{record.iteration}-{i}" for i in range(record.num_groups)}
         if record.policy_version in loads:
             assert min(s.start for s in generated) >= loads[record.policy_version].end - SLACK_S
-    assert loads.keys() >= set(range(1, NUM_ITERATIONS))
+    assert loads.keys() >= set(range(1, finished.num_iterations))
     for version, load in loads.items():
         if version > 0:  # the first one was pulled before the timeline begins
             assert pulls[version].start <= pulls[version].end <= load.end
     idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
     busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
-    reported_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
+    reported_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(finished.id))
     assert busy_s == pytest.approx(reported_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it
 
 
-def test_the_adviser_speaks_by_the_report_of_the_same_run(finished, timeline):
-    stack, job_id, _ = finished
-    records, job = stack.client.jobs.iterations(job_id), stack.job(job_id)
+def test_the_adviser_speaks_by_the_report_of_the_same_run(stack, finished, timeline):
+    records, job = stack.client.jobs.iterations(finished.id), stack.job(finished.id)
     assert timeline.advice is not None
     assert timeline.advice == make_report(job, records)["advice"]

@@ -190,7 +190,7 @@ async def test_loading_the_first_weights_again_restores_them(subject: Subject) -
 async def test_experts_follow_every_update_in_vllm(tmp_path: Path) -> None:
     """Also one that leaves the experts as they are. On the CPU vLLM computes with packed copies of their weights.
 
-    In float32: rounding may send a token to other experts. Jobs of `test_engine_follows.py` train Qwen3-MoE, too.
+    In float32: rounding may send a token to other experts. A job of `tests/e2e/test_vllm.py` trains Qwen3-MoE, too.
     """
     subject = await open_subject(tmp_path, write_mixtral_model(tmp_path / "first"), new_vllm_engine, "float32")
     attention = [name for name in subject.names() if "self_attn" in name]

@@ -72,15 +72,6 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_trainer_and_rollout_images_share_all_other_layers():
-    def shared(service: str) -> list[str]:
-        text = (ROOT / f"deploy/docker/{service}.Dockerfile").read_text()
-        return text.split(f"# ---- {service} alone ----")[0].splitlines()[2:]
-
-    assert shared("trainer") == shared("rollout")
-    assert len(shared("trainer")) > 50
-
-
 def test_dashboard_uses_only_metrics_that_services_export():
     dashboard = json.loads((ROOT / "deploy/monitoring/grafana/dashboards/onbeat.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))

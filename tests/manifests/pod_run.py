@@ -22,9 +22,7 @@ class Probe:
     port: int | None = None
     path: str = ""
     command: tuple[str, ...] = ()
-    period_s: int = 10
-    timeout_s: int = 1
-    failure_threshold: int = 3
+    patience_s: int = 30  # how long it may fail
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Files:
 @dataclass(frozen=True)
 class ContainerRun:
     image: str
-    entrypoint: tuple[str, ...] | None  # None: the image's
-    arguments: tuple[str, ...] | None
+    entrypoint: tuple[str, ...]  # empty: the image's
+    arguments: tuple[str, ...]
     environment: Mapping[str, str]
     user: str  # uid:gid
     groups: tuple[int, ...]
@@ -49,7 +47,6 @@ class ContainerRun:
     ports: Mapping[str, int]  # by name
     memory_bytes: int
     cpus: float
-    devices: Mapping[str, int]  # extended resources, such as nvidia.com/gpu
     grace_s: int
     scratch: Mapping[str, int]  # folder -> bytes at most, of emptyDirs but /dev/shm
     shm_bytes: int | None
@@ -59,7 +56,7 @@ class ContainerRun:
     probes: Mapping[str, Probe] = field(default_factory=dict)  # startup, readiness, liveness
 
     def sdk_options(self, folder: Path) -> dict[str, Any]:
-        """Arguments of the Docker SDK's `containers.run`, but image, devices, network and claims.
+        """Arguments of the Docker SDK's `containers.run`, but image, network and claims.
 
         Writes `files` below `folder`, readable by the pod's groups; whoever may not change owners gets mode 444.
         """
@@ -84,9 +81,8 @@ class ContainerRun:
             "tmpfs": {path: self._tmpfs_options(path) for path in self.scratch},
             "volumes": volumes,
         }
-        optional = {"entrypoint": self.entrypoint, "command": self.arguments}
-        options |= {name: list(value) for name, value in optional.items() if value is not None}
-        return options | ({"shm_size": self.shm_bytes} if self.shm_bytes else {})
+        given = {"entrypoint": list(self.entrypoint), "command": list(self.arguments), "shm_size": self.shm_bytes}
+        return options | {name: value for name, value in given.items() if value}
 
     def _tmpfs_options(self, path: str) -> str:
         access = "ro" if path in self.read_only_folders else "rw"
@@ -108,8 +104,8 @@ def docker_run_arguments(
     groups = [*pod_security.get("supplementalGroups", []), pod_security.get("fsGroup")]
     return ContainerRun(
         image=container["image"],
-        entrypoint=expand_all(container.get("command"), environment),
-        arguments=expand_all(container.get("args"), environment),
+        entrypoint=tuple(expand(word, environment) for word in container.get("command", ())),
+        arguments=tuple(expand(word, environment) for word in container.get("args", ())),
         environment=environment,
         user=user_of(security),
         groups=tuple(group for group in groups if group is not None),
@@ -119,7 +115,6 @@ def docker_run_arguments(
         ports=ports,
         memory_bytes=int(quantity(limits["memory"])),
         cpus=quantity(limits["cpu"]),
-        devices={name: int(count) for name, count in limits.items() if "/" in name},
         grace_s=pod_spec.get("terminationGracePeriodSeconds", 30),
         scratch={path: size for path, size in scratch.items() if path != SHM},
         shm_bytes=scratch.get(SHM),
@@ -203,21 +198,12 @@ def user_of(security: Object) -> str:
 
 
 def probe_of(probe: Object, ports: Mapping[str, int]) -> Probe:
-    timing = Probe.__dataclass_fields__
-    times = {
-        "period_s": probe.get("periodSeconds", timing["period_s"].default),
-        "timeout_s": probe.get("timeoutSeconds", timing["timeout_s"].default),
-        "failure_threshold": probe.get("failureThreshold", timing["failure_threshold"].default),
-    }
+    patience_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
     if "exec" in probe:
-        return Probe("exec", command=tuple(probe["exec"]["command"]), **times)
+        return Probe("exec", command=tuple(probe["exec"]["command"]), patience_s=patience_s)
     kind, target = ("http", probe["httpGet"]) if "httpGet" in probe else ("tcp", probe["tcpSocket"])
-    port = target["port"]
-    return Probe(kind, look_up(ports, port) if isinstance(port, str) else port, target.get("path", ""), **times)
-
-
-def expand_all(words: list[str] | None, environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    return None if words is None else tuple(expand(word, environment) for word in words)
+    port = look_up(ports, target["port"]) if isinstance(target["port"], str) else target["port"]
+    return Probe(kind, port, target.get("path", ""), patience_s=patience_s)
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:

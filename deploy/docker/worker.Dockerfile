@@ -1,7 +1,8 @@
-# The trainer of Onbeat. The context is the top of the repository; `make images` builds all three.
-# Down to "trainer alone" this is rollout.Dockerfile line by line: both images share those layers.
+# SERVICE of Onbeat: trainer or rollout, which share all large layers. The context is the top of the repository;
+# `make images` builds both, and broker.Dockerfile.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 ARG PLATFORM=cpu
+ARG SERVICE=rollout
 
 FROM ${BASE_IMAGE} AS base
 # A base image that has Python keeps it; a bare Debian gets its own.
@@ -60,7 +61,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM base AS on-npu
 
-FROM on-${PLATFORM}
+FROM on-${PLATFORM} AS worker
 COPY --from=packages /opt/onbeat /opt/onbeat
 COPY --from=code /code /opt/onbeat
 USER 10001:10001
@@ -75,23 +76,30 @@ ENV PATH=/opt/onbeat/bin:$PATH \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton \
-    TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
-
-# ---- trainer alone ----
-EXPOSE 8801 8802
-ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296 \
+    TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor \
     ONBEAT_WEIGHTS_HOST=0.0.0.0 \
     ONBEAT_WEIGHTS_PORT=8801 \
     ONBEAT_METRICS_HOST=0.0.0.0 \
     ONBEAT_METRICS_PORT=8802
+EXPOSE 8801 8802
 HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --retries=6 CMD ["python", "-I", "-c", \
     "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"ONBEAT_METRICS_PORT\"]}/readyz', timeout=4)"]
+
+FROM worker AS trainer
+ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.trainer"]
+LABEL org.opencontainers.image.description="Takes jobs, trains the policy and serves its weights"
+
+FROM worker AS rollout
+ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.rollout"]
+LABEL org.opencontainers.image.description="Generates and scores responses with the newest weights"
+
+FROM ${SERVICE}
+ARG SERVICE
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 ARG SOURCE=unknown
-LABEL org.opencontainers.image.title="onbeat trainer" \
-      org.opencontainers.image.description="Takes jobs, trains the policy and serves its weights" \
+LABEL org.opencontainers.image.title="onbeat $SERVICE" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.source="$SOURCE" \
