@@ -17,5 +17,5 @@ def prepare(
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
     # The conversion runs in its own process, because this one never imports torch.
-    command = [sys.executable, "-P", "-m", "services.trainer.model.prepare_model", name]
+    command = [sys.executable, "-P", "-m", "services.trainer.model.bundled", name]
     raise typer.Exit(subprocess.call(command))
