@@ -79,7 +79,7 @@ def plain_vllm(model: str, output: Path) -> None:
 
 
 def main() -> None:
-    prepare = [sys.executable, "-m", "services.trainer.model.prepare_model", "smollm2-135m-instruct"]
+    prepare = [sys.executable, "-m", "services.trainer.model.bundled", "smollm2-135m-instruct"]
     model = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
     service: list[float] = []
     plain: list[float] = []

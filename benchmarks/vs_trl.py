@@ -19,7 +19,7 @@ NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM
 
 
 def quickstart_model() -> Path:
-    prepare = [sys.executable, "-m", "services.trainer.model.prepare_model", "smollm2-135m-instruct"]
+    prepare = [sys.executable, "-m", "services.trainer.model.bundled", "smollm2-135m-instruct"]
     return Path(subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1])
 
 

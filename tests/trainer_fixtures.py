@@ -16,6 +16,7 @@ from services.trainer.model.model import PACKED_ATTENTION, Passes, register_atte
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
 from services.trainer.session import restore
+from services.trainer.world import ALONE
 
 VOCAB = 61
 
@@ -223,7 +224,7 @@ def model_of(config):
     return model
 
 
-def train(config, groups, tmp_path, model=None, resume_from=None, job=None, **job_options):
+def train(config, groups, tmp_path, model=None, resume_from=None, job=None, world=ALONE, **job_options):
     """Run the real loop over recorded groups; returns (model, job)."""
     model = model or model_of(config)
     job = job or RecordedJob(config, groups, **job_options)
@@ -233,7 +234,7 @@ def train(config, groups, tmp_path, model=None, resume_from=None, job=None, **jo
     if resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from
-    TrainLoop(job, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
+    TrainLoop(job, config, policy, state, checkpoints, {"config.json": b"{}"}, world).run()
     return model, job
 
 

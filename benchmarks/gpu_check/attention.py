@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.part import Findings, Place, run_part
-from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask
+from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask, packed_attention
 from services.trainer.attention.flex import BLOCK, compiled, forget_compiled, plan_flex
 
 FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  # segments of an episode
@@ -92,7 +92,7 @@ def compare(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: P
     dense = outputs(lambda *tensors: by_dense_mask(layout, *tensors), inputs)
     started = time.perf_counter()
     plan = plan_flex(layout)
-    flex = outputs(lambda *tensors: plan.attend(*tensors, None), inputs)
+    flex = outputs(lambda *tensors: packed_attention(None, *tensors, None, layout_plan=plan)[0], inputs)
     place.synchronize()
     first_s = time.perf_counter() - started
     return largest_gap(flex, exact), largest_gap(dense, exact), first_s

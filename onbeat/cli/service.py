@@ -45,7 +45,7 @@ def prepare(
     name: Annotated[str, typer.Argument(help="A bundled model, such as smollm2-135m-instruct.", show_default=False)],
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
-    command = [sys.executable, "-P", "-m", "services.trainer.model.prepare_model", name]
+    command = [sys.executable, "-P", "-m", "services.trainer.model.bundled", name]
     raise typer.Exit(subprocess.call(command))
 
 

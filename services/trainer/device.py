@@ -7,13 +7,9 @@ import torch
 
 from onbeat.hardware.cores import cpu_quota, divide, parse_cores, physical_cores
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}  # host tensors go over gloo
+# Backends of torch.distributed, by the type of the ranks' devices: tensors on the host go over gloo.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-
-
-def backend_of(device: torch.device) -> str:
-    """Return the torch.distributed backend for ranks on such devices."""
-    return BACKENDS[device.type]
 
 
 def device_of_rank(device: torch.device, local_rank: int) -> torch.device:

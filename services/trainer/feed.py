@@ -34,7 +34,7 @@ class GroupFeed:
         self._job, self._config, self._num_replicas = job, config, num_replicas
         self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
-        self._waiting: list[RolloutGroup] = []
+        self._waiting: dict[str, RolloutGroup] = {}  # by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
         self._add(job.groups.accepted(next_iteration))
 
@@ -61,9 +61,9 @@ class GroupFeed:
             group_ids = [group.group_id for group in self._take_budget(ready)]
             granted = self._job.groups.record_micro_batch(iteration, group_ids)
             left -= set(group_ids)
-            mine = {group.group_id: group for group in self._discard(group_ids)}
+            taken = {group_id: self._waiting.pop(group_id) for group_id in group_ids}
             if granted:
-                yield self._begin(iteration, [mine[group_id] for group_id in granted])
+                yield self._begin(iteration, [taken[group_id] for group_id in granted])
             self._quiet_since = time.monotonic()
 
     def _replacing(self, iteration: int) -> set[str]:
@@ -78,28 +78,21 @@ class GroupFeed:
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
         """Add each group once. Returns whether any was new."""
-        new = [group for group in groups if group.group_id not in self._known]
-        self._known |= {group.group_id: group.iteration for group in new}
-        self._waiting += new
+        new = {group.group_id: group for group in groups if group.group_id not in self._known}
+        self._known |= {group_id: group.iteration for group_id, group in new.items()}
+        self._waiting |= new
         return bool(new)
 
     def _forget_before(self, iteration: int) -> None:
         self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
-        self._waiting = [group for group in self._waiting if group.iteration >= iteration]
+        self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
         self._quiet_since = time.monotonic()
 
     def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
         """Take those waiting groups, in that order; take none and return [] while one is still missing."""
-        found = {group.group_id: group for group in self._waiting if group.group_id in group_ids}
-        if len(found) < len(group_ids):
+        if not self._waiting.keys() >= set(group_ids):
             return []
-        self._discard(group_ids)
-        return [found[group_id] for group_id in group_ids]
-
-    def _discard(self, group_ids: list[str]) -> list[RolloutGroup]:
-        gone = [group for group in self._waiting if group.group_id in group_ids]
-        self._waiting = [group for group in self._waiting if group.group_id not in group_ids]
-        return gone
+        return [self._waiting.pop(group_id) for group_id in group_ids]
 
     def _receive_ready(self, left: set[str]) -> list[RolloutGroup]:
         """Return the groups of `left` that have arrived, enough for about one micro-batch. A single replica waits a
@@ -108,7 +101,7 @@ class GroupFeed:
         budget = self._config.training.max_tokens_per_micro_batch
         self._receive(timeout_s=0.001)
         while True:
-            ready = [group for group in self._waiting if group.group_id in left]
+            ready = [group for group_id, group in self._waiting.items() if group_id in left]
             is_enough = len(ready) == len(left) or sum(cost(group, self._config) for group in ready) >= budget
             moment_s = GATHER_S if ready and self._num_replicas == 1 else 0.001
             if is_enough or not self._receive(moment_s):

@@ -26,6 +26,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.checkpoints.disk_space import state_bytes
+from services.trainer.model.bundled import resolve_model
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
@@ -35,7 +36,6 @@ from services.trainer.model.model import (
     enable_gradient_checkpointing,
     load_config,
     register_attention,
-    resolve_model,
     separate_inputs,
     target_logprobs,
 )
@@ -201,18 +201,18 @@ class KeepInputs:
     """The plan of an attention that keeps what all kernels do: queries, keys, values and its output."""
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        output: torch.Tensor = KeptInputs.apply(query_BHTD, key_BKTD, value_BKTD)
+        output: torch.Tensor = KeptInputs.apply(query_HTD, key_KTD, value_KTD)
         return output
 
 
 class KeptInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        output_BTHD = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, output_BTHD)
-        return output_BTHD
+        output_THD = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output_THD)
+        return output_THD
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from services.trainer.model import bundled
+from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 
 
@@ -21,9 +21,7 @@ def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    source = sys.argv[1]
-    if source.startswith("bundled:"):
-        source = str(bundled.prepare(source.removeprefix("bundled:"), Settings().cache_dir))
+    source = resolve_model(sys.argv[1], Settings().cache_dir)
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
     from transformers import AutoTokenizer

@@ -76,7 +76,7 @@ class Publisher:
         With LoRA the published weights are not the parameters, and are all taken after the step.
         """
         if self._config.lora is None:
-            self._writer = self._create_writer(self.state.policy_version + 1)
+            self._writer = SnapshotWriter(self.state.policy_version + 1, self._published, self._is_in_place)
             if self._is_in_place:
                 self._job.withdraw()
 
@@ -162,7 +162,7 @@ class Publisher:
         Raises JobFailed when replicas do not hold the same bits.
         """
         version = self.state.policy_version
-        writer, self._writer = self._writer or self._create_writer(version), None
+        writer, self._writer = self._writer or SnapshotWriter(version, self._published, self._is_in_place), None
         for name, tensor in self._policy.published(skip=self._written):
             if name in self._shard:
                 writer.put(name, tensor)
@@ -178,10 +178,6 @@ class Publisher:
         if has_old_policies(self._config):
             self._policy.old.hold(snapshot, self.state.next_iteration - self._config.max_staleness)
         return snapshot
-
-    def _create_writer(self, version: int) -> SnapshotWriter:
-        """Create a writer, which encodes the delta if versions are served here."""
-        return SnapshotWriter(version, self._published, self._is_in_place)
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Serve the version on all ranks that hold a part of it; then rank 0 announces it to rollouts."""

@@ -27,7 +27,7 @@ from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import pin_cores
 from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
-from services.trainer.model.model import resolve_model
+from services.trainer.model.bundled import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import begin, restore
 from services.trainer.settings import Settings

@@ -15,10 +15,11 @@ from services.trainer.checkpoints.store import CheckpointStore, TrainState, fold
 from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
-from services.trainer.model.model import model_files, resolve_model
+from services.trainer.model.bundled import resolve_model
+from services.trainer.model.model import model_files
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
-from services.trainer.trackers.follow import LeasedJob, Tracking
+from services.trainer.trackers.follow import LeasedJob, tracking
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import ALONE, World
 
@@ -72,7 +73,7 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
     files = model_files(source, policy.compute_dtype)
     job.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
-        with Tracking(LeasedJob(job.lease), job.job_id, config, folder) if world.is_main else nullcontext():
+        with tracking(LeasedJob(job.lease), job.job_id, config, folder) if world.is_main else nullcontext():
             TrainLoop(job, config, policy, state, checkpoints, files, world).run()
     finally:
         checkpoints.close()

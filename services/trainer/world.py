@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from onbeat.errors import OnbeatError
-from services.trainer.device import backend_of, device_of_rank
+from services.trainer.device import BACKENDS, device_of_rank
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 64 << 20  # gradients are summed in pieces of about this size: few messages, little extra memory
@@ -54,7 +54,7 @@ class World:
             # torchrun may keep its store over a restart: without a prefix, a rank could find addresses of dead ranks.
             fresh = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             options = {"store": fresh, "rank": world.rank, "world_size": size}
-            dist.init_process_group(backend_of(device), timeout=timeout, **options)
+            dist.init_process_group(BACKENDS[device.type], timeout=timeout, **options)
         return world
 
     @property

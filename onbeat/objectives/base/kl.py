@@ -14,10 +14,12 @@ from pydantic import Field, model_validator
 from onbeat.objectives.base.inputs import Tensor, ratio_of
 from onbeat.section import Float, Section
 
+Estimator = Literal["k1", "k2", "k3"]
+
 
 class KlConfig(Section):
     coef: Float = Field(0.0, ge=0, description="factor of the divergence; 0 skips the reference model altogether")
-    estimator: Literal["k1", "k2", "k3"] = Field(
+    estimator: Estimator = Field(
         "k3",
         description="estimator of the divergence from sampled tokens; k1 only in the reward: its expected gradient in "
         "the loss is 0",
@@ -36,19 +38,13 @@ class KlConfig(Section):
         return self
 
 
-def kl_estimate(estimator: str, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate the KL of each token, [N] -> [N], in nats. Raises KeyError for an estimator other than k1, k2, k3."""
+def kl_estimate(estimator: Estimator, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate the KL of each token, [N] -> [N], in nats."""
     log_ratio = ref_logprobs - trainer_logprobs
-    return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_ratio)
-
-
-def k1(log_ratio: Tensor) -> Tensor:
-    return -log_ratio
-
-
-def k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    return ratio_of(log_ratio) - 1.0 - log_ratio
+    match estimator:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            return ratio_of(log_ratio) - 1.0 - log_ratio

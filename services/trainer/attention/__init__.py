@@ -32,9 +32,9 @@ class AttentionPlan(Protocol):
     """The data that a kernel prepares once per micro-batch and uses in every layer."""
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]. B is 1."""
+        """Return the attention output [T, H, D]."""
 
 
 def plan_cpu(layout: PackedLayout) -> AttentionPlan:
@@ -65,13 +65,15 @@ def packed_attention(
     layout_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, in transformers' signature: query [B, H, T, D], key and value [B, K, T, D] -> ([B, T, H, D], None)."""
+    """Attend, in transformers' signature: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
     assert layout_plan is not None, "this model attends by packed layouts; pass layout_plan"
     assert attention_mask is None, "packed rows take no mask: the plan says who sees whom"
     assert dropout == 0.0, "packed rows take no dropout"
     if kwargs.get("softcap") is not None:
         raise ValueError("attention logits are soft-capped, which packed rows do not do")
-    return layout_plan.attend(query, key, value, scaling), None
+    assert query.shape[0] == 1, "the packed row is the batch"
+    query_HTD, key_KTD, value_KTD = (tensor.squeeze(0) for tensor in (query, key, value))
+    return layout_plan.attend(query_HTD, key_KTD, value_KTD, scaling)[None], None
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

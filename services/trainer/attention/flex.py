@@ -34,16 +34,15 @@ class FlexPlan:
     num_padding: int
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]."""
         padding = (0, 0, 0, self.num_padding)
-        inputs = (query_BHTD, key_BKTD, value_BKTD)
+        inputs = (query_HTD[None], key_KTD[None], value_KTD[None])
         query, key, value = (torch.nn.functional.pad(each, padding).contiguous() for each in inputs)
-        is_grouped = query_BHTD.shape[1] != key_BKTD.shape[1]
-        attend = compiled(flex_attention) if query_BHTD.is_cuda else flex_attention
+        is_grouped = len(query_HTD) != len(key_KTD)
+        attend = compiled(flex_attention) if query_HTD.is_cuda else flex_attention
         attended_BHTD = attend(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
-        return attended_BHTD[:, :, : query_BHTD.shape[2]].transpose(1, 2)
+        return attended_BHTD.squeeze(0)[:, : query_HTD.shape[1]].transpose(0, 1)
 
 
 def plan_flex(layout: PackedLayout) -> FlexPlan:

@@ -11,7 +11,7 @@ The row is taken as sequences of unequal length (layout TND). Queries stay where
 
 A segment of a response that forks is such a sequence, too: its keys are those of all of its ancestors and its own.
 
-Legend: B = 1 row, H query heads, K key/value heads, T places, S gathered keys, D head size.
+Legend: H query heads, K key/value heads, T places, S gathered keys, D head size.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,11 @@ class NpuPlan:
     mask: torch.Tensor  # bool, true where hidden
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]. B must be 1."""
-        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-        query_THD = query_BHTD[0].transpose(0, 1).contiguous()
+        query_THD = query_HTD.transpose(0, 1).contiguous()
         key_SKD, value_SKD = (
-            tensor[0].transpose(0, 1).index_select(0, self.key_index_S) for tensor in (key_BKTD, value_BKTD)
+            tensor.transpose(0, 1).index_select(0, self.key_index_S) for tensor in (key_KTD, value_KTD)
         )
         import torch_npu  # the device is an NPU, so `services.device` has imported it
 
@@ -55,7 +53,7 @@ class NpuPlan:
             actual_seq_kvlen=self.key_ends,
             sparse_mode=RIGHT_DOWN_CAUSAL,
         )
-        return outputs[0][None]
+        return outputs[0]
 
 
 def plan_npu(layout: PackedLayout) -> NpuPlan:

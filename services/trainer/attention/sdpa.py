@@ -3,7 +3,7 @@
 Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`. Behind a prefix, the
 rest of a prompt is treated as such a response to the prefix.
 
-Legend: B = 1 row, H query heads, K key/value heads, T places, D head size, P prompt length.
+Legend: H query heads, K key/value heads, T places, D head size, P prompt length.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,9 @@ class SdpaPlan:
     groups: tuple[GroupPlan, ...]
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]. B must be 1."""
-        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-        query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
+        query, key, value = query_HTD, key_KTD, value_KTD
         # The prefix is in float32, so the gradients of all groups are summed in float32.
         precise = torch.promote_types(key.dtype, torch.float32)
         prefix = [tensor[:, self.prefix].to(precise) for tensor in (key, value)]
@@ -52,7 +50,7 @@ class SdpaPlan:
                 own_query, own_key, own_value = (tensor[:, group.responses] for tensor in (query, key, value))
                 responses = Inputs(own_query, own_key, own_value, prompt_key, prompt_value)
                 parts_HXD.append(attend(responses, group.batches, scale))
-        return torch.cat(parts_HXD, dim=1).transpose(0, 1)[None]
+        return torch.cat(parts_HXD, dim=1).transpose(0, 1)
 
 
 def plan_sdpa(layout: PackedLayout) -> SdpaPlan:

@@ -79,17 +79,15 @@ class ShortPlan:
         self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # by heads: the same for every layer
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]. B must be 1."""
-        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-        num_heads, num_keys = heads = query_BHTD.shape[1], key_BKTD.shape[1]
+        num_heads, num_keys = heads = len(query_HTD), len(key_KTD)
         if heads not in self._sets:
             sets = alike(self._layout)
             self._sets[heads] = [plan_groups(groups, self._layout, num_heads, num_keys) for groups in sets]
-        query, key, value = (tensor[0].transpose(0, 1).flatten(0, 1) for tensor in (query_BHTD, key_BKTD, value_BKTD))
-        scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        return ShortAttention.apply(query, key, value, self._sets[heads], scale).unflatten(0, (-1, num_heads))[None]
+        query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query_HTD, key_KTD, value_KTD))
+        scale = query_HTD.shape[-1] ** -0.5 if scale is None else scale
+        return ShortAttention.apply(query, key, value, self._sets[heads], scale).unflatten(0, (-1, num_heads))
 
 
 def is_short(layout: PackedLayout) -> bool:

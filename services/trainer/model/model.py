@@ -15,7 +15,6 @@ import torch
 from onbeat.objectives.base import Logprobs
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
-from services.trainer.model import bundled
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
 from services.trainer.model.sharding import call
@@ -24,13 +23,6 @@ PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GENERATION_CONFIG = "generation_config.json"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
-
-
-def resolve_model(path: str, cache_dir: Path) -> str:
-    """Replace `bundled:NAME` with its cached folder; a folder or a hub id stays. Raises ValueError."""
-    if path.startswith("bundled:"):
-        return str(bundled.prepare(path.removeprefix("bundled:"), cache_dir))
-    return path
 
 
 @dataclass(frozen=True)

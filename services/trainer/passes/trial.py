@@ -171,14 +171,16 @@ def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatc
     return f"{what} differ by {gap:.2g} nats and by {gradient_gap:.2g} of the gradient"
 
 
+@torch.no_grad()
 def sequence_problem(reference: Reference) -> str:
     """Return the problem if a token's logits depend on later tokens, or '': no engine can sample from such logits."""
     prompt = list(reference.groups[0].prompt_token_ids)
-    whole, half = (logits_of(reference.model, tokens) for tokens in (prompt, prompt[: len(prompt) // 2]))
+    whole, half = (forward(reference.model, tokens) for tokens in (prompt, prompt[: len(prompt) // 2]))
     gap = (whole[: len(half)] - half).norm() / half.norm()  # sums over other lengths differ in their last bits
     return "" if gap <= TOLERANCE else "its logits depend on later tokens, so that it is no causal language model"
 
 
+@torch.no_grad()
 def publishing_problem(reference: Reference) -> str:
     """Return what a rollout would lack that gets the published tensors and the configuration, or ''."""
     published = dict(published_tensors(reference.model))
@@ -190,7 +192,7 @@ def publishing_problem(reference: Reference) -> str:
     copied = random_model(reference.config, "eager", seed=1)
     copied.load_state_dict(published, strict=False)
     tokens = list(reference.groups[0].prompt_token_ids)
-    gap = (logits_of(copied, tokens) - logits_of(reference.model, tokens)).abs().max().item()
+    gap = (forward(copied, tokens) - forward(reference.model, tokens)).abs().max().item()
     return "" if gap <= TOLERANCE else f"a copy made from what is published of it differs by {gap:.2g}"
 
 
@@ -226,11 +228,6 @@ def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
 def forward(model: Any, tokens: list[int]) -> torch.Tensor:
     """Return the logits [T, V] of one sequence."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
-
-
-@torch.no_grad()
-def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
-    return forward(model, tokens)
 
 
 def numbers_of(model: Any, logprobs: torch.Tensor) -> Numbers:

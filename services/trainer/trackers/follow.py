@@ -13,11 +13,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from redis.exceptions import RedisError
@@ -156,33 +156,26 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:MAX_MESSAGE_CHARS]}"
 
 
-class Tracking:
-    """The trackers of a job, which run until the end of the `with` block."""
-
-    def __init__(self, job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> None:
-        """Start the trackers. `folder`: the job's own."""
-        self._job = job
-        opens = partial(open_tracker, "tensorboard", folder / "tensorboard")
-        self._followers = [Follower("tensorboard", opens, job, Bookmark(None))]
-        for tracker in config.tracking:
-            bookmark = Bookmark(folder / "trackers" / f"{tracker.type}.json")
-            opens = partial(open_tracker, tracker.type, tracker, config, job_id)
-            self._followers.append(Follower(tracker.type, opens, job, bookmark))
-
-    def __enter__(self) -> "Tracking":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+@contextmanager
+def tracking(job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> Iterator[list[Follower]]:
+    """Run the trackers of a job until the end of the block. `folder`: the job's own."""
+    opens = partial(open_tracker, "tensorboard", folder / "tensorboard")
+    followers = [Follower("tensorboard", opens, job, Bookmark(None))]
+    for tracker in config.tracking:
+        bookmark = Bookmark(folder / "trackers" / f"{tracker.type}.json")
+        opens = partial(open_tracker, tracker.type, tracker, config, job_id)
+        followers.append(Follower(tracker.type, opens, job, bookmark))
+    has_succeeded = False
+    try:
+        yield followers
+        has_succeeded = True
+    finally:
         deadline = time.monotonic() + CLOSE_S
-        for follower in self._followers:
-            follower.close(has_succeeded=error is None)
-        for follower in self._followers:
+        for follower in followers:
+            follower.close(has_succeeded)
+        for follower in followers:
             if not follower.wait_closed(deadline - time.monotonic()):
-                self._job.warn(
-                    f"tracker {follower.name}: not finished within {CLOSE_S:.0f} s; its curves may end early"
-                )
+                job.warn(f"tracker {follower.name}: not finished within {CLOSE_S:.0f} s; its curves may end early")
 
 
 def open_tracker(name: str, *arguments: object) -> Tracker:

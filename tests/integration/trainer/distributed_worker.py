@@ -85,33 +85,18 @@ def a_lost_peer(world, folder):
         world.sum_scalars([0.0])
 
 
-def replicas(world, folder):
-    """DDP: each rank trains what it took; one sum at the barrier gives every rank the step of one process."""
-    for dtype, rtol in [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)]:
-        model = tiny_model(tiny_config(), dtype)
-        alone = MasterAdamW(reference := copy.deepcopy(model), OPTIMIZER)
-        backward(reference, groups())
-        optimizer = MasterAdamW(model, OPTIMIZER)
-        backward(model, groups()[:4] if world.is_main else groups()[4:])
-        world.sum_tensors(list(optimizer.gradients().values()))
-        for name, gradient in alone.rescale(17.0).items():
-            assert_close(optimizer.rescale(1.0)[name] / 17.0, gradient, rtol, name)
-        optimizer.rescale(17.0)
-        assert_close(torch.tensor(optimizer.clip()), torch.tensor(alone.clip()), rtol)
-        optimizer.step()
-        bits = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
-        assert len(set(world.all_gather_bytes(bits))) == 1, "replicas must stay the same to the bit"
-
-
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
     capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # its logits are computed in float32
-    for config, attention, rtol in [
-        (tiny_config(), PACKED_ATTENTION, 1e-12),
-        (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, 1e-12),
-        (capped, "eager", 1e-6),
+    for config, attention, lora, rtol in [
+        (tiny_config(), PACKED_ATTENTION, None, 1e-12),
+        (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
+        (tiny_config(), PACKED_ATTENTION, LoraConfig(rank=2), 1e-12),
+        (capped, "eager", None, 1e-6),
     ]:
         model = tiny_model(config, torch.float64, attention)
+        if lora:
+            add_adapters(model, lora, seed=3)
         reference = copy.deepcopy(model)
         backward(reference, groups())
         shard(model, world, torch.float64)
@@ -136,35 +121,6 @@ def compare_gradients(model, reference, rtol):
             assert_close(parameter.grad.full_tensor(), expected[name].grad, rtol, name)
         else:
             assert parameter.grad is None
-
-
-def sharded_steps(world, folder):
-    """Two steps of the sharded masters are those of one process; bfloat16 and adapters included."""
-    for dtype, lora, rtol in [
-        (torch.float32, None, 1e-5),
-        (torch.bfloat16, None, 2e-2),
-        (torch.float32, LoraConfig(rank=2), 1e-5),
-        (torch.bfloat16, LoraConfig(rank=2), 2e-2),  # frozen bfloat16 beside trained float32
-    ]:
-        model = tiny_model(tiny_config(), dtype)
-        if lora:
-            add_adapters(model, lora, seed=3)
-        reference = copy.deepcopy(model)
-        alone = MasterAdamW(reference, OPTIMIZER)
-        shard(model, world, dtype)
-        optimizer = MasterAdamW(model, OPTIMIZER)
-        for _ in range(2):
-            backward(reference, groups())
-            train_dealt(model, world)
-            alone.rescale(17.0), optimizer.rescale(17.0)
-            assert_close(torch.tensor(optimizer.clip()), torch.tensor(alone.clip()), rtol)
-            alone.step(), optimizer.step()
-        for name, master in optimizer.masters.items():
-            assert_close(master.full_tensor(), alone.masters[name], rtol, name)
-        for name, parameter in model.named_parameters():
-            published = gather_full(parameter, dtype)
-            assert published.dtype == dtype
-            assert torch.equal(published, gather_full(parameter).to(dtype)), name
 
 
 def sharded_copies(world, folder):
@@ -362,9 +318,7 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
     check.__name__: check
     for check in (
         collectives,
-        replicas,
         sharded_gradients,
-        sharded_steps,
         sharded_copies,
         sharded_reading,
         little_memory,

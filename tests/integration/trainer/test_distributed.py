@@ -1,4 +1,4 @@
-"""Two gloo processes against one: sums, DDP, FSDP2, GAC, checkpoints. The checks are in distributed_worker.py."""
+"""Two gloo processes against one: sums, FSDP2, GAC, checkpoints. The checks are in distributed_worker.py."""
 
 import os
 import subprocess

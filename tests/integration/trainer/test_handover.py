@@ -1,10 +1,11 @@
-"""A trainer that is asked to stop hands its job over in good order; one that has lost its job stops by itself."""
+"""A trainer that stops, is stuck or has lost its job leaves it to another one: real processes on a real Redis."""
 
 import asyncio
 import os
 import subprocess
 import sys
 import uuid
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually
 
 SCRIPT = """
-import sys, time
+import ctypes, sys, time
 import services.trainer.session as session
 
 def train_for_ever(settings, job, world):
@@ -26,42 +27,63 @@ def train_for_ever(settings, job, world):
         job.check()
         time.sleep(0.05)
 
-session.run_job = train_for_ever
+def stuck_step(settings, job, world):
+    job.doing = "at the barrier"
+    job.lease._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
+    ctypes.CDLL(None).sleep(600)
+
+session.run_job = {instead}
 from services.trainer.__main__ import main
 sys.exit(main())
 """
 START_S = 60.0
 
 
-async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+@asynccontextmanager
+async def trainer(ledger: Ledger, redis_url: str, folder: Path, instead: str, **settings: str):
+    """A trainer whose training is that function of SCRIPT, with a job: (process, id of the job)."""
     pool = f"p{uuid.uuid4().hex[:8]}"
     job_id = await create_job(ledger, pool=pool)
-    settings = {
-        "ONBEAT_REDIS_URL": redis_url,
-        "ONBEAT_POOL": pool,
-        "ONBEAT_DATA_DIR": str(tmp_path),
-        "ONBEAT_DEVICE": "cpu",
-        "ONBEAT_TRAINER_ID": "trainer-a",
-        "ONBEAT_LEASE_S": "600",
-    }
-    command = (sys.executable, "-c", SCRIPT)
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | settings, stderr=subprocess.PIPE)
-
-    async def is_training() -> bool:
-        return "doing" in await ledger.jobs.fields(job_id)
-
+    settings |= {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(folder)}
+    command = (sys.executable, "-c", SCRIPT.format(instead=instead))
+    environment = os.environ | settings | {"ONBEAT_DEVICE": "cpu", "ONBEAT_TRAINER_ID": "trainer-a"}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=subprocess.PIPE)
     try:
-        await eventually("the trainer has the job", is_training, START_S)
-        process.terminate()
-        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        yield process, job_id
     finally:
         if process.returncode is None:
             process.kill()
+
+
+async def events_of(ledger: Ledger, job_id: str, kind: str) -> list[str]:
+    return [event.message for event in await ledger.event_log.read(job_id) if event.kind == kind]
+
+
+async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+    async with trainer(ledger, redis_url, tmp_path, "train_for_ever", ONBEAT_LEASE_S="600") as (process, job_id):
+
+        async def is_training() -> bool:
+            return "doing" in await ledger.jobs.fields(job_id)
+
+        await eventually("the trainer has the job", is_training, START_S)
+        process.terminate()
+        _, written = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0
-    assert f"job {job_id} is left to another trainer: this process was asked to stop" in stderr.decode()
-    handovers = [event.message for event in await ledger.event_log.read(job_id) if event.kind == "job.handed_over"]
-    assert handovers == ["trainer-a leaves the job to another trainer"]
+    assert f"job {job_id} is left to another trainer: this process was asked to stop" in written.decode()
+    assert await events_of(ledger, job_id, "job.handed_over") == ["trainer-a leaves the job to another trainer"]
     assert await ledger.trainer.claim_job(job_id, "another", 30)  # although the lease was for ten minutes
+
+
+async def test_stuck_trainer_ends_and_another_one_gets_its_job(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+    limits = {"ONBEAT_LEASE_S": "5", "ONBEAT_STALL_S": "10"}
+    async with trainer(ledger, redis_url, tmp_path, "stuck_step", **limits) as (process, job_id):
+        _, written = await asyncio.wait_for(process.communicate(), 90)
+    assert process.returncode == 1
+    assert "in stuck_step" in written.decode()
+    (warning,) = await events_of(ledger, job_id, "trainer.stalled")
+    assert "while at the barrier: this process ends" in warning
+    assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
+    await eventually("another trainer gets the job", lambda: ledger.trainer.claim_job(job_id, "another", 30))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

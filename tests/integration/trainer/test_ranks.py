@@ -5,7 +5,6 @@ The test plays broker and rollouts: it opens iterations by the rule of the mode 
 
 import asyncio
 import functools
-import math
 import os
 import random
 import signal
@@ -14,7 +13,6 @@ import sys
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean, stdev
 
 import psutil
 import pytest
@@ -76,15 +74,7 @@ def group_of(task: PromptTask):
 
 
 @contextmanager
-def trainer(
-    num_ranks: int,
-    pool: str,
-    redis_url: str,
-    folder: Path,
-    parallelism: str = "ddp",
-    max_restarts: int = 0,
-    core: int = CORES[0],
-):
+def trainer(pool: str, redis_url: str, folder: Path, num_ranks=1, parallelism="ddp", max_restarts=0, core=CORES[0]):
     """The process that was started; ended, with its children, when the test is done."""
     command = [sys.executable, "-m", "services.trainer"]
     if num_ranks > 1:
@@ -154,31 +144,17 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
     await eventually("the job is over", is_over, timeout_s=90)
 
 
-async def train(
-    ledger,
-    redis_url,
-    model,
-    folder,
-    sections,
-    num_ranks=1,
-    parallelism="ddp",
-    max_restarts=0,
-    chaos=None,
-    on_version=None,
-    core=CORES[0],
-):
-    """The final weights, and which rank trained which micro-batches by iteration."""
+async def train(ledger, redis_url, model, folder, sections, chaos=None, on_version=None, **options):
+    """The final weights, and which rank trained which micro-batches by iteration. `options`: of `trainer`."""
     folder.mkdir(parents=True)
     pool = f"ranks-{uuid.uuid4().hex[:8]}"
     config = build_job(model, pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
-    with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts, core) as process:
+    with trainer(pool, redis_url, folder, **options) as process:
         await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
     fields = await ledger.jobs.fields(job_id)
     assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
-    for iteration in range(NUM_ITERATIONS):
-        assert_advantages_are_whole(config, await ledger.iterations.advantages(job_id, iteration), iteration)
     taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
 
@@ -202,20 +178,6 @@ def assert_each_group_once(taken):
     for iteration, recorded in enumerate(taken):
         ids = sorted(group_id for _, batch in recorded for group_id in batch)
         assert ids == sorted(f"{iteration}-{i}" for i in range(NUM_GROUPS))
-
-
-def assert_advantages_are_whole(config, advantages, iteration):
-    """Those of the groups of all ranks, however they were split."""
-    tasks = {f"{iteration}-{i}": PromptTask(group_id=f"{iteration}-{i}") for i in range(NUM_GROUPS)}
-    assert advantages.keys() == tasks.keys()
-    for group_id, task in tasks.items():
-        rewards = [response.reward for response in group_of(task).responses]
-        if config.objective.type == "grpo":
-            expected = [(reward - fmean(rewards)) / (stdev(rewards) + 1e-4) for reward in rewards]
-            assert advantages[group_id] == pytest.approx(expected, abs=1e-4)
-        else:
-            assert all(math.isfinite(each) for each in advantages[group_id])
-            assert len(advantages[group_id]) == len(rewards)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.lease import ClaimedJob
-from services.trainer.trackers.follow import LeasedJob, Tracking
+from services.trainer.trackers.follow import LeasedJob, tracking
 from tests.broker_fixtures import run_iteration, started_job
 
 
@@ -33,11 +33,12 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))
     lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0))
     for iterations in (range(3), range(3, 5)):
-        tracking = await asyncio.to_thread(Tracking, LeasedJob(lease), job_id, config, tmp_path)
+        trackers = tracking(LeasedJob(lease), job_id, config, tmp_path)
+        await asyncio.to_thread(trackers.__enter__)
         for iteration in iterations:
             await train_iteration(ledger, job_id, epoch, iteration)
         await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
-        await asyncio.to_thread(tracking.__exit__, None, None, None)
+        await asyncio.to_thread(trackers.__exit__, None, None, None)
     found = curves(tmp_path / "tensorboard")
     tokens_per_s = found.pop("iteration/tokens_per_s")
     series = metric_series(await read_iterations(ledger, job_id, -1, 100))

@@ -1,7 +1,5 @@
 """Objectives, and what they are made of, against worked numbers."""
 
-import math
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -14,13 +12,6 @@ from onbeat.objectives.gspo import GspoObjective
 from onbeat.objectives.rloo import RlooObjective
 
 
-def test_grpo_advantages_worked_by_hand():
-    # rewards 0 0 1 1: mean 1/2, sample variance 4 * (1/4) / 3 = 1/3
-    advantages = GrpoObjective().group_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    torch.testing.assert_close(advantages, torch.tensor([-expected, -expected, expected, expected]))
-
-
 def test_grpo_clips_only_where_the_surrogate_would_gain():
     log = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
@@ -30,13 +21,6 @@ def test_grpo_clips_only_where_the_surrogate_would_gain():
     assert is_clipped.tolist() == [True, False, False, True, False]
     loss.sum().backward()
     torch.testing.assert_close(log.grad, torch.tensor([0.0, 1.5, -0.5, 0.0, -2.0]))
-
-
-def test_kl_estimators_worked_by_hand():
-    policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])  # r = -0.5
-    assert kl_estimate("k1", policy, reference).item() == pytest.approx(0.5)
-    assert kl_estimate("k2", policy, reference).item() == pytest.approx(0.125)
-    assert kl_estimate("k3", policy, reference).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
 
 
 def test_kl_estimators_agree_with_the_exact_kl():

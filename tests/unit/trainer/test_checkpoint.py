@@ -50,14 +50,14 @@ def restore(store, **options):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Writers wait before their first byte until the gate is set."""
-    gate, write = threading.Event(), checkpoint.write_content
+    """Writers wait before they write the exported weights until the gate is set."""
+    gate, save_file = threading.Event(), checkpoint.save_file
 
-    def wait_and_write(*arguments):
+    def wait_and_save(*arguments, **options):
         assert gate.wait(10)
-        return write(*arguments)
+        save_file(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "write_content", wait_and_write)
+    monkeypatch.setattr(checkpoint, "save_file", wait_and_save)
     yield gate
     gate.set()
 
@@ -65,15 +65,15 @@ def gate(monkeypatch):
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
     signs: list[str] = []
     store = CheckpointStore(tmp_path, keep=2, while_waiting=lambda: signs.append("waiting"))
-    live = tensors(1.0)
-    store.save(STATE, [], live, {})
+    live = {"w": torch.ones(2, 3)}  # the exported weights, which may be the parameters themselves
+    store.save(STATE, live.items(), tensors(1.0), {})
     assert (store.finished(), store.complete()) == ([], [])
     store.timeout_s = 0.05
     with pytest.raises(JobFailed, match=r"iteration-000003 is still not on disk .*ONBEAT_CHECKPOINT_TIMEOUT_S"):
         store.wait()
     store.timeout_s = 60.0
     assert signs  # a watchdog need not take this for a stuck step
-    stepping = threading.Thread(target=lambda: (store.wait_until_read(), live["master.w"].fill_(99.0)))
+    stepping = threading.Thread(target=lambda: (store.wait_until_read(), live["w"].fill_(99.0)))
     stepping.start()
     stepping.join(0.1)
     assert stepping.is_alive(), "the next step must wait until its tensors are read"
@@ -82,37 +82,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
     store.wait()
     assert store.finished() == [(3, tmp_path / "iteration-000003")]
     assert store.finished() == []
+    assert torch.equal(load_file(store.path(3) / "model.safetensors")["w"], torch.ones(2, 3))
     state, loaded = restore(store)
     assert (state, loaded["num_steps"]) == (STATE, 2)
     assert loaded.keys() == {*tensors(), "num_steps"}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(1.0).items())
 
 
-def test_the_next_step_waits_until_exported_weights_are_read(tmp_path, monkeypatch):
-    """They may be the parameters themselves."""
-    store, live = CheckpointStore(tmp_path, keep=2), torch.ones(2, 3)
-    may_write, save_file = threading.Event(), checkpoint.save_file
-
-    def wait_and_save(*arguments, **options):
-        assert may_write.wait(10)
-        save_file(*arguments, **options)
-
-    monkeypatch.setattr(checkpoint, "save_file", wait_and_save)
-    store.save(STATE, [("w", live)], tensors(), {})
-    stepping = threading.Thread(target=lambda: (store.wait_until_read(), live.fill_(99.0)))
-    stepping.start()
-    stepping.join(0.1)
-    assert stepping.is_alive()
-    may_write.set()
-    stepping.join(10)
-    store.wait()
-    assert torch.equal(load_file(tmp_path / "iteration-000003" / "model.safetensors")["w"], torch.ones(2, 3))
-
-
 def test_one_save_at_a_time_and_none_is_forgotten(tmp_path, gate):
-    store = CheckpointStore(tmp_path, keep=2)
-    store.save(STATE, [], tensors(), {})
-    second = threading.Thread(target=store.save, args=(replace(STATE, next_iteration=4), [], tensors(), {}))
+    store, weights = CheckpointStore(tmp_path, keep=2), [("w", torch.ones(2, 3))]
+    store.save(STATE, weights, tensors(), {})
+    second = threading.Thread(target=store.save, args=(replace(STATE, next_iteration=4), weights, tensors(), {}))
     second.start()
     second.join(0.1)
     assert second.is_alive(), "the second save must wait for the first"
@@ -174,18 +154,14 @@ def test_a_late_trainer_leaves_what_its_successor_is_writing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".iteration-000004.3.partial", "iteration-000003"]
 
 
-def test_before_chooses_one_without_the_iteration(tmp_path):
-    store = store_with(tmp_path, 2, 4, keep=5)
-    assert [restore(store, before=iteration)[0].next_iteration for iteration in (2, 3, 4, 9)] == [2, 2, 4, 4]
+def test_before_chooses_the_newest_one_without_the_iteration(tmp_path):
+    """Newest by number: names of seven digits come first in the alphabet."""
+    store = store_with(tmp_path, 2, 999_999, 1_000_000, keep=5)
+    chosen = {before: restore(store, before=before)[0].next_iteration for before in (2, 3, 999_999, 2_000_000)}
+    assert chosen == {2: 2, 3: 2, 999_999: 999_999, 2_000_000: 1_000_000}
+    assert restore(store)[0].next_iteration == 1_000_000
     assert restore(store, before=1) is None
     assert restore(CheckpointStore(tmp_path / "nothing", keep=1)) is None
-
-
-def test_checkpoints_are_in_order_of_numbers_not_names(tmp_path):
-    store = store_with(tmp_path, 999_998, 999_999, 1_000_000, keep=2)
-    assert [folder.name for folder in store.complete()] == ["iteration-999999", "iteration-1000000"]
-    assert restore(store)[0].next_iteration == 1_000_000
-    assert restore(store, before=999_999)[0].next_iteration == 999_999
 
 
 def test_frozen_policies_come_back_by_version(tmp_path):

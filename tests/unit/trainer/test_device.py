@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onbeat.config import OptimizerConfig
 from services import device as device_module
 from services.device import NotInstalled, NotUsable, choose_device
-from services.trainer.device import backend_of, device_of_rank, has_fused_adamw
+from services.trainer.device import device_of_rank, has_fused_adamw
 from services.trainer.model import optimizer
-from services.trainer.model.optimizer import MasterAdamW
+from tests.trainer_fixtures import gap, job_config, recorded_iterations, train
 
 
 class Accelerator:
@@ -97,26 +96,21 @@ def test_unknown_name_is_refused(name):
 
 
 @pytest.mark.parametrize(("num_gpus", "num_npus", "chosen"), [(0, 0, "cpu"), (2, 0, "cuda"), (1, 1, "cuda")])
-def test_auto_takes_the_best_that_is_there(monkeypatch, num_gpus, num_npus, chosen):
+def test_auto_takes_the_best_and_a_name_what_it_says(monkeypatch, num_gpus, num_npus, chosen):
     set_cuda(monkeypatch, "13.0", num_gpus)
     set_npu(monkeypatch, num_npus)
-    assert choose_device("auto") == torch.device(chosen)
-
-
-def test_the_asked_one_is_chosen_whatever_else_is_there(monkeypatch):
-    set_cuda(monkeypatch, "13.0", 1)
-    assert choose_device("cuda") == torch.device("cuda")
+    assert choose_device("auto") == choose_device(chosen) == torch.device(chosen)
     monkeypatch.setattr(device_module, "load_torch_npu", lambda: pytest.fail("torch_npu was imported"))
     assert choose_device("cpu") == torch.device("cpu")
 
 
 CHOOSE_NPU = """
 from services.device import choose_device
-from services.trainer.device import backend_of, device_of_rank
+from services.trainer.device import device_of_rank
 
 print(choose_device("auto"), choose_device("npu"), choose_device("cpu"))
 device = choose_device("npu")
-print(backend_of(device), device_of_rank(device, 1))
+print(device_of_rank(device, 1))
 import torch
 print(torch.npu.current)
 try:
@@ -129,20 +123,17 @@ except ValueError as error:
 def test_npus_are_chosen_and_one_given_to_each_rank(tmp_path):
     chosen, ranks, current, error = on_npus(tmp_path, CHOOSE_NPU).splitlines()
     assert chosen == "npu npu cpu"
-    assert ranks == "cpu:gloo,npu:hccl npu:1"
+    assert ranks == "npu:1"
     assert current == "1"
     assert error.startswith("local rank 2 has no npu device: 2 are visible;")
     assert error.endswith("check ASCEND_RT_VISIBLE_DEVICES")
 
 
-def test_missing_software_says_what_to_install():
+def test_missing_software_or_device_says_what_to_do(monkeypatch):
     with pytest.raises(NotInstalled, match=r"ONBEAT_DEVICE=cuda, but .* built without CUDA; install .*cuda\.lock"):
         choose_device("cuda")
     with pytest.raises(NotInstalled, match=r"ONBEAT_DEVICE=npu, but torch_npu is not installed; docs/platforms\.md"):
         choose_device("npu")
-
-
-def test_missing_device_says_what_to_check(monkeypatch):
     set_cuda(monkeypatch, "13.0", 0)
     set_npu(monkeypatch, 0)
     with pytest.raises(NotUsable, match=r"nvidia-smi.*CUDA_VISIBLE_DEVICES.*--gpus"):
@@ -154,7 +145,6 @@ def test_missing_device_says_what_to_check(monkeypatch):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("raise ImportError('libhccl.so: cannot open shared object file')", "libhccl.so"),
         ("raise OSError('libascend_hal.so: cannot open shared object file')", "libascend_hal.so"),
         ("raise RuntimeError('CANN 8.0 is too old')", "CANN 8.0 is too old"),
         ("import yaml_that_is_not_there", "No module named 'yaml_that_is_not_there'"),
@@ -200,7 +190,6 @@ def test_service_says_why_torch_itself_cannot_be_imported(tmp_path, service):
 
 def test_each_rank_takes_a_device_of_its_own(monkeypatch):
     cuda = set_cuda(monkeypatch, "13.0", 2)
-    assert [backend_of(torch.device(name)) for name in ("cpu", "cuda")] == ["gloo", "cpu:gloo,cuda:nccl"]
     assert device_of_rank(torch.device("cpu"), 5) == torch.device("cpu")
     assert device_of_rank(torch.device("cuda"), 1) == torch.device("cuda", 1)
     assert cuda.current == 1
@@ -208,32 +197,13 @@ def test_each_rank_takes_a_device_of_its_own(monkeypatch):
         device_of_rank(torch.device("cuda"), 2)
 
 
-def test_adamw_without_a_fused_kernel_takes_the_same_steps(monkeypatch):
+def test_adamw_without_a_fused_kernel_takes_the_same_steps(tmp_path, monkeypatch):
+    """Also when a checkpoint is loaded between them."""
     assert not has_fused_adamw(SimpleNamespace(type="npu"))  # type: ignore[arg-type]
-    fused = masters_after_steps(has_restart=False)
+    groups, half = recorded_iterations(), job_config(schedule={"num_iterations": 2})
+    fused, _ = train(job_config(), groups, tmp_path / "fused")
     monkeypatch.setattr(optimizer, "has_fused_adamw", lambda device: False)
-    for has_restart in (False, True):  # a checkpoint is loaded between steps
-        plain = masters_after_steps(has_restart)
-        torch.testing.assert_close(plain, fused, rtol=1e-6, atol=1e-8)
-
-
-def masters_after_steps(has_restart):
-    model, adamw = model_and_adamw()
-    for step in range(3):
-        if has_restart and step == 2:
-            tensors = adamw.state_tensors()
-            model, adamw = model_and_adamw()
-            adamw.load_state_tensors(tensors, step)
-        model(torch.full((2, 4), 0.5 + step, dtype=torch.bfloat16)).float().square().mean().backward()
-        adamw.rescale(1.0)
-        adamw.clip()
-        adamw.step()
-    return {name: master.detach() for name, master in adamw.masters.items()}
-
-
-def model_and_adamw():
-    model = torch.nn.Linear(4, 3).bfloat16()
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(12).reshape(3, 4) / 8)
-        model.bias.zero_()
-    return model, MasterAdamW(model, OptimizerConfig(learning_rate=1e-2))
+    train(half, groups[:8], tmp_path / "plain")
+    plain, _ = train(job_config(), groups[8:], tmp_path / "plain", resume_from=2)
+    assert gap(fused, plain).mean() < 1e-6
+    assert gap(fused, plain).max() < 1e-3

@@ -1,6 +1,7 @@
 """A full disk costs a checkpoint, not the job; the last one is waited for; short space is a warning at the start."""
 
 import errno
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -35,10 +36,6 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(checkpoint, "write_content", write_if_room)
     monkeypatch.setattr(saver, "RETRY_S", 0.01)
     return left
-
-
-def files_of(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix == ".safetensors")
 
 
 @pytest.mark.parametrize(
@@ -84,12 +81,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
     ((kind, message),) = job.events
     assert kind == "checkpoint.failed"
     assert "it is the last one and tried again" in message
-    assert [doing.partition(": ")[0] for doing in job.doings[-9:]] == [
-        "waiting until the checkpoint after 3 iterations is on disk",
-        *["waiting for disk space", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
-    ]
-    assert "No space left on device" in job.doings[-2]
-    assert "(try 5 of 20 in 0 s)" in job.doings[-2]
+    assert re.fullmatch(r"waiting for disk space: .*No space left.*\(try 5 of 20 in 0 s\)", job.doings[-2])
 
 
 def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_disk):
@@ -126,7 +118,8 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
     groups = recorded_iterations()
     estimate = checkpoint_bytes(Policy.create(tiny_model(tiny_config(), torch.float32), config), config)
     train(config, groups, tmp_path)
-    assert files_of(tmp_path / "checkpoints" / "iteration-000003") == pytest.approx(estimate, rel=0.1)
+    files = (tmp_path / "checkpoints" / "iteration-000003").rglob("*.safetensors")
+    assert sum(path.stat().st_size for path in files) == pytest.approx(estimate, rel=0.1)
 
 
 def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeypatch):

@@ -29,19 +29,15 @@ def by_hand(kind, rewards):
     return pytest.approx(advantages(kind, rewards, list(REWARDS.values())), abs=1.01e-4)
 
 
+SPLITS = ({}, {"max_tokens_per_micro_batch": 1}, {"num_updates_per_iteration": 2})
+
+
+@pytest.mark.parametrize("training", SPLITS, ids=["", "groups split over rows", "several updates"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantages_are_the_objectives_and_zero_where_untrained(kind, tmp_path):
-    found = published(tmp_path, objective={"type": kind})
+def test_advantages_are_the_objectives_and_zero_where_untrained(kind, training, tmp_path):
+    found = published(tmp_path, objective={"type": kind}, training=training)
     assert found == {group_id: by_hand(kind, rewards) for group_id, rewards in REWARDS.items()}
     assert found["0-2"] == [0.0, 0.0, 0.0]
-
-
-def test_group_that_is_split_over_rows_is_published_whole(tmp_path):
-    whole, split = (
-        published(tmp_path / "whole"),
-        published(tmp_path / "split", training={"max_tokens_per_micro_batch": 1}),
-    )
-    assert split == whole
 
 
 def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
@@ -67,13 +63,10 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     assert any(shown["1-2"])  # equal rewards, unequal penalties
 
 
-def test_pairs_have_no_advantages(tmp_path):
-    assert published(tmp_path, objective={"type": "online_dpo"}) == {}
-
-
-def test_update_without_any_signal_publishes_zeros(tmp_path):
+def test_update_without_signal_publishes_zeros_and_pairs_nothing(tmp_path):
     uniform = {group_id: [1.0, 1.0, 1.0] for group_id in REWARDS}
-    assert published(tmp_path, uniform) == {group_id: [0.0, 0.0, 0.0] for group_id in REWARDS}
+    assert published(tmp_path / "uniform", uniform) == {group_id: [0.0, 0.0, 0.0] for group_id in REWARDS}
+    assert published(tmp_path / "pairs", objective={"type": "online_dpo"}) == {}
 
 
 def test_failed_group_is_left_out(tmp_path):
@@ -83,10 +76,6 @@ def test_failed_group_is_left_out(tmp_path):
     schedule = {"mode": "sync", "num_iterations": 1}
     _, job = train(job_config(schedule=schedule), groups, tmp_path, arrivals=4)
     assert job.advantages[0].keys() == REWARDS.keys() - {"0-1"}
-
-
-def test_each_update_of_an_iteration_publishes_its_share(tmp_path):
-    assert published(tmp_path / "two", training={"num_updates_per_iteration": 2}) == published(tmp_path / "one")
 
 
 def test_replicas_publish_theirs_together(tmp_path):

@@ -117,13 +117,6 @@ def test_a_version_outside_the_bound_is_refused(staleness, tmp_path):
         train(job_config(schedule=bounded()), groups, tmp_path, arrivals=4)
 
 
-def test_two_versions_in_one_iteration_are_refused(tmp_path):
-    groups = stale_iterations(3, staleness=1)
-    mixed = make_group("2-3", version=2)
-    with pytest.raises(JobFailed, match=r"2-3 has tokens of versions \[2\], wanted 1"):
-        train(job_config(schedule=bounded()), [*groups[:-1], mixed], tmp_path, arrivals=4)
-
-
 def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     config = job_config(schedule=bounded(), checkpoint={"every_iterations": 2})
     groups = stale_iterations(4, staleness=2)

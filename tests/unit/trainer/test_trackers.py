@@ -1,6 +1,6 @@
-"""Trackers: every point once, whatever restarts, fails or hangs. Libraries that are not installed are fakes here; the
-tests named `real` run where they are."""
+"""Trackers: every point once, whatever restarts, fails or hangs. W&B and Trackio are fakes, MLflow has to be there."""
 
+import math
 import sys
 import threading
 import time
@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from onbeat.types import EvaluationRecord
 from services.trainer.trackers import follow, points
-from services.trainer.trackers.follow import Bookmark, Follower, Tracking, open_tracker
+from services.trainer.trackers.follow import open_tracker
 from services.trainer.trackers.points import Cursor, Point
 from services.trainer.trackers.tensorboard import Run as TensorBoard
 from tests.trainer_fixtures import job_config
@@ -55,7 +55,7 @@ def evaluation(number):
 
 
 def tracking(job, folder, *types):
-    return Tracking(job, "job-1", job_config_with([{"type": kind} for kind in types]), folder)
+    return follow.tracking(job, "job-1", job_config_with([{"type": kind} for kind in types]), folder)
 
 
 def job_config_with(trackers):
@@ -73,19 +73,13 @@ def read_curve(folder, tag):
 
 
 def test_curves_have_the_steps_values_and_times_of_the_ledger(tmp_path):
-    with tracking(LedgerOf(5, [0, 4]), tmp_path):
-        pass
+    job = LedgerOf(2, [0, 4])
+    with tracking(job, tmp_path):
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 2, "two points are there while the job runs")
+        job.num_iterations = 5
     expected = [(step, step / 8, 1000.0 + step) for step in range(5)]
     assert read_curve(tmp_path / "tensorboard", "iteration/reward_mean") == expected
     assert read_curve(tmp_path / "tensorboard", "eval/reward_mean") == [(0, 0.5, 1000.5), (4, 0.5, 1004.5)]
-
-
-def test_points_are_on_disk_while_the_job_runs(tmp_path):
-    job = LedgerOf(2)
-    with tracking(job, tmp_path):
-        wait_until(lambda: len(curve_or_none(tmp_path)) == 2, "two points are there")
-        job.num_iterations = 3
-        wait_until(lambda: len(curve_or_none(tmp_path)) == 3, "three points are there")
 
 
 def curve_or_none(folder):
@@ -95,33 +89,23 @@ def curve_or_none(folder):
         return []
 
 
-def test_resumed_job_has_every_point_once(tmp_path):
+def test_resumed_job_has_every_point_once_also_for_its_watcher(tmp_path):
     """The first trainer died with three iterations and an evaluation in its file; its successor repeats two of them."""
-    dead = TensorBoard(tmp_path / "tensorboard")
+    folder = tmp_path / "tensorboard"
+    dead = TensorBoard(folder)
     for each in [evaluation(0), *map(point, range(3))]:
         dead.log(each)
-    with tracking(LedgerOf(6, [0, 4]), tmp_path):
-        pass
-    assert [step for step, _, _ in read_curve(tmp_path / "tensorboard", "train/grad_norm")] == list(range(6))
-    assert [step for step, _, _ in read_curve(tmp_path / "tensorboard", "eval/reward_mean")] == [0, 4]
-
-
-def test_who_watches_across_the_resumption_sees_every_point_once(tmp_path):
-    first = TensorBoard(tmp_path)
-    for iteration in range(3):
-        first.log(point(iteration))
-    watcher = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    watcher = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     watcher.Reload()
     assert len(watcher.Scalars("train/grad_norm")) == 3
-    second = TensorBoard(tmp_path)
-    for iteration in range(5):
-        second.log(point(iteration))
-    second.finish(has_succeeded=True)
+    with tracking(LedgerOf(6, [0, 4]), tmp_path):
+        pass
     watcher.Reload()
-    assert [event.step for event in watcher.Scalars("train/grad_norm")] == list(range(5))
-    third = TensorBoard(tmp_path)
-    third.finish(has_succeeded=True)
-    assert len(list(tmp_path.iterdir())) == 2, "files do not pile up"
+    assert [event.step for event in watcher.Scalars("train/grad_norm")] == list(range(6))
+    assert [step for step, _, _ in read_curve(folder, "train/grad_norm")] == list(range(6))
+    assert [step for step, _, _ in read_curve(folder, "eval/reward_mean")] == [0, 4]
+    TensorBoard(folder).finish(has_succeeded=True)
+    assert len(list(folder.iterdir())) == 2, "files do not pile up"
 
 
 # ---- fakes of hosted trackers ----------------------------------------------------------------------------------------
@@ -133,7 +117,7 @@ class FakeLibrary(ModuleType):
     def __init__(self, name):
         super().__init__(name)
         self.rows, self.inits, self.endings, self.step = [], [], [], 0
-        self.error = None
+        self.error, self.refused = None, math.inf  # takes nothing from that step on
         self.answers = threading.Event()
         self.answers.set()
         self.has_been_asked = threading.Event()
@@ -153,6 +137,8 @@ class FakeLibrary(ModuleType):
     def log(self, values, step):
         self.has_been_asked.set()
         assert self.answers.wait(60)
+        if step >= self.refused:
+            raise RuntimeError("503")
         if step >= self.step or self.__name__ == "trackio":
             self.rows.append((step, values))
             self.step = step
@@ -214,60 +200,43 @@ def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, retries, tmp_pat
     assert job.warnings == ["tracker wandb: RuntimeError: no route to host; tried again every 0 s"]
 
 
-class Store:
-    """A tracker that takes nothing from iteration `refused` on."""
-
-    def __init__(self):
-        self.steps, self.num_opened, self.refused = [], 0, 1
-
-    def open(self):
-        self.num_opened += 1
-        return self
-
-    def log(self, point):
-        if self.refused is not None and point.step >= self.refused:
-            raise RuntimeError("503")
-        self.steps.append(point.step)
-
-    def finish(self, has_succeeded):
-        pass
-
-
-def follow_until(check, store, path):
-    follower = Follower("mlflow", store.open, LedgerOf(5), Bookmark(path))
-    wait_until(check, "the store is where it should be")
-    follower.close(has_succeeded=True)
-    assert follower.wait_closed(20)
-
-
-def test_point_before_a_refused_one_is_logged_once(retries, tmp_path):
+def test_point_before_a_refused_one_is_logged_once(wandb, retries, tmp_path):
     """Neither the trainer that tries again nor its successor repeats it."""
-    store = Store()
-    follow_until(lambda: store.num_opened > 2, store, tmp_path / "mlflow.json")
-    assert store.steps == [0]
-    store.refused = None
-    follow_until(lambda: len(store.steps) >= 5, store, tmp_path / "mlflow.json")
-    assert store.steps == list(range(5))
+    wandb.refused = 1
+    with tracking(LedgerOf(5), tmp_path, "wandb"):
+        wait_until(lambda: len(wandb.inits) > 2, "it was tried again")
+    assert [step for step, _ in wandb.rows] == [0]
+    wandb.refused = math.inf
+    with tracking(LedgerOf(5), tmp_path, "wandb"):
+        pass
+    assert [step for step, _ in wandb.rows] == list(range(5))
 
 
-def test_tracker_without_a_cursor_gets_everything_when_reopened(retries):
-    store = Store()
-    follow_until(lambda: store.num_opened > 2, store, None)
-    assert store.steps == [0] * store.num_opened
+def test_tracker_without_a_cursor_gets_everything_when_reopened(retries, tmp_path, monkeypatch):
+    log, errors = TensorBoard.log, [OSError("no space")]
+
+    def fail_once(run, point):
+        if point.step == 1 and errors:
+            raise errors.pop()
+        log(run, point)
+
+    monkeypatch.setattr(TensorBoard, "log", fail_once)
+    with tracking(LedgerOf(3), tmp_path):
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 3, "all points are there")
 
 
 def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, monkeypatch):
     monkeypatch.setattr(follow, "CLOSE_S", 2.0)
     wandb.answers.clear()
     job = LedgerOf(3)
-    with tracking(job, tmp_path, "wandb") as trackers:
+    with tracking(job, tmp_path, "wandb") as followers:
         assert wandb.has_been_asked.wait(20)
         wait_until(lambda: len(curve_or_none(tmp_path)) == 3, "three points are there")
         left_at = time.monotonic()
     assert time.monotonic() - left_at < 20
     assert job.warnings == ["tracker wandb: not finished within 2 s; its curves may end early"]
     wandb.answers.set()
-    assert trackers._followers[-1].wait_closed(20)
+    assert followers[-1].wait_closed(20)
     assert [step for step, _ in wandb.rows] == [0], "another trainer may own the job by now"
     assert wandb.endings == []
     assert not (tmp_path / "trackers" / "wandb.json").exists(), "another trainer may keep its cursor there by now"
@@ -301,55 +270,21 @@ def test_job_names_no_secret_no_address_and_no_unknown_tracker(trackers, said):
         job_config_with(trackers)
 
 
-# ---- the real libraries, where they are installed --------------------------------------------------------------------
-
-
-def log_twice(kind, num_first=3, num_second=5):
-    """Two trainers in turn, each in a thread of its own as in service; returns nothing: look into the store."""
-
-    def run(first, last):
-        tracker = open_tracker(kind, job_config_with([{"type": kind}]).tracking[0], job_config(), "job-1")
-        for iteration in range(first, last):
-            tracker.log(point(iteration))
-        tracker.log(evaluation(first))
-        tracker.finish(has_succeeded=first > 0)
-
-    for first, last in ((0, num_first), (num_first, num_second)):
-        thread = threading.Thread(target=run, args=(first, last))
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
-
-
 def test_real_mlflow_holds_one_run_with_every_point_once(tmp_path, monkeypatch):
     mlflow_tracking = pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    log_twice("mlflow")
+    for first, last in ((0, 3), (3, 5)):  # two trainers in turn
+        tracker = open_tracker("mlflow", job_config_with([{"type": "mlflow"}]).tracking[0], job_config(), "job-1")
+        for iteration in range(first, last):
+            tracker.log(point(iteration))
+        tracker.finish(has_succeeded=first > 0)
     client = mlflow_tracking.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("onbeat").experiment_id])
     history = client.get_metric_history(run.info.run_id, "iteration/reward_mean")
     assert [(metric.step, metric.value) for metric in history] == [(step, step / 8) for step in range(5)]
     assert run.info.status == "FINISHED"
     assert run.data.params["schedule.num_iterations"] == "3"
-
-
-def test_real_trackio_holds_every_point_once(tmp_path, monkeypatch):
-    storage = pytest.importorskip("trackio.sqlite_storage")
-    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
-    log_twice("trackio")
-    rows = storage.SQLiteStorage.get_logs("onbeat", "job-1")
-    assert [row["step"] for row in rows if "train/grad_norm" in row] == list(range(5))
-
-
-def test_real_wandb_offline_writes_both_runs(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    log_twice("wandb")
-    files = list(tmp_path.glob("wandb/offline-run-*/run-job-1.wandb"))
-    assert files
-    assert all(b"iteration/reward_mean" in file.read_bytes() for file in files)
 
 
 async def test_evaluation_that_ends_late_is_read_once_in_its_place(monkeypatch):

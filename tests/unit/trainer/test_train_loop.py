@@ -20,10 +20,8 @@ from services.trainer import loop
 from services.trainer import stats as stats_module
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
-from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped
-from services.trainer.loop import TrainLoop
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
@@ -112,20 +110,15 @@ def test_no_rank_asks_for_the_job_once_another_may_have_ended_it(tmp_path, monke
     assert calls[-2:] == ["check", "gather"]
 
 
-def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):
-    groups = recorded_iterations(num_iterations=1)
-    config = job_config(schedule=PERIODIC | {"num_iterations": 1})
-    _, apart = train(config, groups, tmp_path / "apart", arrivals=1)
-    _, close = train(config, groups, tmp_path / "close", arrivals=1, is_steady=True)
-    assert [len(batch) for batch in apart.recorded[0]] == [1, 1, 1, 1]
-    assert [len(batch) for batch in close.recorded[0]] == [4]
-
-
-def test_a_full_micro_batch_waits_for_nobody(tmp_path):
-    groups = recorded_iterations(num_iterations=1)
-    config = job_config(schedule=PERIODIC | {"num_iterations": 1}, training={"max_tokens_per_micro_batch": 1})
-    _, job = train(config, groups, tmp_path, arrivals=1, is_steady=True)
-    assert [len(batch) for batch in job.recorded[0]] == [1, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("is_steady", "training", "sizes"),
+    [(False, {}, [1, 1, 1, 1]), (True, {}, [4]), (True, {"max_tokens_per_micro_batch": 1}, [1, 1, 1, 1])],
+    ids=["apart", "close", "close, but full"],
+)
+def test_groups_close_behind_one_another_share_a_pass(is_steady, training, sizes, tmp_path):
+    config = job_config(schedule=PERIODIC | {"num_iterations": 1}, training=training)
+    _, job = train(config, recorded_iterations(1), tmp_path, is_steady=is_steady)
+    assert [len(batch) for batch in job.recorded[0]] == sizes
 
 
 def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
@@ -235,10 +228,8 @@ def test_wait_for_other_replicas_is_no_busy_time(tmp_path, monkeypatch):
             waited_s += 1000.0
             return super().sum_scalars(values)
 
-    config, world = job_config(schedule={"num_iterations": 1}), WorldOfALateRank()
-    policy, job = Policy.create(model_of(config), config), RecordedJob(config, recorded_iterations(1))
-    state, checkpoints = TrainState.fresh("job", "tiny"), CheckpointStore(tmp_path, keep=2)
-    TrainLoop(job, config, policy, state, checkpoints, {}, world).run()
+    config = job_config(schedule={"num_iterations": 1})
+    _, job = train(config, recorded_iterations(1), tmp_path, world=WorldOfALateRank())
     assert waited_s > 0
     assert job.commits[0][2]["train/step_s"] < 500
     assert max(span.end - span.start for span in job.spans[0]) < 500
@@ -256,24 +247,18 @@ def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
 
 
 def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
-    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
-    groups = [*recorded_iterations(1)[:3], broken]
-    schedule = {"num_iterations": 1}
-    metrics = train(job_config(schedule=schedule), groups, tmp_path / "skip")[1].commits[0][2]
-    assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
-    with pytest.raises(JobFailed, match=r"0-3.*reward_failed.*boom"):
-        train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
     failure = GroupFailure(kind="reward_failed", message="boom")
     all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
+    groups = [*recorded_iterations(1)[:3], all_broken[3]]
+    schedule = {"num_iterations": 1}
+    for num_updates in (1, 4):  # of the last of four, all groups have failed: it takes no step
+        config = job_config(schedule=schedule, training={"num_updates_per_iteration": num_updates})
+        metrics = train(config, groups, tmp_path / str(num_updates))[1].commits[0][2]
+        assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
+    with pytest.raises(JobFailed, match=r"0-3.*reward_failed.*boom"):
+        train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
     with pytest.raises(JobFailed, match=r"every group of iteration 0 failed.*reward_failed: boom"):
         train(job_config(schedule=schedule), all_broken, tmp_path / "all")
-
-
-def test_an_update_whose_groups_all_failed_takes_no_step(tmp_path):
-    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
-    config = job_config(schedule={"num_iterations": 1}, training={"num_updates_per_iteration": 4})
-    _, job = train(config, [*recorded_iterations(1)[:3], broken], tmp_path)
-    assert job.commits[0][2]["num_responses"] == 9
 
 
 def test_a_token_of_another_version_is_refused(tmp_path):
@@ -308,12 +293,15 @@ def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monke
     assert gap(model, model_of(config)).max() == 0.0
 
 
-def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
+@pytest.mark.parametrize(
+    "sections", [{}, {"lora": {"rank": 2}, "model": {"dtype": "bfloat16"}}], ids=["full", "lora in bfloat16"]
+)
+def test_resume_from_a_checkpoint_reaches_the_same_bits(sections, tmp_path):
     groups = recorded_iterations(4)
-    whole = job_config(schedule={"num_iterations": 4}, checkpoint={"every_iterations": 2})
+    whole = job_config(schedule={"num_iterations": 4}, checkpoint={"every_iterations": 2}, **sections)
     expected, job = train(whole, groups, tmp_path / "whole", arrivals=4)
     assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2), (2, 4)]
-    half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2})
+    half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2}, **sections)
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, job = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, _, _ in job.commits] == [2, 3]

@@ -8,35 +8,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from onbeat.config import JobConfig
-from onbeat.objectives.base import Logprobs, Responses
+from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import check_group
 from services.trainer.attention import dense_mask
-from services.trainer.batch import MIN_PREFIX, group_rewards, num_places, pack
+from services.trainer.batch import MIN_PREFIX, num_places, pack
 from services.trainer.episode import num_leaves, turn_paths, turn_spans
-from services.trainer.model.model import Passes, freeze_copy, response_logprobs, use_attention
+from services.trainer.model.model import Passes, response_logprobs, use_attention
 from services.trainer.stats import IterationStats
 from tests.trainer_episodes import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
-from tests.trainer_fixtures import (
-    gradients,
-    job_config,
-    make_group,
-    model_of,
-    moved_model,
-    pass_rows,
-    set_rollout_logprobs,
-    tiny_model,
-    train,
-)
-from tests.unit.trainer.attention.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64  # noqa: F401
-from tests.unit.trainer.test_signal import CASES, KINDS, config_of
+from tests.trainer_fixtures import gradients, job_config, make_group, model_of, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")
 EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, max_size=4)
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+def behind(prefix, *groups):
+    """The groups with that before their prompts."""
+    for group in groups:
+        group.prompt_token_ids[:] = [*prefix, *group.prompt_token_ids]
+        for turn in (turn for response in group.responses for turn in response.turns):
+            turn.num_shared += len(prefix)
+    return list(groups)
 
 
 def assert_every_target_sees_its_path(batch, groups):
@@ -58,12 +56,7 @@ def assert_every_target_sees_its_path(batch, groups):
 @given(EPISODES, EPISODES, st.integers(1, 5), st.sampled_from([0, MIN_PREFIX]))
 def test_every_sampled_token_sees_its_path_and_nothing_else(first, second, prompt_length, prefix_length):
     groups = [make_episodes("0-0", prompt_length, first, is_unique=True), make_episodes("0-1", 3, second)]
-    for group in groups:
-        for response in group.responses:
-            for turn in response.turns:
-                turn.num_shared += prefix_length
-    groups = behind(range(500, 500 + prefix_length), *groups)
-    batch = pack(groups, CPU)
+    batch = pack(behind(range(500, 500 + prefix_length), *groups), CPU)
     assert batch.layout.prefix_length == prefix_length
     assert batch.response_lengths.tolist() == [len(r.token_ids) for group in groups for r in group.responses]
     assert_every_target_sees_its_path(batch, groups)
@@ -74,19 +67,13 @@ def test_every_sampled_token_sees_its_path_and_nothing_else(first, second, promp
 def test_only_a_token_that_something_follows_has_a_place(shapes):
     group = make_episodes(prompt_length=2, shapes=shapes, is_unique=True)
     batch = pack([group], CPU)
+    for tree in batch.layout.groups[0].trees:
+        assert all(parent < index for index, parent in enumerate(tree.parents)), "in pre-order"
+        assert all(tree.lengths) or tree.lengths == (0,)
+        assert all(tree.parents.count(parent) > 1 for parent in tree.parents if parent >= 0), "ends only where it forks"
     wanted = {token for before, sampled in paths_of(group) for token in [*before, *sampled[:-1]]}
     assert sorted(batch.token_ids.tolist()) == sorted(wanted)
     assert num_places(group) == len(wanted)
-
-
-@settings(max_examples=150, deadline=None)
-@given(EPISODES)
-def test_segments_end_only_where_places_fork(shapes):
-    layout = pack([make_episodes(shapes=shapes)], CPU).layout
-    for tree in layout.groups[0].trees:
-        assert all(parent < index for index, parent in enumerate(tree.parents)), "in pre-order"
-        assert all(tree.lengths) or tree.lengths == (0,)
-        assert all(tree.parents.count(parent) > 1 for parent in tree.parents if parent >= 0)
 
 
 @pytest.mark.parametrize(
@@ -143,38 +130,53 @@ PASSES = {
     "rows by length": Passes("sdpa", is_padded=False),
     "another head": Passes(has_plain_head=False),
 }
+ARCHITECTURES = {
+    "llama-gqa-tied": lambda: tiny_config(LlamaConfig),
+    "llama-mha-untied": lambda: tiny_config(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=False),
+    "qwen2": lambda: tiny_config(Qwen2Config),
+    "qwen3": lambda: tiny_config(Qwen3Config, head_dim=8),
+    "gemma2-softcapped": lambda: tiny_config(
+        Gemma2Config, head_dim=8, sliding_window=256, layer_types=["full_attention"] * 2, attn_logit_softcapping=None
+    ),
+    "mistral": lambda: tiny_config(MistralConfig, sliding_window=None),
+}
 
 
-def model_for(passes, dtype=torch.float64, architecture="qwen3"):
-    model = tiny_model(ARCHITECTURES[architecture](), dtype)
+@pytest.fixture
+def everything_in_float64(monkeypatch):
+    """Models compute norms and softmaxes in float32 whatever their dtype; here even those stay in float64."""
+    convert = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        is_narrowing = self.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return self if is_narrowing else convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def model_for(passes, architecture="qwen3"):
+    model = tiny_model(ARCHITECTURES[architecture]())
     use_attention(model, passes.attention)
     model.passes = replace(passes, has_plain_head=passes.has_plain_head and model.passes.has_plain_head)
     return model
 
 
-def two_groups(shapes, prefix_length=0):
-    groups = [make_episodes("0-0", 5 + prefix_length, shapes), make_episodes("0-1", 2 + prefix_length, shapes, seed=1)]
-    for group in groups:
-        group.prompt_token_ids[:prefix_length] = [3] * prefix_length
-    return groups
+ROWS = {"episodes": ([5, 2], MIXED), "responses": ([5, 2, 7], [3, 1, 4, 6])}  # lengths of prompts, shapes of responses
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX + 1])
-@pytest.mark.parametrize("passes", PASSES)
-def test_trees_equal_one_path_at_a_time(passes, prefix_length, everything_in_float64):  # noqa: F811
-    groups = two_groups(MIXED, prefix_length)
-    assert pack(groups, CPU).layout.prefix_length == prefix_length
-    assert_equals_paths(groups, PASSES[passes])
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_trees_of_every_architecture(architecture, everything_in_float64):  # noqa: F811
-    assert_equals_paths(two_groups(MIXED), Passes(), architecture)
-
-
-def assert_equals_paths(groups, passes, architecture="qwen3"):
-    batch = pack(groups, CPU)
-    model, plain = model_for(passes, architecture=architecture), model_for(Passes("sdpa"), architecture=architecture)
+@pytest.mark.parametrize(
+    ("passes", "architecture"),
+    [*((name, "qwen3") for name in PASSES if name != "packed"), *(("packed", name) for name in ARCHITECTURES)],
+)
+def test_packed_rows_equal_one_path_at_a_time(passes, architecture, prefix_length, rows, everything_in_float64):
+    prompts, shapes = ROWS[rows]
+    groups = [make_episodes(f"0-{index}", length, shapes, seed=index) for index, length in enumerate(prompts)]
+    batch = pack(behind([3] * prefix_length, *groups), CPU)
+    assert batch.layout.prefix_length == prefix_length
+    model, plain = (model_for(each, architecture) for each in (PASSES[passes], Passes("sdpa")))
     found, expected = response_logprobs(model, batch, 0.7)[0], path_logprobs(plain, groups, 0.7)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     wanted = gradients(plain, expected)
@@ -182,148 +184,26 @@ def assert_equals_paths(groups, passes, architecture="qwen3"):
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-8, msg=name)
 
 
-def test_trees_in_float32():
-    groups = two_groups(MIXED, MIN_PREFIX)
-    model, plain = (model_for(passes, torch.float32) for passes in (Passes(), Passes("sdpa")))
-    found, expected = response_logprobs(model, pack(groups, CPU), 1.0)[0], path_logprobs(plain, groups)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    wanted = gradients(plain, expected)
-    for name, gradient in gradients(model, found).items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3 * wanted[name].abs().max().item())
-
-
 @pytest.mark.parametrize("shapes", [MIXED, [3, 1, 4, 6]], ids=["trees", "responses"])
 def test_packed_rows_in_bfloat16_stay_within_its_noise(shapes):
-    groups = two_groups(shapes)
-    found, _ = response_logprobs(model_for(Passes(), torch.bfloat16), pack(groups, CPU), 1.0)
+    groups = [make_episodes(f"0-{index}", length, shapes, seed=index) for index, length in enumerate((5, 2))]
+    found, _ = response_logprobs(model_for(Passes()).bfloat16(), pack(groups, CPU), 1.0)
     exact = path_logprobs(model_for(Passes("sdpa")), groups).float()
-    plain = path_logprobs(model_for(Passes("sdpa"), torch.bfloat16), groups).float()
+    plain = path_logprobs(model_for(Passes("sdpa")).bfloat16(), groups).float()
     assert (found - exact).abs().mean() < 2 * (plain - exact).abs().mean() + 1e-3
-
-
-# ---- objectives ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def groups():
-    """Rollout logprobs lie around the old policy's, on both sides of the band."""
-    rng = random.Random(0)
-    names = list(SHAPES)
-    shapes = [[SHAPES[name] for name in names[first : first + 3]] for first in (0, 3, 6)]
-    found = [
-        make_episodes(f"0-{index}", 3 + index, [*three, 4], rewards=[0.0, 1.0, 0.25, 0.5])
-        for index, three in enumerate(shapes)
-    ]
-    logprobs = path_logprobs(moved_model(1), found)
-    set_rollout_logprobs(found, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
-    return found
-
-
-@pytest.fixture(scope="module")
-def by_paths(groups):
-    """The policy, and the logprobs of it, of the old one and of the reference, one path at a time."""
-    policy = moved_model(0)
-    with torch.no_grad():
-        others = [path_logprobs(moved_model(seed), groups) for seed in (1, 2)]
-    return policy, Logprobs(path_logprobs(policy, groups), *others)
-
-
-def as_objectives_take_them(groups):
-    """All groups' responses without a row: what the objective is defined on."""
-    responses = [response for group in groups for response in group.responses]
-    return Responses(
-        rollout_logprobs=torch.tensor([each for response in responses for each in response.rollout_logprobs]),
-        response_lengths=torch.tensor([len(response.token_ids) for response in responses]),
-        group_rewards=[group_rewards(group) for group in groups],
-        members=[torch.arange(len(group.responses)) for group in groups],
-    )
-
-
-def gradient_by_paths(config, by_paths, groups, scale):
-    policy, logprobs = by_paths
-    if not config.objective.needs_reference:
-        logprobs = replace(logprobs, ref=None)
-    batch = as_objectives_take_them(groups)
-    if config.objective.type == "online_dpo":  # it trains two responses of each group
-        batch, logprobs = of_pairs(config, batch, logprobs)
-    loss = config.objective.loss(batch, logprobs, scale)
-    names, parameters = zip(*policy.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss.loss_sum, parameters, retain_graph=True)
-    return dict(zip(names, found, strict=True)), loss.num_rejected_tokens
-
-
-def of_pairs(config, batch, logprobs):
-    """Keep the responses that the objective trains."""
-    members = [torch.tensor(config.objective.trained_members(rewards)) for rewards in batch.group_rewards]
-    sizes = [len(rewards) for rewards in batch.group_rewards]
-    first = [sum(sizes[:index]) for index in range(len(sizes))]
-    kept = torch.cat([here + start for here, start in zip(members, first, strict=True)])
-    tokens = torch.arange(len(logprobs.old)).split(batch.response_lengths.tolist())
-    index = torch.cat([tokens[response] for response in kept.tolist()])
-    lengths = batch.response_lengths[kept]
-    batch = Responses(batch.rollout_logprobs[index], lengths, batch.group_rewards, members)
-    return batch, Logprobs(
-        *(each if each is None else each[index] for each in (logprobs.trainer, logprobs.old, logprobs.ref))
-    )
-
-
-def gradient_by_rows(config, models, groups, scale):
-    passes = list(pass_rows(config, models, groups, scale))
-    gradients = {name: parameter.grad for name, parameter in models[0].named_parameters()}
-    num_parts = sum(len(batch.members) for batch, *_ in passes)
-    return gradients, sum(loss.num_rejected_tokens for _, _, loss, _ in passes), num_parts
-
-
-@pytest.mark.parametrize(
-    ("kind", "extra", "budget"),
-    [(*case, 30) for case in CASES] + [(*case, 4096) for case in CASES if case[1] == "plain"],
-)
-def test_every_objective_counts_each_sampled_token_once(kind, extra, budget, models, by_paths, groups):
-    config = config_of(kind, extra, training={"max_tokens_per_micro_batch": budget})
-    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
-    expected, expected_rejected = gradient_by_paths(config, by_paths, groups, scale)
-    arrived = [groups[2], groups[0], groups[1]]
-    found, rejected, num_parts = gradient_by_rows(config, models, arrived, scale)
-    assert rejected == expected_rejected
-    is_split = num_parts > len(groups)
-    assert is_split == (budget == 30 and not config.objective.needs_whole_group)
-    assert max(value.abs().max().item() for value in expected.values()) > 1e-3
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)  # norms and softmax are float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_objectives_on_trees_are_as_exact_as_on_paths(kind, dtype, by_paths, groups):
-    """As exact as one path at a time in the same dtype, up to twice its rounding."""
-    config = config_of(kind, "plain")
-    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
-    exact, _ = gradient_by_paths(config, by_paths, groups, scale)
-    policy, *others = (moved_model(seed).to(dtype) for seed in range(3))
-    found, *_ = gradient_by_rows(config, (policy, *map(freeze_copy, others)), groups, scale)
-    gap = distance(found, exact)
-    with torch.no_grad():
-        logprobs = [path_logprobs(model, groups) for model in others]
-    policy.zero_grad()
-    plain, _ = gradient_by_paths(config, (policy, Logprobs(path_logprobs(policy, groups), *logprobs)), groups, scale)
-    assert gap < max(2 * distance(plain, exact), 1e-6)
-    assert gap < {torch.float32: 1e-5, torch.bfloat16: 0.8}[dtype], "GSPO's narrow clip flips tokens in bfloat16"
-
-
-def distance(gradient, exact):
-    """Return the length of the difference as a share of the exact gradient's."""
-    gaps = [(gradient[name].double() - value).norm() ** 2 for name, value in exact.items()]
-    return float((sum(gaps) / sum(value.norm() ** 2 for value in exact.values())) ** 0.5)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-def episodes_config(**sections) -> JobConfig:
+# Adam's step is as long for a gradient that is only rounding as for a large one, unless eps exceeds the rounding.
+# Clipping, which would shrink the gradients below that eps, is off.
+ADAM = {"eps": 1e-3, "max_grad_norm": 1e9}
+
+
+def episodes_config(mode="periodic", **sections) -> JobConfig:
     rollout = {"num_prompts_per_iteration": 3, "num_samples_per_prompt": 3}
-    return job_config(
-        **{"rollout": rollout, "schedule": {"num_iterations": 2}, "optimizer": {"max_grad_norm": 1e9}} | sections
-    )
+    return job_config(rollout=rollout, schedule={"mode": mode, "num_iterations": 2}, optimizer=ADAM, **sections)
 
 
 def iterations(num_iterations=2):
@@ -335,25 +215,29 @@ def iterations(num_iterations=2):
     ]
 
 
-# Adam's step is as long for a gradient that is only rounding as for a large one, unless eps exceeds the rounding.
-# Clipping, which would shrink the gradients below that eps, is off.
-ADAM = {"eps": 1e-3, "max_grad_norm": 1e9}
+SECTIONS = {
+    "lora": {"lora": {"rank": 4}},
+    "gac": {"gac": {"mode": "control"}},
+    "kl in the loss": {"objective": {"kl": {"coef": 0.3}}},
+    "kl in the reward": {"objective": {"kl": {"coef": 0.3, "placement": "reward"}}},
+    "band": {"objective": {"importance": {"type": "band", "low": 1e-3}}},
+    **{kind: {"objective": {"type": kind}, "mode": each.modes[0]} for kind, each in BUILT_IN.items()},
+}
 
 
-@pytest.mark.parametrize(
-    "sections", [{}, {"lora": {"rank": 4}}, {"gac": {"mode": "control"}}], ids=["full", "lora", "gac"]
-)
+@pytest.mark.parametrize("sections", SECTIONS.values(), ids=SECTIONS)
 @pytest.mark.parametrize("budget", [4096, 25])
 def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path):
-    sections = sections | {"optimizer": ADAM}
     plain, before = model_of(episodes_config(**sections)), model_of(episodes_config(**sections))
     use_attention(plain, "sdpa")
     expected, _ = train(episodes_config(**sections), iterations(), tmp_path / "paths", plain)
     groups = iterations()
     random.Random(budget).shuffle(groups)
-    training = {"max_tokens_per_micro_batch": budget}
-    found, job = train(episodes_config(training=training, **sections), groups, tmp_path / "trees")
+    config = episodes_config(training={"max_tokens_per_micro_batch": budget}, **sections)
+    found, job = train(config, groups, tmp_path / "trees")
     assert [commit[0] for commit in job.commits] == [0, 1]
+    is_split = job.commits[0][2]["train/passes"] > len(groups) // 2
+    assert is_split == (budget == 25 and not config.objective.needs_whole_group)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained) == ("lora" in sections)
     for name, right in expected.named_parameters():
@@ -387,6 +271,9 @@ def test_metrics_are_means_over_episodes():
         "episode/failed_crashed": 1,
     }
     assert report["response_tokens"] == 16 + 9 + 4 + 2 * 3, "what was sampled"
+    responses = IterationStats(0)
+    responses.add_group(make_group(), True)
+    assert not any("episode" in name for name in responses.report()), "without turns they are none"
 
 
 @pytest.mark.parametrize("name", ["waited_s", "generate_s"])
@@ -397,9 +284,3 @@ def test_a_turn_of_impossible_duration_is_refused(name, seconds):
     setattr(group.responses[1].turns[2], name, seconds)
     with pytest.raises(ValueError, match=f"group 0-0: its {name} is {seconds}, not seconds from 0"):
         check_group(group)
-
-
-def test_responses_without_turns_report_no_episodes():
-    stats = IterationStats(0)
-    stats.add_group(make_group(), True)
-    assert not any("episode" in name for name in stats.report())

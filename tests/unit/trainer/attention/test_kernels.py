@@ -30,24 +30,27 @@ PREFIXES = st.integers(0, 6)
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
-BEHIND_LONG_PREFIX = [(152, [3, 40, 1]), (131, [200, 7])]
+BEHIND_LONG = [(22, [3, 40, 1]), (1, [200, 7])]  # behind a prefix
 LONG_TURNS = [(None, 0, 100, 60), (0, 130, 40, 70), (0, 160, 300, 20), (2, 400, 5, 40)]
 LONG_FOREST = [(150, [3, LONG_TURNS, 40]), (5, [LONG_TURNS, LONG_TURNS, 7]), (40, [9])]
-CPU_KERNELS = pytest.mark.parametrize("plan", [plan_sdpa, ShortPlan])
+KERNELS = pytest.mark.parametrize(
+    ("plan", "shapes"), [(plan_sdpa, GROUPS), (ShortPlan, GROUPS), (plan_tree, FORESTS), (plan_npu, FORESTS)]
+)
+LONG_ROWS = [
+    *((plan, groups, length) for plan in (plan_sdpa, ShortPlan) for groups, length in ((LONG, 0), (BEHIND_LONG, 130))),
+    *((plan, [(300, [310, 2, 1, 270, 5, 1, 9])], 0) for plan in (plan_sdpa, ShortPlan)),
+    *((plan_tree, LONG_FOREST, length) for length in (0, 130)),
+]
 
 
 def behind_prefix(groups, length):
-    """The same groups behind a prefix of that length."""
-    return build_layout([(length + prompt, responses) for prompt, responses in groups], prefix_length=length)
-
-
-def trees(groups):
-    """The same groups, with a tree where turns are given."""
+    """The groups behind a prefix of that length, with a tree where turns are given."""
 
     def laid_out(shape):
         return shape if isinstance(shape, int) else lay_out(make_episodes(shapes=[shape]).responses[0], 5)[1]
 
-    return [(prompt, [laid_out(shape) for shape in shapes]) for prompt, shapes in groups]
+    rows = [(length + prompt, [laid_out(shape) for shape in shapes]) for prompt, shapes in groups]
+    return build_layout(rows, prefix_length=length)
 
 
 def random_inputs(layout, heads, dtype=torch.float64, size=8):
@@ -62,6 +65,10 @@ def by_dense_mask(layout, query, key, value, scale=0.3):
     return attended.transpose(1, 2)
 
 
+def attend(plan, inputs):
+    return packed_attention(None, *inputs, None, 0.3, layout_plan=plan)[0]
+
+
 def outputs_and_gradients(output, inputs):
     weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
@@ -69,71 +76,46 @@ def outputs_and_gradients(output, inputs):
 
 def assert_equals_dense_mask(plan, layout, heads):
     inputs = random_inputs(layout, heads)
-    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
+    found = outputs_and_gradients(attend(plan, inputs), inputs)
     for left, right in zip(found, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 
 
-@CPU_KERNELS
-@settings(max_examples=60, deadline=None)
-@given(GROUPS, PREFIXES, HEADS)
-def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, prefix_length, heads):
-    layout = behind_prefix(groups, prefix_length)
+@KERNELS
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), PREFIXES, HEADS)
+def test_kernels_and_their_gradients_equal_the_dense_mask(documented_npu, plan, shapes, data, prefix_length, heads):
+    layout = behind_prefix(data.draw(shapes), prefix_length)
     assert_equals_dense_mask(plan(layout), layout, heads)
 
 
-@CPU_KERNELS
-def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
-    layout = build_layout([(300, [310, 2, 1, 270, 5, 1, 9]), *LONG])
-    assert_equals_dense_mask(plan(layout), layout, (6, 2))
-    layout = build_layout(BEHIND_LONG_PREFIX, prefix_length=130)
+@pytest.mark.parametrize(("plan", "groups", "prefix_length"), LONG_ROWS)
+def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan, groups, prefix_length):
+    layout = behind_prefix(groups, prefix_length)
     assert_equals_dense_mask(plan(layout), layout, (6, 2))
 
 
-@CPU_KERNELS
 @pytest.mark.parametrize(
-    ("groups", "prefix_length", "bound"),
-    [(LONG, 0, 1.25), ([(300, [310, 2, 1])], 0, 1.25), (BEHIND_LONG_PREFIX, 130, 1.4), ([(24, [6, 9])] * 32, 20, 1.4)],
-    ids=["short keys", "long keys", "prefix", "prefix of many"],
+    ("plan", "groups", "prefix_length"),
+    [*LONG_ROWS, *((plan, [(4, [6, 9])] * 32, 20) for plan in (plan_sdpa, ShortPlan))],
 )
-def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(groups, prefix_length, bound, plan):
-    layout = build_layout(groups, prefix_length=prefix_length)
-    assert_as_near_as_the_dense_mask(plan(layout), layout, bound)
-
-
-def assert_as_near_as_the_dense_mask(plan, layout, bound):
+def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(plan, groups, prefix_length):
+    bound = 1.25 if prefix_length == 0 or plan is plan_tree else 1.4
+    layout = behind_prefix(groups, prefix_length)
+    plan = plan(layout)
     inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
-    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
+    found = outputs_and_gradients(attend(plan, inputs), inputs)
     for ours, reference, truth in zip(found, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
 
 
-@settings(max_examples=60, deadline=None)
-@given(FORESTS, PREFIXES, HEADS)
-def test_the_kernel_for_trees_equals_the_dense_mask(groups, prefix_length, heads):
-    layout = behind_prefix(trees(groups), prefix_length)
-    assert_equals_dense_mask(plan_tree(layout), layout, heads)
-
-
-@pytest.mark.parametrize("prefix_length", [0, 130])
-def test_the_kernel_for_trees_equals_it_on_long_rows(prefix_length):
-    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
-    assert_equals_dense_mask(plan_tree(layout), layout, (6, 2))
-
-
-@pytest.mark.parametrize("prefix_length", [0, 130])
-def test_trees_in_bfloat16_are_as_near_as_the_dense_mask(prefix_length):
-    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
-    assert_as_near_as_the_dense_mask(plan_tree(layout), layout, 1.25)
-
-
 def test_only_rows_with_a_fork_take_the_kernel_for_trees():
     chain, fork = [(None, 0, 0, 3), (0, 3, 2, 4)], [(None, 0, 4, 3), (0, 2, 3, 2)]
-    assert type(plan_attention(build_layout(trees([(5, [chain, 3])])))).__name__ == "ShortPlan"
-    assert type(plan_attention(build_layout(trees([(5, [chain, 3]), (5, [fork])])))).__name__ == "TreePlan"
+    assert type(plan_attention(behind_prefix([(5, [chain, 3])], 0))).__name__ == "ShortPlan"
+    assert type(plan_attention(behind_prefix([(5, [chain, 3]), (5, [fork])], 0))).__name__ == "TreePlan"
 
 
 @pytest.mark.parametrize(
@@ -154,20 +136,18 @@ def test_groups_go_together_where_padding_and_memory_allow(groups, prefix_length
 @settings(max_examples=30, deadline=None)
 @given(FORESTS, PREFIXES, HEADS)
 def test_flex_equals_the_dense_mask(groups, prefix_length, heads):
-    assert_flex_equals_dense_mask(behind_prefix(trees(groups), prefix_length), heads)
+    assert_flex_equals_dense_mask(behind_prefix(groups, prefix_length), heads)
 
 
-def test_flex_equals_the_dense_mask_over_several_blocks():
-    assert_flex_equals_dense_mask(build_layout(trees(LONG_FOREST)), (6, 2))
-    assert_flex_equals_dense_mask(behind_prefix(trees(LONG_FOREST), 130), (6, 2))
-    assert_flex_equals_dense_mask(build_layout(LONG), (6, 2))
-    assert_flex_equals_dense_mask(build_layout(BEHIND_LONG_PREFIX, prefix_length=130), (6, 2))
+@pytest.mark.parametrize(("groups", "prefix_length"), [(LONG_FOREST, 0), (LONG_FOREST, 130), (BEHIND_LONG, 130)])
+def test_flex_equals_the_dense_mask_over_several_blocks(groups, prefix_length):
+    assert_flex_equals_dense_mask(behind_prefix(groups, prefix_length), (6, 2))
 
 
 @torch.no_grad()
 def assert_flex_equals_dense_mask(layout, heads):
     inputs = random_inputs(layout, heads, size=16)
-    found = plan_flex(layout).attend(*inputs, 0.3)
+    found = attend(plan_flex(layout), inputs)
     torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
 
 
@@ -203,13 +183,6 @@ def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mas
 @pytest.fixture
 def documented_npu(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention))
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(FORESTS, PREFIXES, HEADS)
-def test_npu_plan_equals_the_dense_mask_as_documented(documented_npu, groups, prefix_length, heads):
-    layout = behind_prefix(trees(groups), prefix_length)
-    assert_equals_dense_mask(plan_npu(layout), layout, heads)
 
 
 def test_npu_gathers_the_prompt_for_each_response(documented_npu):

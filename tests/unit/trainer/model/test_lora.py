@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from onbeat.config import LoraConfig, OptimizerConfig
-from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from onbeat.config import LoraConfig
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors
 from services.trainer.model.model import frozen_base, load_frozen, response_logprobs
-from services.trainer.model.optimizer import MasterAdamW
 from tests.trainer_fixtures import gradients, tiny_config, tiny_model
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)
@@ -104,47 +103,9 @@ def test_published_weights_follow_the_formula_with_base_names():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_model_without_adapters_is_the_base_and_is_restored(batch):
-    model, base = adapted(torch.bfloat16), tiny_model(tiny_config(), torch.bfloat16)
-    optimizer = MasterAdamW(model, OptimizerConfig())
-    policy = response_logprobs(model, batch, 1.0)[0]
-    with torch.no_grad(), without_adapters(model):
-        reference = response_logprobs(model, batch, 1.0)[0]
-    assert torch.equal(reference, response_logprobs(base, batch, 1.0)[0])
-    assert not torch.equal(reference, policy)
-    assert torch.equal(response_logprobs(model, batch, 1.0)[0], policy)
-    policy.sum().backward()  # the pass begun before still reaches every master
-    assert all(gradient.any() for gradient in optimizer.rescale(1.0).values())
-
-
 @pytest.mark.parametrize("wrong", ["w_q", "lm_head", "embed_tokens"])
 def test_an_unknown_target_is_refused_by_name(wrong):
     model = tiny_model(tiny_config(), torch.float32)
     config = LoraConfig(target_modules=["q_proj", wrong])
     with pytest.raises(ValueError, match=rf"named {wrong}; .* down_proj, gate_proj, k_proj, o_proj, q_proj, "):
         add_adapters(model, config, seed=0)
-
-
-def test_restored_optimizer_restores_the_policy_and_continues(batch):
-    def step(model, optimizer):
-        response_logprobs(model, batch, 1.0)[0].sum().backward()
-        optimizer.rescale(1.0)
-        optimizer.step()
-
-    def fresh(seed):
-        model = tiny_model(tiny_config(), torch.bfloat16)
-        add_adapters(model, CONFIG, seed)
-        return model, MasterAdamW(model, OptimizerConfig(learning_rate=1e-2))
-
-    model, optimizer = fresh(seed=0)
-    for _ in range(3):
-        step(model, optimizer)
-    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
-    assert all(".lora_" in name for name in saved)
-    restored, restored_optimizer = fresh(seed=9)
-    assert not torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])
-    restored_optimizer.load_state_tensors(saved, num_steps=3)
-    assert torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])
-    step(model, optimizer)
-    step(restored, restored_optimizer)
-    assert torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])
