@@ -54,13 +54,16 @@ class OpenIteration:
             raise JobFailed(f"group {group.group_id} has tokens of versions {versions}, wanted {wanted} ({allowed})")
         try:
             check_logprobs(group)
+            self._check_sizes(group, vocab_size)
         except ValueError as error:
             raise JobFailed(f"{error}; worker {group.worker_id} sent it, stop that one") from error
+
+    def _check_sizes(self, group: RolloutGroup, vocab_size: int) -> None:
+        size, num_samples = len(group.responses), self.config.rollout.num_samples_per_prompt
+        if size != num_samples:
+            raise ValueError(f"group {group.group_id} has {size} responses, not {num_samples}")
         if (largest := largest_token_id(group)) >= vocab_size:
-            raise JobFailed(
-                f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens; "
-                f"worker {group.worker_id} sent it, stop that one"
-            )
+            raise ValueError(f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens")
 
 
 def largest_token_id(group: RolloutGroup) -> int:
