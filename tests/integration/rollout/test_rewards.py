@@ -16,12 +16,11 @@ import pytest
 from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards import limits
-from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.rewards.process import RewardProcess
 from services.rollout.rewards.scorer import Scorer
-from tests.broker_fixtures import failed_group, make_group, tasks_for
+from tests.broker_fixtures import make_group, tasks_for
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
@@ -89,8 +88,6 @@ def behave(response, context, **options):
         if not marker.exists():
             marker.touch()
             os.abort()
-    if response == "crash here" and "CRASH_HERE" in os.environ:
-        os.abort()
     if response == "secrets":
         return float("ONBEAT_REDIS_URL" in os.environ)
     if response == "tree":
@@ -156,44 +153,24 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
     return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
 
 
-def idle_pid(scorer: Scorer) -> int:
-    return scorer._pool._idle[0]._child.pid
-
-
 async def test_scores_come_back_in_order_with_their_parts(scorer):
     scores = await score(scorer, request("a", "bbb"))
     assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
 
 
-async def test_process_stays_warm(scorer):
-    await score(scorer, request("a"))
-    pid = idle_pid(scorer)
-    for _ in range(20):
-        await score(scorer, request("a"))
-    assert idle_pid(scorer) == pid
-
-
 @pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
 async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
-    await score(scorer, request("a", timeout_s=1.0))
-    pid = idle_pid(scorer)
+    (first,) = await score(scorer, request("a", timeout_s=1.0))
     with pytest.raises(RewardUnavailable, match=r"response 1: timeout: scoring took longer than 1 s"):
         await score(scorer, request("a", behaviour, timeout_s=1.0))
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(int(first.parts["pid"]), 0)
     assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
 async def test_timeout_is_per_response_not_per_group(scorer):
     with pytest.raises(RewardUnavailable, match="response 2: timeout"):
         await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
-
-
-async def test_memory_hog_hits_its_limit_and_is_replaced(scorer):
-    with pytest.raises(RewardUnavailable, match="memory: the memory limit"):
-        await score(scorer, request("eat", memory_limit_mb=256))
-    assert not scorer._pool._idle
-    assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
 async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
@@ -217,6 +194,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
         ("asynchronous", RewardRefused, "invalid: it is asynchronous; .*: write `def`, not `async def`"),
         ("no reward", RewardRefused, r"invalid: .* has no 'reward', only \['1', 'a'\]"),
+        ("eat", RewardUnavailable, "memory: the memory limit"),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),
@@ -247,12 +225,6 @@ async def test_crash_is_retried_and_keeps_the_scores_it_had(scorer, tmp_path):
 async def test_attempts_are_counted_per_response(scorer):
     with pytest.raises(RewardRefused, match="response 1: raised"):
         await score(scorer, request("a", "raise", "crash", max_attempts=3))
-
-
-async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
-    monkeypatch.setattr(scorer_module, "delay_after", lambda num_failures: 3600.0)
-    with pytest.raises(RewardUnavailable, match="SIGABRT"):
-        await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 
 
 @pytest.mark.parametrize("groups", [["twin", "nap"], ["twin+nap"]], ids=["next group", "same group"])
@@ -330,14 +302,6 @@ def test_bounds_of_a_reward_are_its_groups_too():
             check_group(group)
 
 
-def test_failed_group_says_how_it_failed():
-    group = failed_group(tasks_for(0)[0])
-    check_group(group)
-    group.failure.kind = ""
-    with pytest.raises(ValueError, match="its failure has no kind"):
-        check_group(group)
-
-
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +319,7 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
     assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
     assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
     assert found["CPU_hard"] == 120 + 20 * 31
-    assert (found["nice"], found["expendable"]) == (os.nice(0) + NICENESS, 1000)
+    assert (found["nice"], found["expendable"]) == (min(19, os.nice(0) + NICENESS), 1000)
 
 
 def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
