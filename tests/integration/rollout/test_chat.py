@@ -192,17 +192,6 @@ async def test_load_waits_for_a_stream_only_for_the_grace_period(rig: ChatRig) -
         assert time.monotonic() - published < 8.0
 
 
-async def test_chat_that_ends_within_the_grace_has_the_old_version(rig: ChatRig) -> None:
-    engine = await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=LIMIT_S)
-    asking = asyncio.create_task(rig.ask(max_tokens=40))
-    await rig.until(lambda: engine.num_tokens > 0)
-    await rig.train(0)
-    answer = await asking
-    assert answer.system_fingerprint == f"{rig.job_id}@0"
-    assert answer.usage.completion_tokens == 40
-    await rig.until_serving(1)
-
-
 async def test_unstreamed_answer_is_restarted_on_the_new_version(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=0.0)
     asking = asyncio.create_task(rig.ask(n=2, max_tokens=40))

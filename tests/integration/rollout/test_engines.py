@@ -457,7 +457,7 @@ async def test_every_rank_of_two_loads_its_shard(tmp_path: Path) -> None:
     model_dir = write_tied_model(tmp_path / "first")
     second_dir = Path(shutil.copytree(model_dir, tmp_path / "second"))
     second_weights = write_perturbed_weights(model_dir, second_dir / "model.safetensors", seed=1)
-    engine = VllmEngine(cpu_cores="0|1", kv_cache_gib=0.25, max_num_seqs=8, tensor_parallel_size=2)
+    engine = VllmEngine(cpu_cores="0,1", kv_cache_gib=0.25, max_num_seqs=8, tensor_parallel_size=2)
     await engine.start(model_dir, FIRST_VERSION)
     try:
         await engine.load(FRESH_VERSION, second_weights, arriving([[name] for name in read_shapes(second_weights)]))

@@ -172,29 +172,6 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool)
     await pool.crew.until(have_found_work, PATIENCE_S)
 
 
-async def test_rollout_that_moves_hands_back_what_it_has_not_begun(pool: Pool) -> None:
-    first, second, _ = pool.rigs
-    await first.start_job(max_group_attempts=1)
-    engines = [FakeEngine(capacity=G), FakeEngine(capacity=G)]
-    for engine in engines:
-        engine.may_finish.clear()
-        pool.crew.start_worker(engine)
-    await pool.until_counts(2, 0, 0)
-    await first.open(0, *(first.task(0, index) for index in range(4)))
-    await first.until(lambda: all(engine.num_in_flight() for engine in engines), PATIENCE_S)
-    await second.start_job()
-
-    async def is_draining() -> bool:
-        return "draining" in [worker.state for worker in await first.ledger.workers.records(first.pool)]
-
-    await first.until(is_draining, PATIENCE_S)
-    for engine in engines:
-        engine.may_finish.set()
-    await pool.until_counts(1, 1, 0)
-    groups = await first.drained(0, PATIENCE_S)
-    assert not any(group.HasField("failure") for group in groups)  # no attempt was used up
-
-
 async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(puller, "ADDRESS_CHECK_S", 0.05)  # the weights are looked at before the job's state
     first, second, _ = pool.rigs

@@ -14,7 +14,7 @@ from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.types import JobState, WorkerRecord
+from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines.registry import EngineBroken, EngineDied
@@ -177,20 +177,6 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
 # ---- several versions at once --------------------------------------------------------------------------------------
 
 
-async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
-    await rig.replace_job(max_staleness=1)
-    engine = FakeEngine()
-    engine.may_finish.clear()
-    rig.start_worker(engine)
-    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
-    await rig.until(lambda: engine.num_in_flight() == 2 * G)
-    await rig.open(1, rig.task(1, 0), rig.task(1, 1), version=0)
-    await rig.until(lambda: engine.num_in_flight() == 4 * G)
-    engine.may_finish.set()
-    for iteration in (0, 1):
-        assert {group.policy_version for group in await rig.drained(iteration)} == {0}
-
-
 async def test_dead_workers_group_is_generated_on_its_own_version(rig):
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
@@ -212,14 +198,22 @@ async def test_dead_workers_group_is_generated_on_its_own_version(rig):
 
 async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     await rig.open(0, rig.task(0, 0))
-    await rig.evaluate(0, num_prompts=2)
+    fields = {"is_evaluation": True, "num_samples": 1}
+    tasks = [rig.task(0, index, group_id=f"eval-0-{index}", **fields) for index in range(2)]
+    assert await rig.ledger.evaluations.open(rig.job_id, 0, 0, 1, tasks) == ""
     await rig.fail_and_commit(0)
     rig.trainer.refused = {0}  # the trainer holds version 1 alone
     await rig.open(1, rig.task(1, 0))
     started = time.monotonic()
     rig.start_worker()
     assert len((await rig.drained(1))[0].responses) == G
-    assert {group.failure.kind for group in await rig.evaluated(0)} == {"version_gone"}
+
+    async def is_drained() -> bool:
+        return await rig.ledger.evaluations.state(rig.job_id, 0) is EvaluationState.DRAINED
+
+    await rig.until(is_drained)
+    failed = await rig.ledger.evaluations.groups(rig.job_id, 0)
+    assert {group.failure.kind for group in failed} == {"version_gone"}
     assert time.monotonic() - started < puller.PULL_DEADLINE_S / 2
 
 
@@ -416,34 +410,6 @@ async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monk
     assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
 
 
-async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatch):
-    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
-    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
-    num_claims = 0
-    claim_groups = rig.ledger.rollout.claim
-
-    async def count(*args):
-        nonlocal num_claims
-        num_claims += 1
-        return await claim_groups(*args)
-
-    await rig.restart_trainer_behind(3)
-    await rig.open(3, rig.task(3, 0))
-    monkeypatch.setattr(rig.ledger.rollout, "claim", count)
-    rig.start_worker()
-    await rig.until_released(1)
-    num_claims = 0
-    for version in (1, 2):  # the replay
-        await rig.trainer.publish(version)
-        await rig.until(lambda version=version: rig.engines[0].version() == version)  # keeps up in the meantime
-        await asyncio.sleep(0.3)
-    assert num_claims == 0
-    await rig.trainer.publish(3)
-    assert len((await rig.drained(3))[0].responses) == G
-    assert len(await rig.event_messages("group.released")) == 1
-
-
 async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
     rig.trainer.is_up = False
     impatient, _ = rig.start_worker(drain_s=60.0), rig.start_worker()
@@ -494,7 +460,7 @@ async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
     await rig.until(lambda: engine.num_in_flight() == G)
     entry = (await rig.ledger.redis.xrange(prompts))[-1][0].decode()
     await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "thief", 0, [entry], idle=0)
-    await engine.is_cancelled.wait()
+    await asyncio.wait_for(engine.is_cancelled.wait(), timeout=15)
     await rig.ledger.rollout.release(rig.job_id, "thief", [entry])
 
     async def is_back() -> bool:
@@ -547,35 +513,6 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
     assert engine.stopped
     assert await rig.ledger.workers.records(rig.pool) == []
-
-
-async def test_first_stop_during_a_job_change_finishes_what_is_running(rig):
-    engine = FakeEngine()
-    engine.may_finish.clear()
-    worker = rig.start_worker(engine, drain_s=60.0)
-    await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
-    worker._session.leave()
-    worker.stop()
-    await asyncio.sleep(0.3)
-    assert engine.num_in_flight() == G
-    engine.may_finish.set()
-    await asyncio.wait_for(rig.running[0][1], timeout=30)
-    assert [group.worker_id for group in await rig.groups(0)] == ["w0"]
-
-
-async def test_stopped_workers_cost_the_group_no_attempt(rig):
-    await rig.replace_job(max_group_attempts=1)
-    await rig.open(0, rig.task(0, 0))
-    for number in range(3):
-        engine = FakeEngine()
-        engine.may_finish.clear()
-        worker = rig.start_worker(engine, drain_s=0.05)
-        await rig.until(lambda engine=engine: engine.num_in_flight() == G)
-        worker.stop()
-        await asyncio.wait_for(rig.running[number][1], timeout=30)
-    rig.start_worker()
-    assert len((await rig.drained(0))[0].responses) == G
 
 
 async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypatch):

@@ -132,7 +132,23 @@ def test_options_that_may_be_code_make_no_task():
         builtin.task_dataset("simple_integration", '{"symbols": ["print(1)"]}', seed=0, size=1)
 
 
-@pytest.mark.parametrize("result", [float("nan"), float("inf"), None, "1", {"format": 1.0}, {"reward": 1, "x": None}])
-def test_what_is_no_finite_number_is_refused(result):
-    with pytest.raises(InvalidReward):
+class Awaitable:
+    def __await__(self):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        *((value, "reward is .*, not a number from -1000000 to 1000000") for value in (None, "1", 1e39, 10**400)),
+        *((value, "reward is .*, not a number from") for value in (float("nan"), float("inf"))),
+        ({"reward": 1.0, "length": -1e39}, r"length is -1e\+39, not a number from"),
+        ({"reward": 1.0, "x": None}, "x is None, not a number from"),
+        ({"reward": 1.0, chr(0xD800): 1.0}, r"the part named '\\ud800' has a name that is no text"),
+        ({1: 2.0, "a": 3.0}, r"has no 'reward', only \['1', 'a'\]"),
+        (Awaitable(), "it is asynchronous; .*: write `def`, not `async def`"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(result, words):
+    with pytest.raises(InvalidReward, match=words):
         score(lambda response, context: result, "", {"context": {}, "options": {}})

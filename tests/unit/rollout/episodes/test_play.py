@@ -51,10 +51,12 @@ async def test_environment_gets_the_task_and_seeds_follow_the_place():
         return await two_turns(task, policy)
 
     async with playing(look) as rig:
-        await rig.group(num_samples=2)
+        await rig.group(num_samples=2, options_json='{"a": 2}')
     task = tasks[0]
     assert (task.messages, task.question, task.answer) == ([{"role": "user", "content": "2+2="}], "2+2=", "4")
     assert (task.metadata, task.seed) == ({"level": 1}, 11)
+    (request,) = rig.environments.requests
+    assert (request.name, request.options, request.timeout_s, request.memory_limit_mb) == ("test", {"a": 2}, 60.0, 512)
     seeds = {sampling.seed for _, _, sampling in rig.engine.seen}
     assert seeds == {seed_of(11, episode, turn) for episode in range(2) for turn in range(2)}
 
@@ -185,22 +187,13 @@ async def test_episode_without_a_call_is_a_failure_and_no_reward():
                 await rig.group()
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        Outcome(float("nan")),
-        Outcome(2e6),
-        Outcome(0.0, {"part": float("inf")}),
-        Outcome(0.0, turn_rewards={"chatcmpl-else": 1.0}),
-    ],
-)
-async def test_outcome_that_the_wire_does_not_take_is_invalid(outcome):
+async def test_reward_of_a_turn_that_was_not_recorded_is_invalid():
     async def play(task, policy):
         await policy.chat(task.messages)
-        return outcome
+        return Outcome(0.0, turn_rewards={"chatcmpl-else": 1.0})
 
     async with playing(play) as rig:
-        with pytest.raises(EnvironmentFailed, match="invalid: "):
+        with pytest.raises(EnvironmentFailed, match=r"invalid: .*'chatcmpl-else', which is none of its calls"):
             await rig.group()
 
 
