@@ -1,7 +1,6 @@
 """The version gate and the puller: no token of the wrong version, no load under running requests, no needless pull."""
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -430,9 +429,7 @@ class Visit:
                 await self.may_end.wait()
             finally:
                 self.is_leaving.set()
-                while not self.may_leave.is_set():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await self.may_leave.wait()
+                await self.may_leave.wait()
             return f"by {version}"
 
 
