@@ -276,7 +276,7 @@ def paths_of(group: RolloutGroup, response: Any) -> list[tuple[list[int], list[i
 
 
 def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
-    environment = {"name": "test", "max_turns": 8, "timeout_s": 60.0, "memory_limit_mb": 512}
+    environment = {"name": "test", "options_json": "{}", "max_turns": 8, "timeout_s": 60.0, "memory_limit_mb": 512}
     environment |= {name: fields.pop(name) for name in list(fields) if name in environment}
     defaults = {
         "group_id": "3-0",

@@ -34,7 +34,7 @@ from services.rollout.engines.interface import (
     VersionMismatch,
 )
 from services.rollout.gate import PolicyMoved, VersionGate
-from services.rollout.prompts import GroupFailed, PromptEncoder
+from services.rollout.prompts import MAX_CHARS_PER_TOKEN, GroupFailed, PromptEncoder
 from services.rollout.stops import StopFilter
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ ALIVE_S = 1.0  # a client that has hung up is noticed this late
 RETRY_S = 5.0  # pause after an error of Redis
 FAREWELL_DEADLINE_S = 2.0
 MAX_STARTS = 5  # tries of a chat whose versions pass too quickly
-MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 
 Say = Callable[[Reply], Awaitable[bool]]
 

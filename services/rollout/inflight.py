@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from onbeat.types import EpisodeWait
+
+if TYPE_CHECKING:
+    from services.rollout.episodes.runner import GroupPlay
 
 
 class Stage(StrEnum):
@@ -20,29 +23,13 @@ class Stage(StrEnum):
     SUBMITTING = "SUBMITTING"
 
 
-class Episodes(Protocol):
-    """The episodes of a group that is played in an environment."""
-
-    @property
-    def doing(self) -> str:
-        """The wait that takes longest, in words; '' when none takes long."""
-
-    @property
-    def wait(self) -> EpisodeWait | None:
-        """The same, for programs."""
-
-    @property
-    def num_waiting(self) -> int:
-        """How many of them hold no place in the engine: they wait for their environment, or have ended."""
-
-
 @dataclass(eq=False)
 class Flight:
     """One claimed group on its way."""
 
     claim: Claim
     stage: Stage = Stage.WAITING
-    episodes: Episodes | None = field(default=None, repr=False)  # while they are played
+    episodes: "GroupPlay | None" = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
 

@@ -1,13 +1,14 @@
 """The conversion of prompt tasks to token ids, and of tokens to text, with the tokenizer that came with the model."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from onbeat.streams.codec import PromptTask
 from services.rollout.engines.imports import IMPORTING
 from services.rollout.token_text import TokenText
+
+MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 
 
 class GroupFailed(Exception):
@@ -23,7 +24,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
         self.tokenizer = tokenizer
-        self._token_text = TokenText(tokenizer)
+        self.token_lengths = TokenText(tokenizer).lengths
         self.max_context_tokens = max_context_tokens
 
     @classmethod
@@ -54,10 +55,6 @@ class PromptEncoder:
                 f"the context has {self.max_context_tokens}; shorten the prompt or lower rollout.max_response_tokens",
             )
         return token_ids
-
-    def token_lengths(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return how many characters of a response's text each of its tokens gave; empty where that is not known."""
-        return self._token_text.lengths(token_ids, text)
 
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:

@@ -85,7 +85,9 @@ class Worker:
             logger.info("serving job %s", session.job_id)
             await self._emit("worker.joined")
             if session.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
-                await self._warn_of_emulation(session.job_id)
+                slow = "expect it to be many times slower than in float32"
+                what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
+                await self._warn(session.job_id, what)
             await session.run()
             await self._emit("worker.left")
             self._session = None
@@ -146,15 +148,10 @@ class Worker:
         if job_id in self._left_alone:
             return
         self._left_alone.add(job_id)
-        warning = f"{self._settings.worker_id} does not serve the job: {reason}"
-        logger.error("job %s: %s", job_id, warning)
-        await self._ledger.event_log.emit(job_id, "job.warning", warning)
+        await self._warn(job_id, f"does not serve the job: {reason}")
 
-    async def _warn_of_emulation(self, job_id: str) -> None:
-        warning = (
-            f"{self._settings.worker_id} computes in the job's bfloat16 without instructions for it: expect it to be "
-            f"many times slower than in float32 ({self._hardware})"
-        )
+    async def _warn(self, job_id: str, what: str) -> None:
+        warning = f"{self._settings.worker_id} {what}"
         logger.warning("job %s: %s", job_id, warning)
         await self._ledger.event_log.emit(job_id, "job.warning", warning)
 

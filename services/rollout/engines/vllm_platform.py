@@ -138,8 +138,8 @@ def engine_environment(
 ) -> dict[str, str | None]:
     """Return the variables to set before vLLM is imported; None: to unset.
 
-    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is divided among them.
-        None: all cores that this process may use.
+    cpu_cores: CPU only; such as `0-3`, divided among the ranks of tensor parallelism. None: all cores that this process
+        may use.
     """
     environment: dict[str, str | None] = {
         "HF_HUB_OFFLINE": "1",
@@ -175,11 +175,9 @@ def openmp_environment(cores: Sequence[int], quota: float) -> dict[str, str | No
 
 
 def cores_per_rank(cores: str, num_ranks: int) -> str:
-    """Divide one list of cores among the ranks; lists per rank stay as they are.
+    """Divide the cores among the ranks.
 
     >>> cores_per_rank("0-3", num_ranks=2)
     '0-1|2-3'
     """
-    if "|" in cores:
-        return cores
     return "|".join(format_cores(share) for share in divide(parse_cores(cores), num_ranks))

@@ -114,8 +114,7 @@ class Rewards:
         """Return the reward of a response, and its parts. Raises RewardError."""
         request = RewardRequest(name, options, context, [response], REWARD_S, self._memory_mb, max_attempts=1)
         scores: dict[int, Score] = {}
-        while not scores:  # a process may have reached the end of its life
-            await self._pool.score(request, [0], scores, math.inf)
+        await self._pool.score(request, [0], scores, math.inf)
         return {"reward": scores[0].reward} | scores[0].parts
 
 

@@ -25,11 +25,11 @@ from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 from services.rollout.episodes.toolcalls import ToolCall
+from services.rollout.prompts import MAX_CHARS_PER_TOKEN
 
 SAME_TRIES = 2  # tries with the same seeds; further ones draw other answers
 SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
 MAX_NAMES, MAX_NAME = 3, 64  # tools that are named, and characters of a name
-MAX_CHARS_PER_TOKEN = 32  # longer messages do not fit the context, and are not even tokenised
 
 # It asks the engine for one response, on the policy version that the group is pinned to.
 Generate = Callable[[list[int], Sampling], Awaitable[GeneratedResponse]]

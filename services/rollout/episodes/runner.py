@@ -14,8 +14,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from onbeat.environments import Outcome, Task
-from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
+from onbeat.environments import Message, Outcome, Task
+from onbeat.streams.codec import PromptTask, Response
 from onbeat.types import EpisodeFailureKind as Kind
 from onbeat.types import EpisodeWait
 from services.rollout import meters
@@ -82,6 +82,7 @@ class GroupPlay:
 
     @property
     def num_waiting(self) -> int:
+        """How many episodes hold no place in the engine: they wait for their environment, or have ended."""
         return self._num_samples - sum(episode.holds_place for episode in self._playing)
 
     async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
@@ -203,19 +204,21 @@ class EpisodeRunner:
         task = flight.claim.task
         async with self._gate.pinned(task.policy_version):
             flight.stage = Stage.GENERATING
-            group = GroupPlay(self._context_of(task, generate), to_request(task), task.num_samples, failures)
+            request = to_request(task)
+            context = self._context_of(task, request.task.messages, generate)
+            group = GroupPlay(context, request, task.num_samples, failures)
             flight.episodes = group
             played = await group.play(self._server, self._environments, self._max_attempts)
             flight.episodes = None
             return played
 
-    def _context_of(self, task: PromptTask, generate: Generate) -> GroupContext:
+    def _context_of(self, task: PromptTask, messages: Sequence[Message], generate: Generate) -> GroupContext:
         encoder = self._encoder
         return GroupContext(
             group_id=task.group_id,
             generate=generate,
             renderer=self._renderer,
-            messages=to_request(task).task.messages,
+            messages=messages,
             token_lengths=encoder.token_lengths,
             vocabulary=Vocabulary(len(encoder.tokenizer), encoder.tokenizer.eos_token_id),
             seed=task.seed,
@@ -249,15 +252,12 @@ def to_request(task: PromptTask) -> PlayRequest:
 
 
 def judge(outcome: Outcome, calls: Sequence[Call], refusal: str) -> PlayResult:
-    """Return the outcome, or the failure that it is. `refusal`: of a call, if there was one."""
+    """Return the outcome, or the failure that it is; its numbers are within bounds (`EnvironmentProcess`). `refusal`:
+    of a call, if there was one."""
     if not calls:
         message = "it ended without a call of the policy, so there is nothing to train on"
         message += f"; a call was refused: {refusal}" if refusal else ""
         return EpisodeFailure(Kind.NO_CALL, message)
-    for name, number in [("reward", outcome.reward), *outcome.parts.items(), *outcome.turn_rewards.items()]:
-        if not -MAX_REWARD <= number <= MAX_REWARD:
-            message = f"its {name} is {number}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
-            return EpisodeFailure(Kind.INVALID, message)
     unknown = sorted(outcome.turn_rewards.keys() - {call.call_id for call in calls})
     if unknown:
         message = f"turn_rewards names {unknown[0]!r}, which is none of its calls"

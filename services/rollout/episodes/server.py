@@ -10,7 +10,6 @@ It listens on this machine's loopback interface only. A key is valid for one epi
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import resource
@@ -84,7 +83,7 @@ class SessionServer:
     """The sessions of all episodes that this rollout plays now."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, tuple[str, Episode]] = {}  # SHA-256 of a key -> the key and its episode
+        self._episodes: dict[str, Episode] = {}  # by the SHA-256 of their keys: a look-up's time says nothing of a key
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port = 0
@@ -124,13 +123,13 @@ class SessionServer:
         """Give an episode a URL and a key."""
         assert self._server is not None, "the server is not started"
         key = secrets.token_urlsafe(32)
-        self._episodes[digest_of(key)] = (key, episode)
+        self._episodes[digest_of(key)] = episode
         return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)
 
     def close(self, access: EpisodeAccess) -> None:
         """Forget a key, and end its episode. It may be closed already."""
-        if (found := self._episodes.pop(digest_of(access.key), None)) is not None:
-            found[1].end()
+        if (episode := self._episodes.pop(digest_of(access.key), None)) is not None:
+            episode.end()
 
     def _create_app(self) -> Starlette:
         routes = (
@@ -167,12 +166,11 @@ class SessionServer:
     def _find(self, request: Request) -> Episode:
         """Return the episode whose key the request has. Raises ChatFailed."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        sent = sent.strip() if scheme.lower() == "bearer" else ""
-        found = self._episodes.get(digest_of(sent))
-        if found is None or not hmac.compare_digest(found[0].encode(), sent.encode()):
+        episode = self._episodes.get(digest_of(sent.strip())) if scheme.lower() == "bearer" else None
+        if episode is None:
             message = "this key is of no episode, or its episode has ended; send the key of the session, as a bearer"
             raise ChatFailed(401, "invalid_api_key", message)
-        return found[1]
+        return episode
 
 
 async def chat(request: Request, episode: Episode) -> Response | None:

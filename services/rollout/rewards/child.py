@@ -10,23 +10,32 @@ It speaks JSON lines: one request on stdin, several answers on stdout, each with
     <- {"request": 7, "step": "loaded"}                 the reward is imported, from now on lines have a deadline
     <- {"request": 7, "step": "scored", "position": 0, "reward": 1.0, "parts": {}}
     <- {"request": 7, "step": "failed", "position": 1, "kind": "raised", "message": "..."}   ends the request
-    <- {"request": 7, "step": "worn"}                   ends it, too: score the rest elsewhere
 
-The parent limits wall-clock time: it kills this process.
+The parent limits wall-clock time: it kills this process. The kernel limits CPU time, response by response.
 """
 
 import functools
 import inspect
 import json
+import math
+import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from onbeat.confine import die_with_parent
 from onbeat.installed import REWARDS, load_installed
-from services.rollout.children.limits import MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
+from services.rollout.children.limits import (
+    LOAD_S,
+    MAX_MESSAGE,
+    Answers,
+    restrict_this_process,
+    take_protocol_streams,
+)
 from services.rollout.children.numbers import InvalidReward, check_numbers
-from services.rollout.rewards.limits import LOAD_S, MAX_OPEN_FILES, CpuBudget, Limits
+
+MAX_OPEN_FILES = 256
 
 RewardFunction = Callable[..., float | Mapping[str, float]]
 
@@ -34,49 +43,39 @@ RewardFunction = Callable[..., float | Mapping[str, float]]
 def main() -> None:
     requests, answers = take_protocol_streams()
     die_with_parent()
-    limits = Limits.from_arguments(*sys.argv[1:])
-    restrict_this_process(limits.memory_mb, MAX_OPEN_FILES)
-    scorer = ChildScorer(limits, answers)
+    timeout_s, memory_mb = float(sys.argv[1]), int(sys.argv[2])
+    restrict_this_process(memory_mb, MAX_OPEN_FILES)
     for line in requests:
-        scorer.answer(json.loads(line))
+        answer(json.loads(line), answers, timeout_s)
 
 
-class ChildScorer:
-    """A scorer answers requests one after the other, each response within its CPU time."""
-
-    def __init__(self, limits: Limits, answers: Answers) -> None:
-        self._limits, self._budget, self._answers = limits, CpuBudget(limits), answers
-        self._is_new = True  # a process that has scored nothing is never worn, or nothing would be scored
-
-    def answer(self, request: dict[str, Any]) -> None:
-        position, kind, send = 0, "load", functools.partial(self._answers.send, request["request"])
-        try:
-            self._budget.grant(LOAD_S)
-            reward = load_reward(request["reward"])
-            kind = "options"
-            check_options(reward, request["options"])
-            send("loaded")
-            kind = "raised"
-            for position, response in enumerate(request["responses"]):
-                if self._budget.is_worn and not self._is_new:
-                    send("worn")
-                    return
-                self._budget.grant(self._limits.response_cpu_s)
-                send("scored", position=position, **score(reward, response, request))
-                self._is_new = False
-        except MemoryError:
-            send("failed", position=position, kind="memory", message="the memory limit was reached")
-        except InvalidReward as error:
-            send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
-        except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
-            message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()  # no halves of characters
-            send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
+def answer(request: dict[str, Any], answers: Answers, timeout_s: float) -> None:
+    position, kind, send = 0, "load", functools.partial(answers.send, request["request"])
+    try:
+        grant_cpu_time(LOAD_S)
+        reward: RewardFunction = load_installed(REWARDS, request["reward"])
+        kind = "options"
+        check_options(reward, request["options"])
+        send("loaded")
+        kind = "raised"
+        for position, response in enumerate(request["responses"]):
+            grant_cpu_time(timeout_s + 1.0)
+            send("scored", position=position, **score(reward, response, request))
+    except MemoryError:
+        send("failed", position=position, kind="memory", message="the memory limit was reached")
+    except InvalidReward as error:
+        send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
+    except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
+        message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()  # no halves of characters
+        send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
 
 
-def load_reward(name: str) -> RewardFunction:
-    """Import the reward. Raises ValueError, naming the installed ones, if it is unknown, or what the import raises."""
-    reward: RewardFunction = load_installed(REWARDS, name)
-    return reward
+def grant_cpu_time(seconds: float) -> None:
+    """Let the kernel send SIGXCPU, which kills, when this process has used so much more CPU time. It is a soft limit,
+    because that can be moved on."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:

@@ -72,7 +72,8 @@ class RewardSource(Protocol):
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """Try once: put the scores of the responses at `indexes` into `scores`, at least one. Raises RewardError.
+        """Try once: put the scores of the responses at `indexes` into `scores`. Raises RewardError; scores that were
+        there before an error are kept.
 
         `deadline` is on the event loop's clock; the caller cancels soon after it.
         """

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from onbeat.rewards import MAX_REWARDS
-from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
-from services.rollout.rewards.process import RewardProcess
+from services.rollout.rewards.process import Limits, RewardProcess
 
 
 class RewardPool:
@@ -22,8 +21,7 @@ class RewardPool:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """Try once; see RewardSource. The last responses may be left out, when a process has reached the end of its
-        life. The caller enforces the deadline."""
+        """Try once; see RewardSource. The caller enforces the deadline."""
         async with self._turns:
             process = await self._take(Limits(request.timeout_s, request.memory_limit_mb))
             is_reusable = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -9,7 +10,6 @@ from pydantic import Field, TypeAdapter
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
-from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
 CODE = "the reward"  # in messages
@@ -29,13 +29,17 @@ class Failed(Answer):
     message: str
 
 
-class Worn(Answer):
-    step: Literal["worn"]
-
-
-ANSWER: TypeAdapter[Loaded | Scored | Failed | Worn] = TypeAdapter(
-    Annotated[Loaded | Scored | Failed | Worn, Field(discriminator="step")]
+ANSWER: TypeAdapter[Loaded | Scored | Failed] = TypeAdapter(
+    Annotated[Loaded | Scored | Failed, Field(discriminator="step")]
 )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that one process has for all its life; see docs/rewards.md. `timeout_s`: of one response."""
+
+    timeout_s: float
+    memory_mb: int
 
 
 class RewardProcess:
@@ -49,9 +53,9 @@ class RewardProcess:
     @classmethod
     async def start(cls, limits: Limits) -> "RewardProcess":
         """Start a process. Raises RewardUnavailable."""
-        module = "services.rollout.rewards.child"
+        arguments = ("services.rollout.rewards.child", str(limits.timeout_s), str(limits.memory_mb))
         try:
-            child = await ChildProcess.start("the scoring process", module, *limits.to_arguments())
+            child = await ChildProcess.start("the scoring process", *arguments)
         except OSError as error:
             raise RewardUnavailable("crashed", f"no scoring process could be started: {error}") from error
         return cls(child, limits)
@@ -61,8 +65,7 @@ class RewardProcess:
         return self._child.is_alive
 
     async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
-        """Score the responses at `indexes` into `scores`, at least one; fewer than all when the process is worn out and
-        has to be replaced. Raises RewardError at the first response that has no score."""
+        """Score the responses at `indexes` into `scores`. Raises RewardError at the first that has no score."""
         self._num_requests += 1
         message = {
             "request": self._num_requests,
@@ -79,14 +82,11 @@ class RewardProcess:
         for position, index in enumerate(indexes):
             with living(index, f"scoring took longer than {self.limits.timeout_s:g} s"):
                 answer = await self._receive(self.limits.timeout_s, index)
-                if isinstance(answer, Worn):
-                    await self.kill()
-                    return
                 if not isinstance(answer, Scored) or answer.position != position:
                     raise OutOfStep(CODE)
             scores[index] = Score(answer.reward, answer.parts)
 
-    async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored | Worn:
+    async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored:
         answer = await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
         if not isinstance(answer, Failed):
             return answer

@@ -15,7 +15,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, Verdict
+from onbeat.types import JobState, Verdict
 from services.rollout.attach import SourceFactory
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
@@ -91,21 +91,6 @@ class Rig:
     async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
         version = iteration if version is None else version
         assert await self.ledger.iterations.open(self.job_id, iteration, version, list(tasks)) == ""
-
-    async def evaluate(self, evaluation: int, num_prompts: int) -> None:
-        """Open an evaluation on the version of the same number."""
-        fields = {"is_evaluation": True, "num_samples": 1}
-        names = [f"eval-{evaluation}-{index}" for index in range(num_prompts)]
-        tasks = [self.task(evaluation, index, group_id=name, **fields) for index, name in enumerate(names)]
-        reason = await self.ledger.evaluations.open(self.job_id, evaluation, evaluation, evaluation + 1, tasks)
-        assert reason == ""
-
-    async def evaluated(self, evaluation: int) -> list[RolloutGroup]:
-        async def is_drained() -> bool:
-            return await self.ledger.evaluations.state(self.job_id, evaluation) is EvaluationState.DRAINED
-
-        await self.until(is_drained)
-        return await self.ledger.evaluations.groups(self.job_id, evaluation)
 
     async def skip(self, iteration: int) -> None:
         """Its one group has failed and it is committed."""

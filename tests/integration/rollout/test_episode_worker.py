@@ -34,26 +34,6 @@ async def start(rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8
     return environments
 
 
-async def test_group_of_episodes_is_submitted(rig, monkeypatch):
-    async def run(task, policy):
-        first = await policy.chat(task.messages)
-        await policy.chat([*task.messages, first, {"role": "user", "content": "more"}])
-        return Outcome(2.0, {"turns": 2.0})
-
-    environments = await start(rig, monkeypatch, run)
-    rig.start_worker()
-    (group,) = await rig.drained(0)
-    assert [response.reward for response in group.responses] == [2.0, 2.0]
-    assert [[turn.num_sampled for turn in response.turns] for response in group.responses] == [[3, 3], [3, 3]]
-    (request,) = environments.requests
-    assert (request.name, request.options, request.timeout_s, request.memory_limit_mb) == (
-        "test",
-        {"level": 2},
-        30,
-        512,
-    )
-
-
 async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatch):
     async def run(task, policy):
         raise RuntimeError("no such level")

@@ -15,20 +15,18 @@ import pytest
 
 from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
-from services.rollout.rewards import limits
-from services.rollout.rewards import scorer as scorer_module
-from services.rollout.rewards.limits import Limits
+from services.rollout.rewards.child import MAX_OPEN_FILES
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
-from services.rollout.rewards.process import RewardProcess
+from services.rollout.rewards.process import Limits, RewardProcess
 from services.rollout.rewards.scorer import Scorer
-from tests.broker_fixtures import failed_group, make_group, tasks_for
+from tests.broker_fixtures import make_group, tasks_for
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals")
 
 REWARDS = '''
-import asyncio, os, resource, signal, subprocess, sys, time
+import os, resource, signal, subprocess, sys, time
 from pathlib import Path
 
 def fork_tree(folder, levels):
@@ -64,20 +62,8 @@ def behave(response, context, **options):
         time.sleep(3600)
     if response == "daemon, crash":
         os.abort()
-    if response == "huge":
-        return 1e39
-    if response == "too huge":
-        return 10**400
-    if response == "asynchronous":
-        return asyncio.sleep(0, 1.0)
-    if response == "no reward":
-        return {1: 2.0, "a": 3.0}
     if response == "real-time":
         os.kill(os.getpid(), signal.SIGRTMIN + 1)
-    if response == "odd part":
-        return {"reward": 1.0, chr(0xD800): 1.0}
-    if response == "huge part":
-        return {"reward": 1.0, "length": -1e39}
     if response == "nan":
         return float("nan")
     if response == "print":
@@ -89,8 +75,6 @@ def behave(response, context, **options):
         if not marker.exists():
             marker.touch()
             os.abort()
-    if response == "crash here" and "CRASH_HERE" in os.environ:
-        os.abort()
     if response == "secrets":
         return float("ONBEAT_REDIS_URL" in os.environ)
     if response == "tree":
@@ -115,9 +99,6 @@ def behave(response, context, **options):
             except OSError: pass
     if response == "twin" and os.fork() == 0:
         time.sleep(0.5)
-    if response == "burn":
-        started = time.process_time()
-        while time.process_time() < started + 0.7: pass
     if response == "limits":
         kinds = ("AS", "CORE", "FSIZE", "NOFILE", "CPU")
         values = {kind: resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds}
@@ -156,44 +137,24 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
     return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
 
 
-def idle_pid(scorer: Scorer) -> int:
-    return scorer._pool._idle[0]._child.pid
-
-
 async def test_scores_come_back_in_order_with_their_parts(scorer):
     scores = await score(scorer, request("a", "bbb"))
     assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
 
 
-async def test_process_stays_warm(scorer):
-    await score(scorer, request("a"))
-    pid = idle_pid(scorer)
-    for _ in range(20):
-        await score(scorer, request("a"))
-    assert idle_pid(scorer) == pid
-
-
 @pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
 async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
-    await score(scorer, request("a", timeout_s=1.0))
-    pid = idle_pid(scorer)
+    (first,) = await score(scorer, request("a", timeout_s=1.0))
     with pytest.raises(RewardUnavailable, match=r"response 1: timeout: scoring took longer than 1 s"):
         await score(scorer, request("a", behaviour, timeout_s=1.0))
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(int(first.parts["pid"]), 0)
     assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
 async def test_timeout_is_per_response_not_per_group(scorer):
     with pytest.raises(RewardUnavailable, match="response 2: timeout"):
         await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
-
-
-async def test_memory_hog_hits_its_limit_and_is_replaced(scorer):
-    with pytest.raises(RewardUnavailable, match="memory: the memory limit"):
-        await score(scorer, request("eat", memory_limit_mb=256))
-    assert not scorer._pool._idle
-    assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
 async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
@@ -205,18 +166,13 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
     ("behaviour", "outcome", "words"),
     [
         ("nan", RewardRefused, "invalid: reward is nan, not a number from -1000000 to 1000000"),
-        ("huge", RewardRefused, "invalid: reward is 1e\\+39, not a number from"),
-        ("too huge", RewardRefused, "invalid: reward is 10000"),
-        ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
-        ("odd part", RewardRefused, r"invalid: the part named '\\ud800' has a name that is no text"),
         ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
         ("raise half a character", RewardRefused, r"raised: ValueError: in \?"),
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
         pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
-        ("asynchronous", RewardRefused, "invalid: it is asynchronous; .*: write `def`, not `async def`"),
-        ("no reward", RewardRefused, r"invalid: .* has no 'reward', only \['1', 'a'\]"),
+        ("eat", RewardUnavailable, "memory: the memory limit"),
         ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),
@@ -247,12 +203,6 @@ async def test_crash_is_retried_and_keeps_the_scores_it_had(scorer, tmp_path):
 async def test_attempts_are_counted_per_response(scorer):
     with pytest.raises(RewardRefused, match="response 1: raised"):
         await score(scorer, request("a", "raise", "crash", max_attempts=3))
-
-
-async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
-    monkeypatch.setattr(scorer_module, "delay_after", lambda num_failures: 3600.0)
-    with pytest.raises(RewardUnavailable, match="SIGABRT"):
-        await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 
 
 @pytest.mark.parametrize("groups", [["twin", "nap"], ["twin+nap"]], ids=["next group", "same group"])
@@ -330,14 +280,6 @@ def test_bounds_of_a_reward_are_its_groups_too():
             check_group(group)
 
 
-def test_failed_group_says_how_it_failed():
-    group = failed_group(tasks_for(0)[0])
-    check_group(group)
-    group.failure.kind = ""
-    with pytest.raises(ValueError, match="its failure has no kind"):
-        check_group(group)
-
-
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 
@@ -348,48 +290,38 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
         "AS": 300,  # MiB
         "CORE": 0,
         "FSIZE": MAX_FILE_BYTES >> 20,
-        "NOFILE": limits.MAX_OPEN_FILES,
+        "NOFILE": MAX_OPEN_FILES,
     }
     found = outcome.parts
     assert {kind: found[f"{kind}_soft"] for kind in expected} == expected
     assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
     assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
-    assert found["CPU_hard"] == 120 + 20 * 31
-    assert (found["nice"], found["expendable"]) == (os.nice(0) + NICENESS, 1000)
+    assert (found["nice"], found["expendable"]) == (min(19, os.nice(0) + NICENESS), 1000)
 
 
-def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
-    """A scoring process that no parent watches over, asked to score one response within 0.5 s."""
-    script = f"from services.rollout.rewards import child, limits\n{before}\nchild.main()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", script, "0.5", "512"], **pipes)
-    message = {"request": 1, "reward": "behave", "options": {}, "context": {}, "responses": [response]}
-    process.stdin.write(json.dumps(message) + "\n")
-    process.stdin.flush()
-    return process
+def test_unwatched_spinning_reward_runs_out_of_cpu_time():
+    """A scoring process that no parent watches over is asked to score one response within 0.5 s."""
+    command = [sys.executable, "-m", "services.rollout.rewards.child", "0.5", "512"]
+    message = {"request": 1, "reward": "behave", "options": {}, "context": {}, "responses": ["spin"]}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            assert process.wait(60) == -signal.SIGXCPU
+        finally:
+            process.kill()
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "before", "end"),
-    [("spin", "", signal.SIGXCPU), ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL)],
-)
-def test_unwatched_spinning_reward_runs_out_of_cpu_time(behaviour, before, end):
-    process = child_alone(behaviour, before)
-    try:
-        assert process.wait(60) == -end
-    finally:
-        process.kill()
-        process.communicate()
-
-
-async def test_process_is_replaced_before_its_cpu_limit_without_a_try(scorer, tmp_path):
-    shorter_life = "from services.rollout.rewards import limits\nlimits.LOAD_S, limits.RESPONSES_PER_LIFE = 1, 1"
-    (tmp_path / "site" / "sitecustomize.py").write_text(shorter_life)  # 1 s and 11 s, of which a response may use 11
-    responses = ["burn"] * 5  # 0.7 s each
-    scores = await score(scorer, request(*responses, max_attempts=1, timeout_s=10.0))
-    pids = [score.parts["pid"] for score in scores]
-    assert len(set(pids)) > 1
-    assert pids == sorted(pids, key=pids.index)
+def test_cpu_time_is_of_each_response_not_of_the_process():
+    script = """
+import time
+from services.rollout.rewards.child import grant_cpu_time
+for _ in range(4):
+    grant_cpu_time(1.0)
+    started = time.process_time()
+    while time.process_time() < started + 0.9: pass
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 async def test_start_of_a_scoring_process_imports_nothing_heavy():
@@ -420,9 +352,8 @@ async def test_built_in_rewards_run_within_the_default_limits(scorer):
 def test_killed_rollout_leaves_no_scoring_process_behind():
     script = """
 import asyncio
-from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardRequest
-from services.rollout.rewards.process import RewardProcess
+from services.rollout.rewards.process import Limits, RewardProcess
 async def main():
     process = await RewardProcess.start(Limits(600.0, 512))
     print(process._child.pid, flush=True)

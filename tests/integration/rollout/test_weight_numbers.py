@@ -54,20 +54,6 @@ async def test_first_version_is_loaded_to_join_and_next_opens_later(rig: Rig) ->
     assert rise == {"received_bytes_total": 2 * size, "full_bytes_total": 2 * size, "open_seconds_count": 1}
 
 
-async def test_older_version_for_a_dead_workers_group_is_no_wait(rig: Rig) -> None:
-    await rig.replace_job(max_staleness=2)
-    await rig.skip(0)
-    await rig.open(1, rig.task(1, 0))
-    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=0.5)
-    await rig.trainer.publish(2)
-    rig.start_worker(lease_s=0.5)
-    await rig.drained(1)
-    assert rig.engines[0].loads[0] == 1, "it joined with version 2"
-    assert [(await update_to(rig, version)).open_s for version in (2, 1)] == [None, None]
-    await rig.trainer.publish(3)
-    assert (await update_to(rig, 3)).open_s is not None
-
-
 async def test_cured_fault_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     before = sample("faults_total")
     rig.start_worker()

@@ -1,16 +1,19 @@
-"""The claim loop beside a ledger whose answers come at chosen moments."""
+"""The claim loop beside a ledger whose answers come at chosen moments, and the ends of a session."""
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+from onbeat.errors import WeightsError
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
-from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
+from services.rollout.claim_loop import RETRY_DELAY_S, Assignment, ClaimLoop, Ends, Pause
 from services.rollout.inflight import Flight
 from services.rollout.puller import Announcements
+from services.rollout.session import RolloutSession
 from tests.rollout_fakes import FakeEngine
 from tests.waiting import until
 
@@ -95,3 +98,23 @@ async def test_engine_that_ignores_cancellation_is_left_behind(monkeypatch):
     await abandoning
     assert is_over
     assert prompts.released == ["1-0"]
+
+
+def test_nothing_is_claimed_until_a_missing_version_is_announced(monkeypatch):
+    """A trainer that has started again replays what it lacks: it announces older versions first."""
+    announcements = Announcements(None, None, lambda: None)
+    pause, later = Pause(announcements), time.monotonic() + RETRY_DELAY_S
+    pause.begin(WeightsError("version 3 is not held"), 3)
+    monkeypatch.setattr("services.rollout.claim_loop.time.monotonic", lambda: later + 1.0)
+    for newest in (None, 0, 2):
+        announcements.newest = newest
+        assert pause.is_on()
+    announcements.newest = 4
+    assert not pause.is_on()
+
+
+def test_first_stop_during_a_job_change_hurries_nobody():
+    session = RolloutSession(Assignment(None, None, "job", None), None, None)
+    for act, is_hurried in ((session.leave, False), (session.stop, False), (session.stop, True)):
+        act()
+        assert (session._ends.drain.is_set(), session._ends.hurry.is_set()) == (True, is_hurried)

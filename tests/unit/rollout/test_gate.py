@@ -1,7 +1,6 @@
 """The version gate and the puller: no token of the wrong version, no load under running requests, no needless pull."""
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,7 @@ class Rig:
             self.trainer.connect, self.find_address, Peer(worker_id="worker"), staging_dir, is_kept=is_kept
         )
         self.ready: list[int] = []
+        self.following: asyncio.Task[None] | None = None
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), GateLimits(load_s=60.0))
 
     async def find_address(self) -> str:
@@ -56,6 +56,10 @@ class Rig:
     async def pulled(self, *versions: int) -> None:
         await until(lambda: self.trainer.pulls == list(versions))
 
+    def follow(self) -> None:
+        """Let the puller hear of new versions."""
+        self.following = asyncio.create_task(self.puller.announcements.follow())
+
     def generate(self, version: int) -> asyncio.Task[list[int]]:
         async def pinned() -> list[int]:
             async with self.gate.pinned(version):
@@ -69,6 +73,8 @@ async def rig(tmp_path):
     rig = Rig(tmp_path)
     await rig.start()
     yield rig
+    if rig.following is not None:
+        rig.following.cancel()
     await rig.puller.close()
 
 
@@ -140,20 +146,18 @@ async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypa
     assert await rig.generate(0) == [0, 0, 0]
 
 
-async def test_load_that_fails_once_is_repeated(rig):
+@pytest.mark.parametrize("num_errors", [1, 2])
+async def test_failed_load_is_repeated_once_then_breaks_the_engine(rig, num_errors):
     rig.trainer.newest = 1
-    rig.engine.load_errors = [RuntimeError("half a file")]
-    assert await rig.generate(1) == [1, 1, 1]
+    rig.engine.load_errors = [RuntimeError("half a file")] * num_errors
+    if num_errors == 1:
+        assert await rig.generate(1) == [1, 1, 1]
+    else:
+        with pytest.raises(EngineBroken, match="policy version 1 could not be loaded: half a file"):
+            await rig.generate(1)
+        assert rig.engine.version() is None
     assert rig.engine.loads == [1, 1]
     assert rig.trainer.pulls == [1]
-
-
-async def test_load_that_keeps_failing_breaks_the_engine(rig):
-    rig.trainer.newest = 1
-    rig.engine.load_errors = [RuntimeError("no memory")] * 2
-    with pytest.raises(EngineBroken, match="policy version 1 could not be loaded: no memory"):
-        await rig.generate(1)
-    assert rig.engine.version() is None
 
 
 async def test_endless_load_breaks_the_engine_for_latecomers_too(rig):
@@ -197,7 +201,7 @@ async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
 
 async def test_older_group_moves_the_engine_back_and_newer_ones_onward(rig):
     rig.trainer.newest = 2
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     assert await rig.generate(2) == [2, 2, 2]
     rig.engine.may_finish.clear()
     running = rig.generate(2)
@@ -208,11 +212,10 @@ async def test_older_group_moves_the_engine_back_and_newer_ones_onward(rig):
     rig.engine.may_finish.set()
     assert await asyncio.gather(running, behind, ahead) == [[2] * 3, [1] * 3, [2] * 3]
     assert rig.engine.loads == [2, 1, 2]
-    follow.cancel()
 
 
 async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     rig.engine.may_finish.clear()
     running = rig.generate(0)
     await until(lambda: rig.engine.num_in_flight() == 1)
@@ -227,25 +230,23 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     rig.engine.may_finish.set()
     assert await asyncio.gather(running, waiting) == [[0] * 3, [1] * 3]
     await rig.pulled(1, 3)  # now that the copy is free; nobody has asked for 2
-    follow.cancel()
 
 
 async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     rig.trainer.newest, rig.trainer.refused = 3, {1}
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await rig.heard_of(3)
     started = asyncio.get_running_loop().time()
     with pytest.raises(VersionGone, match="version 1 is not held"):
         await rig.generate(1)
     assert asyncio.get_running_loop().time() - started < puller_module.PULL_DEADLINE_S / 2
     assert await rig.generate(3) == [3, 3, 3]
-    follow.cancel()
 
 
 async def test_version_that_is_held_is_tried_again_behind_a_newer_one(rig, monkeypatch):
     """As the version of an evaluation, while training has gone on."""
     rig.trainer.newest = 2
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await rig.pulled(2)
     itinerary = FakeSource.itinerary
 
@@ -255,7 +256,6 @@ async def test_version_that_is_held_is_tried_again_behind_a_newer_one(rig, monke
 
     monkeypatch.setattr(FakeSource, "itinerary", refuse_once)
     assert await rig.generate(1) == [1, 1, 1]
-    follow.cancel()
 
 
 async def test_idle_advance_never_goes_back(rig):
@@ -268,7 +268,7 @@ async def test_idle_advance_never_goes_back(rig):
 
 async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     rig.trainer.newest = 20
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await rig.pulled(20)
     assert not rig.puller.announcements.has_reached(45)
     with pytest.raises(WeightsError):
@@ -279,12 +279,11 @@ async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     await rig.trainer.publish(45)
     await rig.pulled(20, 21, 45)
     assert rig.puller.announcements.has_reached(45)
-    follow.cancel()
 
 
 async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
     rig.trainer.newest = 45
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await until(lambda: rig.puller.announcements.has_reached(45))
     rig.trainer.newest = 20  # restarted from a checkpoint
     await rig.trainer.break_watches("trainer:2")  # the job still names the old address
@@ -293,42 +292,25 @@ async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
     rig.address = "trainer:2"
     await until(lambda: rig.puller.announcements.has_reached(20))
     assert not rig.puller.announcements.has_reached(45)
-    follow.cancel()
-
-
-async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog):
-    follow = asyncio.create_task(rig.puller.announcements.follow())
-    await rig.heard_of(0)
-    await rig.trainer.break_watches("trainer:2")
-    await until(lambda: rig.puller.announcements.newest is None)
-    await settle(0.5)  # several tries, while the job still names the old address
-    rig.address = "trainer:2"
-    await rig.heard_of(0)
-    await rig.trainer.publish(5)
-    await rig.pulled(5)
-    assert len([line for line in caplog.messages if "trying again" in line]) == 1  # one line per change, not per try
-    follow.cancel()
 
 
 async def test_silent_server_is_left_when_the_job_names_a_new_address(rig, monkeypatch):
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.05)
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await rig.heard_of(0)
     rig.trainer.address = rig.address = "trainer:2"  # the old one says nothing, not even goodbye
     await until(lambda: rig.trainer.num_watches == 2)
     await settle(0.2)
     assert rig.trainer.num_watches == 2
-    follow.cancel()
 
 
 async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monkeypatch, caplog):
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.02)
     monkeypatch.setattr(puller_module, "FIRST_ANSWER_S", 0.05)
     rig.trainer.newest = -1  # nothing to announce
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await until(lambda: rig.trainer.num_watches > 1)
     assert "no answer" in caplog.text
-    follow.cancel()
 
 
 # ---- the copy stays as it is while the engine reads it ---------------------------------------------------------------
@@ -359,25 +341,9 @@ async def break_half_way(self, key, *limits):
     raise WeightsError("the trainer died")
 
 
-async def test_newer_version_waits_until_the_engine_has_read_the_last(rig):
-    follow = asyncio.create_task(rig.puller.announcements.follow())
-    may_read = hold_reads(rig.engine)
-    rig.trainer.newest = 1
-    load = rig.generate(1)
-    await rig.pulled(1)
-    await rig.trainer.publish(2)
-    await rig.heard_of(2)
-    await settle()
-    assert rig.trainer.pulls == [1]
-    may_read.set()
-    assert await load == [1, 1, 1]
-    await rig.pulled(1, 2)
-    follow.cancel()
-
-
 async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypatch):
     """The load of version 1 fails half way, so the engine has to read version 0 again, which it has read before."""
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     with monkeypatch.context() as patch:
         patch.setattr(FakeSource, "pull", break_half_way)
         patch.setattr(WeightsPuller.obtain, "__defaults__", (0.0,))
@@ -397,11 +363,10 @@ async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypa
     may_read.set()
     assert await load == [0, 0, 0]
     await rig.pulled(0, 2)
-    follow.cancel()
 
 
 async def test_newer_version_waits_for_an_engine_whose_pull_failed(rig, monkeypatch):
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     may_stop = hold_reads(rig.engine)
     with monkeypatch.context() as patch:
         patch.setattr(FakeSource, "pull", break_half_way)
@@ -417,48 +382,29 @@ async def test_newer_version_waits_for_an_engine_whose_pull_failed(rig, monkeypa
     with pytest.raises(WeightsError, match="the trainer died"):
         await load
     await rig.pulled(2)
-    follow.cancel()
-
-
-# ---- nothing is waited for that may never come -----------------------------------------------------------------------
-
-
-async def never(*_: object) -> None:
-    await asyncio.Event().wait()
-
-
-async def be_silent(self, key, *limits):
-    """Instead of `FakeSource.pull`."""
-    yield full_plan(manifest_of(key.policy_version), key.shard)
-    await never()
 
 
 async def test_closing_gate_ends_a_load_that_waits_for_its_pull(tmp_path, monkeypatch):
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def be_silent(self, key, *limits):
+        yield full_plan(manifest_of(key.policy_version), key.shard)
+        await never()
+
     before = asyncio.all_tasks()
     rig = Rig(tmp_path)
+    monkeypatch.setattr(FakeSource, "finish", never)  # a trainer that ignores it delays nothing
     await rig.start()
     monkeypatch.setattr(FakeSource, "pull", be_silent)
-    follow = asyncio.create_task(rig.puller.announcements.follow())
+    rig.follow()
     await rig.trainer.publish(1)
     request = rig.generate(1)
     await until(lambda: rig.engine.loads == [1])
-    for task in (request, follow):
+    for task in (request, rig.following):
         task.cancel()
     async with asyncio.timeout(gate_module.CLOSE_DEADLINE_S / 2):
         await rig.gate.close()
-        await rig.puller.close()
-    await settle(0)
-    assert asyncio.all_tasks() == before
-
-
-async def test_trainer_that_ignores_a_finish_delays_no_pull_or_close(tmp_path, monkeypatch):
-    before = asyncio.all_tasks()
-    monkeypatch.setattr(FakeSource, "finish", never)
-    rig = Rig(tmp_path)
-    async with asyncio.timeout(30.0):
-        await rig.start()
-        rig.trainer.newest = 1
-        assert await rig.generate(1) == [1, 1, 1]
         await rig.puller.close()
     await settle(0)
     assert asyncio.all_tasks() == before
@@ -468,17 +414,22 @@ async def test_trainer_that_ignores_a_finish_delays_no_pull_or_close(tmp_path, m
 
 
 class Visit:
-    """A chat that runs until it is told to end."""
+    """A chat that runs until it may end, or is cancelled; then it leaves when it may."""
 
     def __init__(self, rig: Rig) -> None:
-        self.may_end = asyncio.Event()
+        self.may_end, self.is_leaving, self.may_leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.may_leave.set()
         self.versions: list[int] = []
         self.task = asyncio.create_task(self.talk(rig.gate))
 
     async def talk(self, gate: VersionGate) -> str:
         async with gate.visit() as version:
             self.versions.append(version)
-            await self.may_end.wait()
+            try:
+                await self.may_end.wait()
+            finally:
+                self.is_leaving.set()
+                await self.may_leave.wait()
             return f"by {version}"
 
 
@@ -499,6 +450,16 @@ async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
     await settle()
     visit.may_end.set()
     assert (await visit.task, rig.engine.loads) == ("by 0", [])
+
+
+async def test_visitor_that_ends_within_its_grace_has_its_version(rig):
+    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
+    rig.trainer.newest = 1
+    visit, new = await begin_visit(rig), rig.generate(1)
+    await until(lambda: rig.gate._wanted == 1)
+    await settle()
+    visit.may_end.set()
+    assert (await visit.task, await new) == ("by 0", [1] * 3)
 
 
 async def test_grace_runs_while_groups_are_still_generating(rig):
@@ -558,53 +519,30 @@ async def test_visitor_is_refused_when_the_last_load_has_failed(rig):
         await Visit(rig).task
 
 
-async def test_cancelled_visitor_takes_its_work_with_it(rig):
-    visit = await begin_visit(rig)
-    visit.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await visit.task
-    assert rig.gate._visits == set()
-
-
 async def test_load_waits_for_a_visitor_who_already_leaves(rig):
     rig.trainer.newest = 1
-    is_leaving, may_leave = asyncio.Event(), asyncio.Event()
-
-    async def leave_slowly() -> None:
-        async with rig.gate.visit():
-            try:
-                await asyncio.Event().wait()
-            finally:
-                is_leaving.set()
-                await may_leave.wait()
-
-    visit, first = asyncio.create_task(leave_slowly()), rig.generate(1)
-    await asyncio.wait_for(is_leaving.wait(), 5.0)
+    visit = await begin_visit(rig)
+    visit.may_leave.clear()
+    first = rig.generate(1)
+    await asyncio.wait_for(visit.is_leaving.wait(), 5.0)
     first.cancel()
     second = rig.generate(1)
     await settle()
     assert rig.engine.loads == []
-    may_leave.set()
+    visit.may_leave.set()
     assert await second == [1, 1, 1]
     with pytest.raises(PolicyMoved):
-        await visit
+        await visit.task
 
 
 async def test_visitor_that_does_not_leave_breaks_the_engine(rig, monkeypatch):
     monkeypatch.setattr(gate_module, "LEAVE_DEADLINE_S", 0.1)
     rig.trainer.newest = 1
-    may_end = asyncio.Event()
-
-    async def talk_on() -> None:
-        async with rig.gate.visit():
-            while not may_end.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await may_end.wait()
-
-    visit = asyncio.create_task(talk_on())
-    await settle()
+    visit = await begin_visit(rig)
+    visit.may_leave.clear()
     with pytest.raises(EngineBroken, match="1 chats did not end"):
         await rig.generate(1)
     assert rig.engine.loads == []
-    may_end.set()
-    await visit
+    visit.may_leave.set()
+    with pytest.raises(PolicyMoved):
+        await visit.task

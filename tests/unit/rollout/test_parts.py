@@ -3,10 +3,13 @@
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
@@ -17,6 +20,8 @@ from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
 from services.rollout.settings import Settings
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 
 
 class Clock:
@@ -32,13 +37,17 @@ def test_overlapping_groups_count_once_and_idle_time_does_not():
     busy = BusyMeter(clock)
     with busy.running(0):
         clock.now = 3.0
-        with busy.running(0):
+        with suppress(RuntimeError), busy.running(0):
             clock.now = 4.0
+            raise RuntimeError("a generation that fails ends, too")
     clock.now = 10.0  # idle
     with busy.running(0):
         clock.now = 11.5
         assert busy.seconds(0) == 5.5  # 0-4 and 10-11.5, the second still running
-    assert busy.seconds(0) == 5.5
+    for iteration in range(1, MAX_ITERATIONS + 1):
+        with busy.running(iteration):
+            clock.now += iteration
+    assert [busy.seconds(0), busy.seconds(1), busy.seconds(MAX_ITERATIONS)] == [0.0, 1.0, MAX_ITERATIONS]  # 0 is old
 
 
 @pytest.mark.parametrize(("iteration", "seconds"), [(0, [5.0, 0.0]), (1, [4.0, 1.0])])
@@ -55,32 +64,6 @@ def test_groups_that_end_crosswise_share_no_second(iteration: int, seconds: list
     clock.now = 5.0
     second.__exit__(None, None, None)
     assert [busy.seconds(0), busy.seconds(1)] == seconds
-
-
-def test_iterations_have_separate_busy_times_and_old_ones_expire():
-    clock = Clock()
-    busy = BusyMeter(clock)
-    for iteration in range(MAX_ITERATIONS + 5):
-        with busy.running(iteration):
-            clock.now += iteration
-    assert busy.seconds(MAX_ITERATIONS + 4) == MAX_ITERATIONS + 4
-    assert busy.seconds(0) == 0.0
-    assert len(busy._finished_s) == MAX_ITERATIONS
-
-
-def test_a_failed_generation_ends_its_busy_time():
-    clock = Clock()
-    busy = BusyMeter(clock)
-
-    def fail_after_two_seconds() -> None:
-        with busy.running(0):
-            clock.now = 2.0
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail_after_two_seconds()
-    clock.now = 9.0
-    assert busy.seconds(0) == 2.0
 
 
 def test_token_rate_is_of_the_last_ten_seconds():
@@ -189,40 +172,35 @@ def test_evaluation_of_single_samples_fills_the_engine_as_well():
 
 
 def test_engine_gets_the_options_that_it_knows(monkeypatch):
+    prepared = []
+
     class Narrow:
         def __init__(self, *, dtype: str) -> None:
             self.dtype = dtype
 
-    entry = SimpleNamespace(name="narrow", load=lambda: Narrow)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
-    engine = create_engine("narrow", dtype="float32", cpu_cores="0")
-    assert isinstance(engine, Narrow)
-    assert engine.dtype == "float32"
-    with pytest.raises(ValueError, match=r"no engine 'wide' .* one of: narrow"):
-        create_engine("wide")
-
-
-def test_engine_is_prepared_with_the_options_that_it_knows(monkeypatch):
-    prepared = []
-
-    class Early:
         @staticmethod
         def prepare(device: str) -> None:
             prepared.append(device)
 
-    entries = [SimpleNamespace(name="early", load=lambda: Early), SimpleNamespace(name="plain", load=lambda: object)]
+    entries = [SimpleNamespace(name="narrow", load=lambda: Narrow), SimpleNamespace(name="plain", load=lambda: object)]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries)
-    prepare_engine("early", device="cpu", cpu_cores="0")
-    prepare_engine("plain", device="cpu", cpu_cores="0")
+    engine = create_engine("narrow", dtype="float32", cpu_cores="0")
+    assert isinstance(engine, Narrow)
+    assert engine.dtype == "float32"
+    for name in ("narrow", "plain"):
+        prepare_engine(name, device="cpu", cpu_cores="0")
     assert prepared == ["cpu"]
+    with pytest.raises(ValueError, match=r"no engine 'wide' .* one of: narrow"):
+        create_engine("wide")
 
 
-async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
-    steps = []
+async def test_engine_is_prepared_before_there_is_a_job_with_settings(monkeypatch, redis_url):
+    steps, options = [], {}
 
     class Jobless:
-        def __init__(self, *_) -> None:
+        def __init__(self, settings, ledger, hardware, engine_of, client_of) -> None:
             self.stop = None
+            engine_of(JobConfig.from_file(QUICKSTART))
 
         async def run(self) -> None:
             steps.append("wait for a job")
@@ -230,11 +208,15 @@ async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
     monkeypatch.setattr(rollout, "check_engine", lambda *_: "npu")
     monkeypatch.setattr(rollout, "find_hardware", lambda device: device)
     monkeypatch.setattr(rollout, "prepare_engine", lambda name, **place: steps.append((name, place)))
+    monkeypatch.setattr(rollout, "create_engine", lambda name, **given: options.update(given))
     monkeypatch.setattr(rollout, "Worker", Jobless)
-    settings = Settings(engine="mine", redis_url=redis_url, tensor_parallel_size=2, cpu_cores="0-3")
+    settings = Settings(
+        engine="mine", redis_url=redis_url, tensor_parallel_size=2, cpu_cores="0-3", gpu_memory_utilization=0.7
+    )
     assert await rollout.supervise(settings) == 0
     place = {"device": "npu", "tensor_parallel_size": 2, "cpu_cores": "0-3"}
     assert steps == [("mine", place), "wait for a job"]
+    assert options == options | place | {"gpu_memory_utilization": 0.7}
 
 
 def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():

@@ -61,13 +61,6 @@ def test_character_belongs_to_the_last_of_its_tokens(smollm2, smollm2_text):
     assert smollm2_text.lengths(token_ids, "Hi😀!") == [2, *[0] * (len(token_ids) - 3), 1, 1]
 
 
-def test_special_tokens_give_nothing_wherever_they_stand(smollm2, smollm2_text):
-    hello, world = smollm2("Hello")["input_ids"], smollm2(" 世")["input_ids"]
-    token_ids = [1, *hello, 2, 0, *world, 2]
-    lengths = smollm2_text.lengths(token_ids, decode(smollm2, token_ids))
-    assert lengths == [0, 5, 0, 0, *smollm2_text.lengths(world, " 世"), 0]
-
-
 def test_text_may_end_within_a_character_or_before_last_tokens(smollm2, smollm2_text):
     """An engine leaves out the character that is not complete, or replaces it; another one cuts at a stop string."""
     token_ids = smollm2("so 😀")["input_ids"][:-1]
@@ -158,15 +151,3 @@ def test_spaces_that_the_decoder_leaves_out_at_the_start(is_space_kept):
     assert text.strip() == "the cat ☃!"
     found = parts(TokenText(tokenizer).lengths(token_ids, text), text)
     assert found == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]
-
-
-def test_cleaned_up_text():
-    vocab = {word: index for index, word in enumerate(["[UNK]", "hello", "do", "n't", ",", "world", "##ly", "a"])}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.WordPiece(cleanup=True)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-    token_ids = [1, 4, 5, 6, 2, 3]
-    text = decode(fast, token_ids)
-    assert text == "hello, worldly don't"
-    assert parts(TokenText(fast).lengths(token_ids, text), text) == ["hello", ",", " world", "ly", " do", "n't"]

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from services.rollout.engines.arrivals import gathered, whole_modules
+from services.rollout.engines.arrivals import BadWeightFile, check_weight_file, gathered, whole_modules
 
 LAYERS = [
     f"model.layers.{layer}.{name}"
@@ -23,6 +26,7 @@ LAYERS = [
         "post_attention_layernorm.weight",
     )
 ]
+LAYER = "model.layers.3"
 NAMES = ["model.embed_tokens.weight", *LAYERS, "model.norm.weight", "lm_head.weight"]
 
 
@@ -48,14 +52,63 @@ def test_modules_outside_the_layers_stand_alone(name: str) -> None:
     assert whole_modules([name], NAMES) == {name}
 
 
-def test_nothing_changed_brings_nothing() -> None:
-    assert whole_modules([], NAMES) == set()
-
-
 async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
     for names in batches:
         yield names
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "must_be_all", "message"),
+    [
+        ([[f"{LAYER}.self_attn.q_proj.weight"]], False, "2 tensors did not arrive, but modules load as a whole"),
+        ([["model.layers.7.mlp.gate.weight"]], False, "1 tensors arrived that the model does not have"),
+        ([["model.norm.weight"], ["model.norm.weight"]], False, "1 tensors arrived twice"),
+        ([NAMES[1:]], True, "1 tensors did not arrive, but no version is served to take them from"),
+        ([], True, "23 tensors did not arrive"),
+    ],
+)
+async def test_names_that_make_no_whole_load_are_refused(batches, must_be_all: bool, message: str) -> None:
+    async with gathered(arriving(batches), NAMES, must_be_all=must_be_all) as arrived:
+        while await arrived.take():
+            pass
+        with pytest.raises(ValueError, match=message):
+            arrived.check()
+
+
+def write_truncated(weights: dict[str, torch.Tensor], file: Path) -> None:
+    save_file(weights, file)
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def write_without_a_tensor(weights: dict[str, torch.Tensor], file: Path) -> None:
+    save_file({"b": weights["b"]}, file)
+
+
+def write_a_tensor_more(weights: dict[str, torch.Tensor], file: Path) -> None:
+    save_file({**weights, "c": torch.zeros(1)}, file)
+
+
+def write_a_wrong_shape(weights: dict[str, torch.Tensor], file: Path) -> None:
+    save_file({**weights, "b": weights["b"][:-1].clone()}, file)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda *_: None, "cannot read the weights in .*No such file"),
+        (write_truncated, "cannot read the weights"),
+        (write_without_a_tensor, r"1 tensors are missing \['a'\], 0 are unexpected"),
+        (write_a_tensor_more, r"0 tensors are missing \[\], 1 are unexpected \['c'\]"),
+        (write_a_wrong_shape, r"b in .* has shape \(2,\), the model's is \(3,\)"),
+    ],
+)
+def test_file_of_another_model_is_refused(write, message: str, tmp_path: Path) -> None:
+    weights, file = {"a": torch.zeros(2, 2), "b": torch.zeros(3)}, tmp_path / "model.safetensors"
+    write(weights, file)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with pytest.raises(BadWeightFile, match=message):
+        check_weight_file(file, shapes, is_tied=False)
 
 
 async def test_names_that_arrive_during_other_work_are_taken_together() -> None:

