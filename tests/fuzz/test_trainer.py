@@ -35,9 +35,14 @@ def set_infinite(group: RolloutGroup) -> None:
     group.responses[1].rollout_logprobs[0] = -math.inf
 
 
+def drop_response(group: RolloutGroup) -> None:
+    del group.responses[1:]
+
+
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
+        (drop_response, "1 responses, not "),
         (set_prompt_token, f"token id {tiny_config().vocab_size}, the model has {tiny_config().vocab_size} tokens"),
         (set_token, "token id 4294967295"),
         (set_observed_token, "token id 4294967295"),
