@@ -6,6 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from onbeat.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
 
@@ -44,6 +45,13 @@ class LedgerPart:
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         return await self._scripts.run(name, job, more_keys, *args)
+
+    async def _run_as_owner(self, name: str, job: JobKeys, more_keys: Sequence[str], epoch: str, *args: Any) -> Any:
+        """Run a script that answers nil to a trainer which no longer owns the job. Raise LeaseLost then."""
+        answer = await self._run(name, job, more_keys, epoch, *args)
+        if answer is None:
+            raise LeaseLost(job.job_id)
+        return answer
 
     async def _texts(self, key: str) -> dict[str, str]:
         """Return a hash as text; empty when there is none."""

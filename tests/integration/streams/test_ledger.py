@@ -135,7 +135,7 @@ async def test_paused_job_takes_what_is_in_flight_and_begins_nothing(ledger: Led
     assert len(await claim_all(ledger, job_id)) == 1
 
 
-async def test_commit_is_of_a_drained_iteration_once_and_before_the_end(ledger: Ledger) -> None:
+async def test_commit_is_of_a_drained_iteration_once_before_the_end(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     with pytest.raises(AssertionError, match="is open"):
         await commit(ledger, job_id, epoch, 0)
@@ -213,7 +213,7 @@ def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
     return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
 
 
-async def test_version_keeps_its_first_numbers_and_each_time_is_an_event(ledger: Ledger) -> None:
+async def test_version_keeps_first_numbers_and_each_time_is_an_event(ledger: Ledger) -> None:
     job_id, epoch = await started_job(ledger)
     assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
     await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
@@ -240,7 +240,7 @@ async def test_version_keeps_its_first_numbers_and_each_time_is_an_event(ledger:
 # ---- groups ------------------------------------------------------------------------------------------------------
 
 
-async def test_one_token_of_another_version_makes_a_group_stale_and_free(ledger: Ledger) -> None:
+async def test_one_token_of_another_version_makes_a_group_stale(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id, "w1")
     group = make_group(claim.task)

@@ -2,9 +2,7 @@
 
 import asyncio
 import re
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -256,9 +254,8 @@ class Life:
 @given(OPERATIONS)
 def test_all_versions_are_equal_everywhere_through_all_faults(operations):
     async def live():
-        with tempfile.TemporaryDirectory() as folder:
-            async with Plane(Path(folder)) as plane:
-                await Life(plane).run(operations)
+        async with Plane() as plane:
+            await Life(plane).run(operations)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "CHUNK_BYTES", 1000)
@@ -761,8 +758,8 @@ def spoil_steps(answer):
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trainer_that_is_full_is_tried_until_there_is_room(tmp_path):
-    async with Plane(tmp_path, max_calls=2) as plane:
+async def test_a_trainer_that_is_full_is_tried_until_there_is_room():
+    async with Plane(max_calls=2) as plane:
         await plane.trainer.publish(0, weights(0))
         watcher = WeightsClient(plane.trainer.address, JOB)
         watches = [watcher.watch(), watcher.watch()]

@@ -73,8 +73,8 @@ async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
 
 
 @pytest.mark.parametrize("egress", [1, 2])
-async def test_trainer_sends_only_egress_copies_to_six_hosts_at_once(egress, tmp_path):
-    async with Plane(tmp_path, egress=egress) as plane:
+async def test_trainer_sends_only_egress_copies_to_six_hosts_at_once(egress):
+    async with Plane(egress=egress) as plane:
         rollouts = [await plane.join(f"r{number}") for number in range(6)]
         tensors = weights(0)
         for version in range(3):
@@ -378,16 +378,16 @@ async def assert_is_shut_out(plane, security, words):
         await stranger.close()
 
 
-async def test_with_an_api_key_only_key_holders_are_served(tmp_path):
-    async with Plane(tmp_path, security=WireSecurity(api_key="secret")) as plane:
+async def test_with_an_api_key_only_key_holders_are_served():
+    async with Plane(security=WireSecurity(api_key="secret")) as plane:
         await assert_all_get_it(plane)
         await assert_is_shut_out(plane, WireSecurity(), "UNAUTHENTICATED")
         await assert_is_shut_out(plane, WireSecurity(api_key="guess"), "UNAUTHENTICATED")
 
 
-async def test_with_mutual_tls_only_certificate_holders_are_served(tmp_path, authority):
+async def test_with_mutual_tls_only_certificate_holders_are_served(authority):
     cert, key = authority.issue("127.0.0.1")
-    async with Plane(tmp_path, security=WireSecurity(tls_cert=cert, tls_key=key, tls_ca=authority.cert)) as plane:
+    async with Plane(security=WireSecurity(tls_cert=cert, tls_key=key, tls_ca=authority.cert)) as plane:
         await assert_all_get_it(plane)
         await assert_is_shut_out(plane, WireSecurity(tls_ca=authority.cert), "UNAVAILABLE")
         await assert_is_shut_out(plane, WireSecurity(), "UNAVAILABLE")

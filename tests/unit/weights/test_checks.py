@@ -116,7 +116,7 @@ class At:
 
 
 @pytest.fixture
-async def pulled(tmp_path):
+async def pulled():
     """Pulls a version over a network, in which it has one copy: what that holds then, and the pull."""
     pullers = {}
 
@@ -125,7 +125,7 @@ async def pulled(tmp_path):
 
     async def pull(network, version=1):
         if id(network) not in pullers:
-            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"), tmp_path)
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"))
         puller = pullers[id(network)]
         pull = puller.start(version, SOON_S)
         async with asyncio.timeout(SOON_S):

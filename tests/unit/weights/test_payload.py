@@ -159,8 +159,8 @@ def test_a_plan_that_is_too_large_is_refused_before_it_is_parsed():
 
 
 @pytest.fixture
-async def host(tmp_path):
-    host = HostWeights(LAYOUT, tmp_path)
+async def host():
+    host = HostWeights(LAYOUT)
     yield host
     host.close()
 
@@ -231,8 +231,8 @@ async def test_a_full_payload_is_received_in_its_place(host):
     assert bytes(host.tensor(2)) == b"0123456789abcdef"
 
 
-async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path):
-    host = HostWeights(LAYOUT, tmp_path)
+async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed():
+    host = HostWeights(LAYOUT)
     host.settle(LAYOUT)
     payload = await host.payload(KEY)
     piece = payload.slices(0, 6)
@@ -241,10 +241,9 @@ async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path)
     assert bytes(piece[0]) == bytes(6)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="only Linux takes memory back from a file in memory")
-async def test_released_copy_gives_its_memory_back_and_is_usable(tmp_path):
+async def test_released_copy_gives_its_memory_back_and_is_usable():
     wide = Manifest(1, (entry("w", 1 << 20, dtype="F32", fill=b"\1"),))
-    host = HostWeights(wide, tmp_path)
+    host = HostWeights(wide)
 
     def resident_bytes() -> int:
         return host.path.stat().st_blocks * 512
