@@ -9,7 +9,7 @@ from onbeat.errors import LeaseLost, StreamLost
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts
 from onbeat.streams.ledger.versions import diverged
 from onbeat.types import JobState
 
@@ -55,16 +55,8 @@ class TrainerSide(LedgerPart):
             if await self.redis.exists(job.job):
                 raise StreamLost(job_id, "rollouts") from error
             raise LeaseLost(job_id, "was deleted") from error
-        groups, foreign = {}, []
-        for entry, fields in answer[0][1] if answer else []:
-            try:
-                groups[entry] = decode_group(fields[b"group"])
-            except (ValueError, KeyError):
-                foreign.append(entry)
-        states = await group_states(self.redis, [place_of(job, group) for group in groups.values()])
-        foreign += [entry for entry, state in zip(groups, states, strict=True) if state != b"accepted:" + entry]
-        await drop_foreign(self._scripts, job, job.rollouts, TRAINER_GROUP, foreign)
-        return [group for entry, group in groups.items() if entry not in foreign]
+        found = {entry: fields.get(b"group", b"") for entry, fields in (answer[0][1] if answer else [])}
+        return list((await self._own_entries(job, job.rollouts, decode_group, found)).values())
 
     async def record_micro_batch(
         self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]

@@ -579,18 +579,6 @@ async def test_bytes_that_a_step_tears_are_never_called_a_version(plane, small_m
     await rollout.pull(2)
 
 
-async def test_cancelled_pull_leaves_no_version_and_the_next_succeeds(plane, small_messages):
-    await plane.trainer.publish(0, weights(0))
-    rollout = await plane.join("r0")
-    plane.trainer.server.faults = [held_back]
-    pull = rollout.start(0)
-    await until(lambda: pull.stats.received_bytes > 100_000)
-    await pull.cancel()
-    with pytest.raises(WeightsError, match="cancelled"):
-        await rollout.see_through(pull)
-    await rollout.pull(0)
-
-
 async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, small_messages):
     """Whoever loads these tensors has loaded the version, which has to be here by then."""
     tensors = {name: weights(0)[name] for name in ("half", "big")}
