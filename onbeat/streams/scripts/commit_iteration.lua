@@ -3,7 +3,8 @@
 -- the groups that were used (hex), then group id / advantages of its responses (JSON) pairs, as far as they are reported.
 -- Closes a drained iteration and publishes the next version in one move, unless rollouts are to stay on the one that they
 -- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
--- when its weights are not those of the first time. Returns committed | already | diverged | open | unbounded, or nil when fenced.
+-- when its weights are not those of the first time. Returns committed | already | diverged | open | unbounded, or nil when
+-- fenced.
 local state = field('state')
 if not is_owner(ARGV[1]) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return nil end
 local next_iteration = tonumber(ARGV[2]) + 1
