@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -261,16 +260,6 @@ async def test_over_tls_the_key_is_asked_for_as_well(wire, tls_server, authority
     await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY, tls_ca=authority.cert)))
     wrong = wire.stub(address, WireSecurity(api_key="wrong", tls_ca=authority.cert))
     await assert_is_refused(wrong, grpc.StatusCode.UNAUTHENTICATED)
-
-
-async def test_server_that_accepts_and_is_silent_ends_at_the_deadline(wire, authority):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        for security in (PLAIN, WireSecurity(tls_ca=authority.cert)):
-            stub = wire.stub(address, security)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Describe(weights_pb2.DescribeRequest(job_id="job"), timeout=1.0)
-            assert refused.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority, tls_server, mutual_server):
