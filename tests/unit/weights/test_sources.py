@@ -52,7 +52,7 @@ def test_egress_and_fanout_are_the_widths_of_the_tree():
 
 
 @pytest.mark.parametrize("end", ["complete", "given up", "left"])
-def test_place_is_free_when_its_puller_is_done_gives_up_or_leaves(end):
+def test_place_is_free_when_its_puller_ends_gives_up_or_leaves(end):
     sources, puller = create_sources(), peer(0)
     assert located(sources, puller) == TRAINER
     assert sources._loads(0)[ROOT] == 1
