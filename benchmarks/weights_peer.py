@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -194,7 +193,7 @@ class Puller:
 
         peer = Peer(worker_id=worker_id, host_id=worker_id)
         self._host = host
-        self._puller = WeightsPuller(connect, find_trainer, peer, Path(tempfile.gettempdir()))
+        self._puller = WeightsPuller(connect, find_trainer, peer)
         self._relay = PayloadServer(JOB, self._puller)
         self._address = ""
 

@@ -19,7 +19,6 @@ import asyncio
 import os
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -55,9 +54,7 @@ class Host:
             return address
 
         peer = Peer(worker_id="bench", host_id="bench")
-        self._make = lambda: WeightsPuller(
-            lambda source: WeightsClient(source, JOB, security), find_trainer, peer, Path(tempfile.gettempdir())
-        )
+        self._make = lambda: WeightsPuller(lambda source: WeightsClient(source, JOB, security), find_trainer, peer)
         self.puller = self._make()
         self.stats = PullStats()  # of the last pull
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -206,10 +205,8 @@ class Rollout:
 class Plane:
     """`egress` and `fanout` as in `Sources`. Ends with its context."""
 
-    def __init__(
-        self, folder: Path, egress: int = 1, fanout: int = 1, security: WireSecurity = PLAIN, max_calls: int = 1024
-    ) -> None:
-        self._folder, self._security = folder, security
+    def __init__(self, egress: int = 1, fanout: int = 1, security: WireSecurity = PLAIN, max_calls: int = 1024) -> None:
+        self._security = security
         self.trainer = Trainer(egress, fanout, security, max_calls)
         self._stack = contextlib.AsyncExitStack()
 
@@ -228,9 +225,7 @@ class Plane:
             return self.trainer.address
 
         peer = Peer(worker_id=worker_id, host_id=host or f"host of {worker_id}", zone=zone)
-        puller = WeightsPuller(
-            lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer, self._folder
-        )
+        puller = WeightsPuller(lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer)
         server = None
         if is_relay:
             server = SpoilingRelay(JOB, puller, self._security)

@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's WebSocket: `reset`, `step`, `state` and `close`, one connection per episode.
+"""Environments behind OpenEnv's WebSocket: `reset`, `step` and `close`, one connection per episode.
 
 The address comes from the package that the operator installed, never from a job:
 
@@ -66,19 +66,15 @@ class OpenEnvGame:
         result = await self._ask("step", self._to_action(message["content"] or ""))
         return self._to_text(result["observation"]), result.get("reward") or 0.0, bool(result.get("done"))
 
-    async def state(self) -> dict[str, Any]:
-        """Return the server's view of the episode: its id and how many steps it had."""
-        return await self._ask("state")
-
     async def close(self) -> None:
         if self._socket is not None:
             await self._send({"type": "close"})
             await self._socket.close()
 
-    async def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error,
         TimeoutError when it is silent."""
-        await self._send({"type": kind} | ({} if data is None else {"data": data}))
+        await self._send({"type": kind, "data": data})
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = json.loads(await self._socket.recv())

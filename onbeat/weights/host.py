@@ -3,7 +3,7 @@
     at version 7 --begin--> moving (holds no version; readers are informed) --settle--> at version 8
 
 Engines read the file, peers pull from it. It is anonymous memory: it needs no disk space and no space in /dev/shm, and
-ends with the process. Where the system has none (macOS), it is a file in `folder`.
+ends with the process.
 """
 
 import asyncio
@@ -27,19 +27,15 @@ class HostWeights:
     """A host's copy of the weights. It lives on one event loop, except `tensor` and `data`: any thread may read them,
     and the puller's threads may write."""
 
-    def __init__(self, layout: Manifest, folder: Path) -> None:
+    def __init__(self, layout: Manifest) -> None:
         """Reserve memory for this layout, without a version yet. Raise WeightsError if there is too little memory."""
         self.manifest: Manifest | None = None  # manifest of the version that is held, complete and verified
         self.has_held = False  # whether it ever held a version: engines know its path then
         self.layout = layout
         header = safetensors_header(layout)
         size = len(header) + layout.size_bytes
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("onbeat-weights")
-            self.path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
-        else:
-            self.path = folder / "weights.safetensors"
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._fd = os.memfd_create("onbeat-weights")
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
         try:
             os.truncate(self._fd, size)
             self._map = mmap.mmap(self._fd, size)
@@ -72,13 +68,12 @@ class HostWeights:
             self.offer(manifest, shard)
 
     def release(self) -> None:
-        """Give the memory back to the system, where it can take it; the copy holds no version until the next pull."""
+        """Give the memory back to the system; the copy holds no version until the next pull."""
         self.begin("its engine has read it")
-        if hasattr(mmap, "MADV_REMOVE"):
-            start = len(self._map) - len(self.data)  # the header stays
-            start += -start % mmap.PAGESIZE
-            if start < len(self._map):
-                self._map.madvise(mmap.MADV_REMOVE, start, len(self._map) - start)
+        start = len(self._map) - len(self.data)  # the header stays
+        start += -start % mmap.PAGESIZE
+        if start < len(self._map):
+            self._map.madvise(mmap.MADV_REMOVE, start, len(self._map) - start)
 
     def offer(self, manifest: Manifest, shard: int) -> None:
         """Serve a shard to peers, however it came here. Its tensors have been verified."""

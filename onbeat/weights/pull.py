@@ -56,14 +56,13 @@ class PullStats:
 class Pull:
     """The move to one version, in one try or several. `WeightsPuller.start` makes it, and `task` runs the tries."""
 
-    def __init__(self, version: int, deadline_s: float, connections: Connections) -> None:
+    def __init__(self, version: int, deadline_s: float) -> None:
         self.version = version
         self.deadline = time.monotonic() + deadline_s  # there is no new try after it; may be put off
         self.manifest: Manifest | None = None  # once it is known
         self.stats = PullStats()
         self.final: set[int] = set()  # tensors whose bytes are the manifest's
         self.task: asyncio.Task[None] | None = None
-        self._connections = connections
         self._news = asyncio.Event()
 
     # ---- for those that wait -----------------------------------------------------------------------------------------
@@ -129,19 +128,6 @@ class Pull:
             raise error
         await self._news.wait()
 
-    async def attempt(self, itinerary: Itinerary, host: HostWeights, trainer: WeightsClient) -> None:
-        """Move the copy on `host` to the version: by the deltas of the itinerary, or in full if there are none.
-
-        Raise WeightsError when no source delivers, WrongBytes when the deltas do not lead to the manifest; the copy
-        holds no version then.
-        """
-        manifest = self.manifest = itinerary.manifest
-        self.stats.full_bytes = manifest.size_bytes
-        self.stats.stepped_at = time.monotonic() - itinerary.age_s
-        self.announce()
-        await Attempt(self, host, trainer, self._connections).run(itinerary)
-        host.settle(manifest)
-
 
 class Attempt:
     """One try of a pull: from what the host holds to the version."""
@@ -153,7 +139,16 @@ class Attempt:
         self.relayed: set[int] = set()  # shards with a source other than the trainer
 
     async def run(self, itinerary: Itinerary) -> None:
+        """Move the copy on `host` to the version: by the deltas of the itinerary, or in full if there are none.
+
+        Raise WeightsError when no source delivers, WrongBytes when the deltas do not lead to the manifest; the copy
+        holds no version then.
+        """
         pull, host, manifest, held = self.pull, self.host, itinerary.manifest, self.host.manifest
+        pull.manifest = manifest
+        pull.stats.full_bytes = manifest.size_bytes
+        pull.stats.stepped_at = time.monotonic() - itinerary.age_s
+        pull.announce()
         pairs = enumerate(zip(held.tensors if held else (), manifest.tensors, strict=False))
         self.as_held = {index for index, (old, new) in pairs if old.digest == new.digest}
         host.begin(f"version {pull.version} replaces it")
@@ -166,6 +161,7 @@ class Attempt:
                 await self._take_step(key)
         if len(pull.final) < len(manifest.tensors):
             raise WeightsError(f"the way to version {pull.version} that {self.trainer.address} named leads elsewhere")
+        host.settle(manifest)
 
     async def _take_step(self, key: PayloadKey) -> None:
         """Get all shards of the payload."""

@@ -74,13 +74,13 @@ class Attachment:
         step = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
         return step or "starting the engine"
 
-    async def create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
+    async def create_puller(self, cleanup: AsyncExitStack) -> WeightsPuller:
         """Create the puller and the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
         peer = Peer(worker_id=settings.worker_id, host_id=host_id(), zone=settings.zone)
         is_relay = settings.weights_relay and security.can_serve
         is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
-        puller = WeightsPuller(self._connect, self._find_address, peer, staging_dir, is_kept=is_kept)
+        puller = WeightsPuller(self._connect, self._find_address, peer, is_kept=is_kept)
         cleanup.push_async_callback(puller.close)
         if is_relay:
             server = PayloadServer(self.job_id, puller, security)

@@ -14,12 +14,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from onbeat.errors import VersionNotHeld, WeightsError
 from onbeat.weights.client import Connections, ModelDescription, WeightsClient
 from onbeat.weights.host import HostWeights
-from onbeat.weights.pull import Pull
+from onbeat.weights.pull import Attempt, Pull
 from onbeat.weights.server import Payload
 from onbeat.weights.wire import Manifest, PayloadKey, Peer
 
@@ -135,13 +134,12 @@ class WeightsPuller:
         connect: Callable[[str], WeightsClient],
         find_trainer: Callable[[], Awaitable[str]],
         peer: Peer,
-        folder: Path,
         *,
         is_kept: bool = True,
     ) -> None:
         self.host: HostWeights | None = None
         self.connections = Connections(connect, peer)
-        self._find_trainer, self._folder, self._is_kept = find_trainer, folder, is_kept
+        self._find_trainer, self._is_kept = find_trainer, is_kept
         self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
@@ -226,7 +224,7 @@ class WeightsPuller:
 
     def start(self, version: int, deadline_s: float) -> Pull:
         """Start a pull, without a new try after `deadline_s`. No other pull may be running."""
-        pull = self._current = Pull(version, deadline_s, self.connections)
+        pull = self._current = Pull(version, deadline_s)
         pull.task = asyncio.create_task(self._run(pull), name=f"pull version {version}")
         pull.task.add_done_callback(lambda _: pull.announce())
         pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a prefetch may have no waiter
@@ -257,7 +255,8 @@ class WeightsPuller:
         itinerary = await trainer.itinerary(pull.version, None if self.host is None else self.host.version)
         if pull.manifest is not None and pull.manifest.digest != itinerary.manifest.digest:
             raise OtherWeights(f"{address}: version {pull.version} has other weights than when its pull began")
-        await pull.attempt(itinerary, self._host_of(itinerary.manifest, address), trainer)
+        host = self._host_of(itinerary.manifest, address)
+        await Attempt(pull, host, trainer, self.connections).run(itinerary)
         pull.stats.ended_at = time.monotonic()
         pull.stats.pull_s = pull.stats.ended_at - started
 
@@ -271,7 +270,7 @@ class WeightsPuller:
             self.host = None
         if self.host is None:
             try:
-                self.host = HostWeights(manifest, self._folder)
+                self.host = HostWeights(manifest)
             except WeightsError as error:
                 raise WeightsError(f"{address}: {error}") from error
         return self.host

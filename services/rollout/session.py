@@ -37,7 +37,7 @@ class RolloutSession:
         start raises."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
-            puller = await self._attachment.create_puller(cleanup, staging_dir)
+            puller = await self._attachment.create_puller(cleanup)
             async with asyncio.TaskGroup() as tasks:
                 early = (self._follow_job(), self._follow_weights(puller))
                 background = [tasks.create_task(work) for work in early]

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import math
-import tempfile
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -51,8 +49,8 @@ async def lied_to(way: str) -> AsyncIterator[tuple[Rollout, Liar]]:
 
     "in full": it has nothing yet; "delta": it has the version before. At the end it finds the trainer, and gets both.
     """
-    with tempfile.TemporaryDirectory() as folder, hosts_apart():
-        async with Plane(Path(folder)) as plane:
+    with hosts_apart():
+        async with Plane() as plane:
             tensors = weights(0, 2000)
             await plane.trainer.publish(0, tensors)
             rollout = await plane.join("r0")

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,18 +29,17 @@ METHODS = [method.name for method in weights_pb2.DESCRIPTOR.services_by_name["We
 @contextlib.asynccontextmanager
 async def serving(num_items: int = 1000) -> AsyncIterator[tuple[Plane, grpc.aio.Channel]]:
     """A trainer that holds versions 0 and 1, and a stranger's channel to it. At the end others still get both."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with Plane(Path(folder)) as plane:
-            tensors = weights(0, num_items)
-            await plane.trainer.publish(0, tensors)
-            rollout = await plane.join("r0")
-            await rollout.pull(0, DEADLINE_S)
-            await plane.trainer.publish(1, stepped(tensors, 1))
-            async with grpc.aio.insecure_channel(plane.trainer.address) as channel:
-                yield plane, channel
-            pull = await rollout.pull(1, DEADLINE_S)
-            assert pull.stats.faults == []
-            await (await plane.join("late")).pull(1, DEADLINE_S)
+    async with Plane() as plane:
+        tensors = weights(0, num_items)
+        await plane.trainer.publish(0, tensors)
+        rollout = await plane.join("r0")
+        await rollout.pull(0, DEADLINE_S)
+        await plane.trainer.publish(1, stepped(tensors, 1))
+        async with grpc.aio.insecure_channel(plane.trainer.address) as channel:
+            yield plane, channel
+        pull = await rollout.pull(1, DEADLINE_S)
+        assert pull.stats.faults == []
+        await (await plane.join("late")).pull(1, DEADLINE_S)
 
 
 async def call(channel: grpc.aio.Channel, method: str, request: bytes) -> grpc.StatusCode:

@@ -78,12 +78,12 @@ MUTANTS = {
         "opened on version 0, published is 1",
     ),
     "a zombie commits": (
-        {"if not is_owner(ARGV[1]) then return 'fenced' end": ""},
+        {"if not is_owner(ARGV[1]) or (state": "if (state"},
         ONE_WORKER,
         "fenced off, and changed something",
     ),
     "a zombie acknowledges": (
-        {"if not is_owner(ARGV[1]) then return 0 end\nfor i = 4": "for i = 4"},
+        {"if not is_owner(ARGV[1]) then return nil end\nfor i = 4": "for i = 4"},
         ONE_WORKER,
         "fenced off, and changed something",
     ),

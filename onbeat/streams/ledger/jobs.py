@@ -157,15 +157,10 @@ class Jobs(LedgerPart):
         for first in range(0, len(numbers), UNLINKED_AT_ONCE):
             batch = numbers[first : first + UNLINKED_AT_ONCE]
             await self.redis.unlink(*(key for number in batch for key in job.numbered(number)))
-        await self._finish_deletion(job_id)
-
-    async def _finish_deletion(self, job_id: str) -> None:
-        """Delete the record; a mark of it refuses the id for DELETED_ID_S."""
-        deleted = JobKeys(job_id).deleted
-        pipeline = self.redis.pipeline(transaction=True)
-        pipeline.delete(deleted)
-        pipeline.hset(deleted, "deleted_at", await self._scripts.now())
-        pipeline.expire(deleted, DELETED_ID_S)
+        pipeline = self.redis.pipeline(transaction=True)  # the record becomes a mark, which refuses the id for a while
+        pipeline.delete(job.deleted)
+        pipeline.hset(job.deleted, "deleted_at", await self._scripts.now())
+        pipeline.expire(job.deleted, DELETED_ID_S)
         await pipeline.execute()
         await self._lists.remove(job_id)
 

@@ -18,7 +18,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts
 from onbeat.types import Verdict
 
 
@@ -42,20 +42,9 @@ class RolloutSide(LedgerPart):
         """Claim up to `count` prompts, those of dead workers first. This never blocks."""
         job = JobKeys(job_id)
         flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
-        claims, foreign = [], []
-        for entry, attempt, payload in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-            try:
-                claims.append(Claim(entry.decode(), int(attempt), decode_task(payload)))
-            except ValueError:
-                foreign.append(entry)
-        listed = await group_states(self.redis, [place_of(job, claim.task) for claim in claims])
-        foreign += [
-            claim.entry_id
-            for claim, state in zip(claims, listed, strict=True)
-            if state != f"waiting:{claim.entry_id}".encode()
-        ]
-        await drop_foreign(self._scripts, job, job.prompts, ROLLOUT_GROUP, foreign)
-        return [claim for claim in claims if claim.entry_id not in foreign]
+        attempts = dict(zip(flat[::3], map(int, flat[1::3]), strict=True))
+        own = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
+        return [Claim(entry.decode(), attempts[entry], task) for entry, task in own.items()]
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""

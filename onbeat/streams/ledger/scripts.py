@@ -1,13 +1,17 @@
 """The scripts of the ledger. They are atomic in Redis: a process that dies half-way or wakes up late breaks no rule."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from onbeat.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
-from onbeat.streams.keys import JobKeys
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+
+MessageT = TypeVar("MessageT", PromptTask, RolloutGroup)
 
 
 def load_script(name: str) -> str:
@@ -45,6 +49,32 @@ class LedgerPart:
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         return await self._scripts.run(name, job, more_keys, *args)
 
+    async def _run_as_owner(self, name: str, job: JobKeys, more_keys: Sequence[str], epoch: str, *args: Any) -> Any:
+        """Run a script that answers nil to a trainer which no longer owns the job. Raise LeaseLost then."""
+        answer = await self._run(name, job, more_keys, epoch, *args)
+        if answer is None:
+            raise LeaseLost(job.job_id)
+        return answer
+
+    async def _own_entries(
+        self, job: JobKeys, stream: str, decode: Callable[[bytes], MessageT], payloads: Mapping[bytes, bytes]
+    ) -> dict[bytes, MessageT]:
+        """Return the messages at those entries of the prompts or rollouts stream that the ledger has, by entry.
+
+        Another program wrote the others: they are removed and counted, and an event reports them.
+        """
+        group, state = (ROLLOUT_GROUP, b"waiting:") if stream == job.prompts else (TRAINER_GROUP, b"accepted:")
+        messages: dict[bytes, MessageT] = {}
+        for entry, payload in payloads.items():
+            with contextlib.suppress(ValueError):
+                messages[entry] = decode(payload)
+        states = await group_states(self.redis, [place_of(job, message) for message in messages.values()])
+        pairs = zip(messages.items(), states, strict=True)
+        own = {entry: message for (entry, message), listed in pairs if listed == state + entry}
+        if foreign := [entry for entry in payloads if entry not in own]:
+            await self._run("drop_foreign", job, [stream], group, *foreign)
+        return own
+
     async def _texts(self, key: str) -> dict[str, str]:
         """Return a hash as text; empty when there is none."""
         return as_text(await self.redis.hgetall(key))
@@ -66,9 +96,3 @@ async def group_states(redis: Any, places: list[tuple[str, str]]) -> list[bytes 
     for key, group_id in places:
         pipeline.hget(key, group_id)
     return list(await pipeline.execute()) if places else []
-
-
-async def drop_foreign(scripts: Scripts, job: JobKeys, stream: str, group: str, entries: list[Any]) -> None:
-    """Remove entries that another program wrote to one of our streams; count them and record an event."""
-    if entries:
-        await scripts.run("drop_foreign", job, [stream], group, *entries)

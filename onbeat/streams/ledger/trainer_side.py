@@ -9,7 +9,7 @@ from onbeat.errors import LeaseLost, StreamLost
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts
 from onbeat.streams.ledger.versions import diverged
 from onbeat.types import JobState
 
@@ -30,23 +30,17 @@ class TrainerSide(LedgerPart):
 
     async def renew_job(self, job_id: str, epoch: str, lease_s: float, doing: str = "") -> JobState:
         """Renew the lease and return the job's state. Raise LeaseLost. `doing`: what its trainer does, for people."""
-        state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
-        if state is None:
-            raise LeaseLost(job_id)
+        state = await self._run_as_owner("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
         return JobState(state.decode())
 
     async def give_back(self, job_id: str, epoch: str, is_handover: bool = False) -> None:
         """End the lease now. Raise LeaseLost. `is_handover`: the trainer goes in good order, and is not counted as
         lost."""
-        if await self._run("renew_job", JobKeys(job_id), [], epoch, 0, "", "1" if is_handover else "0") is None:
-            raise LeaseLost(job_id)
+        await self._run_as_owner("renew_job", JobKeys(job_id), [], epoch, 0, "", "1" if is_handover else "0")
 
     async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
-        recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)
-        if recorded is None:
-            raise LeaseLost(job_id)
-        return str(recorded.decode())
+        return str((await self._run_as_owner("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)).decode())
 
     async def take(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
         """Return the next accepted groups in completion order; empty when none came in time."""
@@ -61,16 +55,8 @@ class TrainerSide(LedgerPart):
             if await self.redis.exists(job.job):
                 raise StreamLost(job_id, "rollouts") from error
             raise LeaseLost(job_id, "was deleted") from error
-        groups, foreign = {}, []
-        for entry, fields in answer[0][1] if answer else []:
-            try:
-                groups[entry] = decode_group(fields[b"group"])
-            except (ValueError, KeyError):
-                foreign.append(entry)
-        states = await group_states(self.redis, [place_of(job, group) for group in groups.values()])
-        foreign += [entry for entry, state in zip(groups, states, strict=True) if state != b"accepted:" + entry]
-        await drop_foreign(self._scripts, job, job.rollouts, TRAINER_GROUP, foreign)
-        return [group for entry, group in groups.items() if entry not in foreign]
+        found = {entry: fields.get(b"group", b"") for entry, fields in (answer[0][1] if answer else [])}
+        return list((await self._own_entries(job, job.rollouts, decode_group, found)).values())
 
     async def record_micro_batch(
         self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]
@@ -82,9 +68,8 @@ class TrainerSide(LedgerPart):
         """
         job = JobKeys(job_id)
         more_keys = [job.micro_batches(iteration), job.taken(iteration)]
-        granted = await self._run("record_micro_batch", job, more_keys, epoch, f"{rank}:{index}", *group_ids)
-        if granted is None:
-            raise LeaseLost(job_id)
+        place = f"{rank}:{index}"
+        granted = await self._run_as_owner("record_micro_batch", job, more_keys, epoch, place, *group_ids)
         return granted.decode().split(",") if granted else []
 
     async def commit(
@@ -112,9 +97,7 @@ class TrainerSide(LedgerPart):
         args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
         published = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
         more_keys = [job.iteration(iteration), job.advantages(iteration)]
-        outcome = (await self._run("commit_iteration", job, more_keys, *args, *published)).decode()
-        if outcome == "fenced":
-            raise LeaseLost(job_id)
+        outcome = (await self._run_as_owner("commit_iteration", job, more_keys, *args, *published)).decode()
         if outcome == "diverged":
             raise diverged(f"replaying iteration {iteration}")
         assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
@@ -127,5 +110,4 @@ class TrainerSide(LedgerPart):
         num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # their groups are gone
         ledgers = [job.groups(iteration) for iteration in range(max(first, num_trimmed), next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
-        if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
-            raise LeaseLost(job_id)
+        await self._run_as_owner("checkpointed", job, [job.rollouts, *ledgers], *args)

@@ -2,7 +2,7 @@
 
 import json
 
-from onbeat.errors import JobFailed, LeaseLost
+from onbeat.errors import JobFailed
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.types import PublishedWeights, WeightsRecord, WeightUpdate
@@ -26,10 +26,7 @@ class Versions(LedgerPart):
         """
         job = JobKeys(job_id)
         args = (epoch, version, address, digest, "" if published is None else published.model_dump_json())
-        outcome = (await self._run("announce_version", job, [job.weights(version)], *args)).decode()
-        if outcome == "fenced":
-            raise LeaseLost(job_id)
-        if outcome == "diverged":
+        if await self._run_as_owner("announce_version", job, [job.weights(version)], *args) == b"diverged":
             raise diverged(f"version {version}, made again,")
 
     async def engine_ready(self, job_id: str, version: int, worker: str, update: WeightUpdate) -> None:

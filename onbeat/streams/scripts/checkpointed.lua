@@ -1,6 +1,6 @@
 -- KEYS: job, events, rollouts, then the group ledgers of the iterations that the checkpoint makes durable.
--- ARGV: epoch, next iteration, path, consumer group. Only now are the groups acknowledged. Returns 1, or 0 when fenced.
-if not is_owner(ARGV[1]) then return 0 end
+-- ARGV: epoch, next iteration, path, consumer group. Only now are the groups acknowledged. Returns 1, or nil when fenced.
+if not is_owner(ARGV[1]) then return nil end
 for i = 4, #KEYS - 1 do
   for _, state in ipairs(redis.call('HVALS', KEYS[i])) do
     local entry = string.match(state, '^accepted:(.+)$')

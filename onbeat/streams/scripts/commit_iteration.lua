@@ -3,9 +3,10 @@
 -- the groups that were used (hex), then group id / advantages of its responses (JSON) pairs, as far as they are reported.
 -- Closes a drained iteration and publishes the next version in one move, unless rollouts are to stay on the one that they
 -- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
--- when its weights are not those of the first time. Returns committed | already | diverged | fenced | open | unbounded.
+-- when its weights are not those of the first time. Returns committed | already | diverged | open | unbounded, or nil when
+-- fenced.
 local state = field('state')
-if not is_owner(ARGV[1]) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return 'fenced' end
+if not is_owner(ARGV[1]) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return nil end
 local next_iteration = tonumber(ARGV[2]) + 1
 if tonumber(field('next_iteration')) >= next_iteration then
   redis.call('HSET', job, 'progress_at', now())

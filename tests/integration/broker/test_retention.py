@@ -18,7 +18,7 @@ from onbeat.streams.chat import Chats
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.scripts import Scripts, drop_foreign
+from onbeat.streams.ledger.scripts import Scripts
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
@@ -211,7 +211,9 @@ LATE_CALLS: dict[str, Call] = {
     "commit_iteration": lambda ledger, job: ledger.trainer.commit(job, "1", 0, 1, "d", {}, "u"),
     "create_job": lambda ledger, job: ledger.jobs.create(job, {"name": "n", "pool": "p"}, 1, 0),
     "delete_job": lambda ledger, job: ledger.jobs.delete(job),
-    "drop_foreign": lambda ledger, job: drop_foreign(Scripts(ledger.redis), JobKeys(job), "stream", "trainer", ["1-1"]),
+    "drop_foreign": lambda ledger, job: Scripts(ledger.redis).run(
+        "drop_foreign", JobKeys(job), [JobKeys(job).rollouts], "trainer", "1-1"
+    ),
     "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
     "engine_ready": lambda ledger, job: ledger.versions.engine_ready(job, 1, "w1", UPDATE),

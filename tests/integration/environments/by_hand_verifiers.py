@@ -1,8 +1,7 @@
 """Episodes of the package `verifiers`: `pytest tests/integration/environments/by_hand_verifiers.py`.
 
 It is not among the tests that run by themselves: the package needs 600 MB in a virtual environment of its own, which
-this makes in `.venv`, and its programs install further packages when they start. The policy is scripted, but for the
-last test, which trains a tiny model.
+this makes in `.venv`, and its programs install further packages when they start. The policy is scripted.
 """
 
 import hashlib
@@ -19,11 +18,9 @@ import pytest
 
 from onbeat.environments.verifiers import write_tasks
 from onbeat.streams.codec import Environment
-from onbeat.types import JobState
 from services.rollout.environments import EnvironmentProcesses
 from services.rollout.episodes.runner import EnvironmentFailed
 from tests import episode_rig
-from tests.e2e.stack import running, tiny_job
 from tests.installed import install as install_package
 from tests.integration.environments.test_openenv import packages, url
 
@@ -50,13 +47,12 @@ class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
 
 class Options(vf.TaskConfig):
     tools: vf.ToolsetConfig = vf.ToolsetConfig()
-    has_tools: bool = True
     end: str = "well"
 
 class Sum(vf.Task[Data, vf.State, Options]):
     @classmethod
     def toolsets(cls, config: Options) -> list[vf.Toolset]:
-        return [Calculator(config.tools)] if config.has_tools else []
+        return [Calculator(config.tools)]
 
     @vf.reward(weight=2.0)
     async def right(self, trace: vf.Trace) -> float:
@@ -64,8 +60,6 @@ class Sum(vf.Task[Data, vf.State, Options]):
             raise ConnectionError("the judge is gone")
         if self.config.end == "wait":
             await asyncio.sleep(3600)
-        if self.config.end == "spread":
-            return sum(map(ord, trace.last_reply)) % 7
         return float(trace.last_reply == str(self.data.answer))
 
     @vf.metric
@@ -86,26 +80,6 @@ if __name__ == "__main__":
     Calculator.run()
 '''
 
-JUDGED = '''
-import verifiers.v1 as vf
-from sums import Sums
-
-class JudgedConfig(vf.EnvConfig):
-    solver: vf.AgentConfig = vf.AgentConfig()
-    judge: vf.AgentConfig = vf.AgentConfig()
-
-class Judged(vf.Env[JudgedConfig]):
-    """A second agent is asked, too."""
-    async def setup(self, agents):
-        agents.judge.trainable = False
-
-    async def run(self, task, agents):
-        await agents.solver.run(task)
-        await agents.judge.run(task)
-
-__all__ = ["Judged"]
-'''
-
 INSTALLED = """
 import json, sys
 from onbeat.environments.verifiers import VerifiersEnvironment
@@ -117,7 +91,7 @@ def played(config):
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """The Python of a virtual environment with verifiers, made once, and the two tasksets."""
+    """The Python of a virtual environment with verifiers, made once, and the taskset."""
     folder = ROOT / ".venv" / f"verifiers-{hashlib.sha256(' '.join(REQUIREMENTS).encode()).hexdigest()[:12]}"
     interpreter = folder / "bin/python"
     if not (folder / "complete").exists():
@@ -126,7 +100,6 @@ def python() -> str:
         (folder / "complete").touch()
     site = next(folder.glob("lib/python3*/site-packages"))
     (site / "sums.py").write_text(SUMS)
-    (site / "judged.py").write_text(JUDGED)
     shutil.copy(ROOT / "examples/environments/doubles.py", site)
     return str(interpreter)
 
@@ -193,11 +166,6 @@ async def test_example_has_the_tasks_of_its_taskset(python, tmp_path, monkeypatc
     assert sorted(response.reward for response in group.responses) == [0.0, 1.0]
 
 
-async def test_episodes_of_a_group_run_side_by_side(python):
-    group, _ = await group_of(python, sums(), "4", "4", "4", num_samples=3)
-    assert [response.reward for response in group.responses] == [2.0] * 3
-
-
 async def test_openenv_taskset_is_played(python, url):
     config = {"taskset": {"id": "openenv", "base_url": url, "resets": [{"seed": 3}]}, "player": AGENT}
     group, prompts = await group_of(python, config, "a", '{"message": "bb"}', "ccc", "never asked")
@@ -214,14 +182,7 @@ async def test_episode_without_a_turn_left_gets_its_reward(python, config, max_t
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [
-        (sums("raise"), "the judge is gone"),
-        (sums("wait", timeout={"scoring": 1.0}), "scoring_timeout"),
-        (
-            {"id": "judged", "taskset": {"id": "sums"}, "solver": AGENT, "judge": AGENT},
-            "1 answers of the policy are not in the trace that has the reward",
-        ),
-    ],
+    [(sums("raise"), "the judge is gone"), (sums("wait", timeout={"scoring": 1.0}), "scoring_timeout")],
 )
 async def test_what_is_no_reward_fails_the_episode(python, config, words):
     with pytest.raises(EnvironmentFailed, match=words):
@@ -237,21 +198,3 @@ async def test_episode_that_takes_too_long_is_cancelled(python):
 def num_players() -> int:
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return listed.stdout.count("verifiers_player.py")
-
-
-def test_job_is_trained_on_a_taskset(python, tmp_path):
-    config = {"taskset": {"id": "sums", "task": {"end": "spread", "has_tools": False}}, "agent": AGENT}
-    job = tiny_job(
-        tmp_path,
-        environment={"name": "played", "options": {"config": json.dumps(config)}, "max_turns": 1, "timeout_s": 300.0},
-        rollout={"num_prompts_per_iteration": 4, "num_samples_per_prompt": 4},
-        schedule={"num_iterations": 2},
-    )
-    write_tasks(python, config, job["data"]["path"], 5)
-    with running(tmp_path, engine="vllm") as stack:
-        record = stack.wait(stack.client.jobs.create(job).id)
-        assert record.state is JobState.SUCCEEDED, record.error
-        assert stack.client.jobs.audit(record.id).is_clean
-        samples = stack.client.jobs.samples(record.id, limit=100)
-        assert all(" + " in sample.prompt for sample in samples)
-        assert len({sample.reward for sample in samples}) > 1

@@ -98,14 +98,6 @@ async def test_server_without_a_free_place_is_a_failure(url):
         await game.close()
 
 
-async def test_state_counts_the_steps(url):
-    game = game_of(url)
-    await game.init(TASK.messages, seed=1)
-    await game.step(says("a"))
-    assert (await game.state())["step_count"] == 1
-    await game.close()
-
-
 def game_of(url: str) -> OpenEnvGame:
     return OpenEnvGame(url, lambda text: {"message": text}, str)
 

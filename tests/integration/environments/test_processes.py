@@ -1,14 +1,10 @@
 """Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -131,19 +127,6 @@ class Behave:
         try: json.loads("{")
         except ValueError: raise ValueError("bad")
 
-class Tools:
-    def __init__(self, bonus=0.0): self.bonus = bonus
-    def reset(self, answer): self.answer = answer
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers."""
-        self.sum = a + b
-        return self.sum
-    def get_reward(self, response): return (str(self.sum) == self.answer == response) + self.bonus
-
-class Game:
-    def init(self, seed): return f"say {seed}"
-    def step(self, message): return "well", len(message["content"]), True
-
 class Blocking:
     def run(self, task, policy): return Outcome(1.0)
 
@@ -187,8 +170,6 @@ behave = onbeat_test_environments:Behave
 blocking = onbeat_test_environments:Blocking
 number = onbeat_test_environments:gives_a_number
 verifiers = onbeat_test_environments:of_verifiers
-tools = onbeat_test_environments:Tools
-game = onbeat_test_environments:Game
 missing = no_such_package:Nothing
 
 [onbeat.rewards]
@@ -236,9 +217,8 @@ async def test_outcomes_come_back_in_order_and_side_by_side(processes):
     on = {"on_begin": lambda: begun.append(len(ended)), "on_end": ended.append}
     results = await processes.play(request("nap", "a", "nap", options={"level": 2}, **on))
     assert kinds(results) == ["ended"] * 3
-    assert [(each.reward, each.parts["level"], each.turn_rewards) for each in results] == [
-        (1.0, 2, {"call-1": 0.5})
-    ] * 3
+    for each in results:
+        assert (each.reward, each.parts["level"], each.turn_rewards) == (1.0, 2, {"call-1": 0.5})
     assert (begun, ended[0]) == ([0], 1)
     assert sorted(ended) == [0, 1, 2]
 
@@ -365,7 +345,6 @@ async def test_reward_of_an_answer_that_blocks_holds_up_nobody(processes):
     assert isinstance(ended, Outcome)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
 async def test_rewards_of_answers_have_a_process_of_their_own(processes):
     scored = [await processes.play(request("score by ringing", "a", options={"level": 2})) for _ in range(2)]
     (first, environment), (second, _) = scored
@@ -389,10 +368,6 @@ async def test_process_that_does_not_answer_is_killed(processes, key, monkeypatc
         os.kill(pid_of(warm), 0)
 
 
-async def test_prints_do_not_reach_the_protocol(processes):
-    assert kinds(await processes.play(request("print", "a"))) == ["ended", "ended"]
-
-
 async def test_fork_that_returns_twice_gives_no_second_result(processes, monkeypatch):
     """The copy runs on in the same event loop, which may harm it: then the process is replaced."""
     monkeypatch.setattr(process_module, "GRACE_S", 1.0)
@@ -403,8 +378,9 @@ async def test_fork_that_returns_twice_gives_no_second_result(processes, monkeyp
     assert after[1] == ["ended"]
 
 
-async def test_call_after_the_end_changes_no_result(processes):
-    assert kinds(await processes.play(request("late", "nap"))) == ["ended", "ended"]
+@pytest.mark.parametrize("key", ["print", "late"])
+async def test_prints_and_calls_after_the_end_change_no_result(processes, key):
+    assert kinds(await processes.play(request(key, "nap"))) == ["ended", "ended"]
     assert kinds(await processes.play(request("a"))) == ["ended"]
 
 
@@ -414,30 +390,24 @@ async def test_call_after_the_end_changes_no_result(processes):
         ({"name": "nobody"}, "load", "ValueError: no environment 'nobody' is installed here; there are: behave,"),
         ({"name": "missing"}, "load", "ModuleNotFoundError: No module named 'no_such_package'"),
         ({"name": "number"}, "load", "gave a int, which has no method `run`"),
+        ({"name": "blocking"}, "invalid", "write `async def run`"),
         ({"options": {"refuse": True}}, "load", "ValueError: no such option"),
         ({"options": {"vanish": True}}, "crashed", "exited with code 7"),
     ],
 )
-async def test_environment_that_cannot_be_built_fails_all(processes, changes, kind, words):
+async def test_environment_that_cannot_be_built_or_run_fails_all(processes, changes, kind, words):
     results = await processes.play(request("a", "b", **changes))
     assert kinds(results) == [kind, kind]
     assert words in results[0].message
 
 
-async def test_run_that_is_not_asynchronous_says_what_to_write(processes):
-    (result,) = await processes.play(request("a", name="blocking"))
-    assert (result.kind, "write `async def run`" in result.message) == ("invalid", True)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_limits_are_set_and_settings_are_hidden(processes):
     (outcome,) = await processes.play(request("limits", memory_limit_mb=900))
     found = outcome.parts
     assert (found["AS"], found["CORE"], found["FSIZE"]) == (900, 0, 256)
-    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, os.nice(0) + 5, 0)
+    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
 @pytest.mark.parametrize("key", ["child", "leash"])  # in the process's group; out of it, but on a leash
 async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     marker = tmp_path / "pid"
@@ -449,7 +419,6 @@ async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     assert kinds(await processes.play(request("a"))) == ["ended"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
 def test_killed_rollout_leaves_no_environment_behind(tmp_path):
     script = """
 import asyncio, sys
@@ -470,38 +439,3 @@ asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest("behave", {}, task, a
     parent.wait()
     wait_until_gone(environment)
     os.kill(int(marker.read_text()), signal.SIGKILL)  # what it forked has no parent that could tell it
-
-
-# ---- classes of users, by their entry points alone -------------------------------------------------------------------
-
-
-@pytest.fixture
-def policy() -> Iterator[EpisodeAccess]:
-    """A policy that calls `add` once, and then says what the last message says."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            last = body["messages"][-1]
-            message = {"role": "assistant", "content": last["content"]}
-            if "tools" in body and last["role"] == "user":
-                function = {"name": "add", "arguments": '{"a": 1, "b": 1}'}
-                message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
-            content = json.dumps({"id": "answer-1", "choices": [{"message": message}]}).encode()
-            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield EpisodeAccess(f"http://127.0.0.1:{server.server_address[1]}/v1", "right")
-        server.shutdown()
-
-
-@pytest.mark.parametrize(("name", "options", "reward"), [("tools", {"bonus": 0.5}, 1.5), ("game", {}, 5.0)])
-async def test_class_of_a_user_works_by_itself(processes, policy, name, options, reward):
-    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", seed=3)
-    asked = PlayRequest(name, options, task, [policy] * 2, timeout_s=20.0, memory_limit_mb=1024)
-    assert [result.reward for result in await processes.play(asked)] == [reward, reward]

@@ -22,12 +22,7 @@ async def test_result_has_the_output_and_the_exit_code():
     result = await run_python("import sys; print('Grüße'); print('no', file=sys.stderr); sys.exit(3)")
     assert (result.stdout, result.stderr, result.exit_code, result.is_ok) == ("Grüße\n", "no\n", 3, False)
     assert (await run_python("import json, math; print(math.sqrt(9))")).is_ok
-
-
-async def test_error_of_a_program_is_in_stderr():
-    result = await run_python("1 / 0")
-    assert "ZeroDivisionError" in result.stderr
-    assert result.exit_code == 1
+    assert "ZeroDivisionError" in (await run_python("1 / 0")).stderr
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])

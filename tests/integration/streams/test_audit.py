@@ -202,9 +202,11 @@ async def test_audit_is_clean_while_retention_drops_what_it_reads(
     assert report.num_contents_gone == 2
 
 
-async def test_audit_of_a_job_that_is_being_deleted_is_not_found(
+async def test_audit_of_an_unknown_or_vanishing_job_is_not_found(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(JobNotFound):
+        await run_audit(ledger, f"job-{uuid.uuid4().hex}")
     job_id = await finished_job(ledger)
     iteration_fields = ledger.iterations.fields
 
@@ -263,8 +265,3 @@ def chained(lines: list[str]) -> list[Entry]:
         before = entries[-1].link if entries else ""
         entries.append(Entry(f"{number}-0", line, hashlib.sha1(f"{before}\n{line}".encode()).hexdigest()))
     return entries
-
-
-async def test_audit_of_an_unknown_job_is_not_found(ledger: Ledger) -> None:
-    with pytest.raises(JobNotFound):
-        await run_audit(ledger, f"job-{uuid.uuid4().hex}")

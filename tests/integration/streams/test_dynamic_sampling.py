@@ -56,9 +56,10 @@ async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
     return fields["state"], fields["num_groups"], fields["num_replaced"]
 
 
-async def test_group_of_equal_rewards_is_replaced_by_the_next_prompt(ledger: Ledger) -> None:
+@pytest.mark.parametrize("make", [equal_group, failed_group])
+async def test_group_without_other_rewards_is_replaced_by_the_next(ledger: Ledger, make: object) -> None:
     job_id, epoch = await open_job(ledger)
-    assert await submit_next(ledger, job_id, equal_group) == "0-0"
+    assert await submit_next(ledger, job_id, make) == "0-0"
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
     assert (await ledger.iterations.groups(job_id, 0))["0-2"].startswith("waiting:")
     assert await submit_next(ledger, job_id, make_group) == "0-1"
@@ -70,12 +71,6 @@ async def test_group_of_equal_rewards_is_replaced_by_the_next_prompt(ledger: Led
     assert (report.is_clean, report.num_groups) == (True, 3)
     groups, _, _ = await read_record(ledger, job_id, 0, 0)
     assert [group.group_id for group in groups] == ["0-0", "0-1", "0-2"]
-
-
-async def test_failed_group_is_replaced_too(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
-    await submit_next(ledger, job_id, failed_group)
-    assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
 
 
 @pytest.mark.parametrize(("num_equal", "missing"), [(4, "2 groups"), (3, "1 group")])
@@ -126,34 +121,23 @@ async def test_audit_sees_spare_prompts_out_of_order(ledger: Ledger) -> None:
     assert violation.endswith("0-3 took its place, 0-2 is the next prompt")
 
 
-async def test_audit_sees_a_kept_group_after_all_prompts_were_used(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("make", "lie", "num_later", "violation"),
+    [
+        (make_group, False, 0, "group 0-0 was replaced although its rewards differ"),
+        (equal_group, True, 0, "group 0-0 was not replaced although its rewards are equal"),
+        (equal_group, True, 3, "group 0-0 was not replaced although its rewards are equal"),  # then no prompt is left
+    ],
+)
+async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, make: object, lie: bool, num_later: int, violation: str
 ) -> None:
     job_id, _ = await open_job(ledger)
     with monkeypatch.context() as patched:
-        patched.setattr(rollout_side, "do_rewards_differ", lambda group: True)  # a rollout of somebody else's
+        patched.setattr(rollout_side, "do_rewards_differ", lambda group: lie)  # a rollout of somebody else's
+        await submit_next(ledger, job_id, make)
+    for _ in range(num_later):
         await submit_next(ledger, job_id, equal_group)
-    for _ in range(3):
-        await submit_next(ledger, job_id, equal_group)
-    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
-    violation = (await run_audit(ledger, job_id)).violation
-    assert violation == "group 0-0 was not replaced although its rewards are equal"
-
-
-@pytest.mark.parametrize(
-    ("make", "lie", "violation"),
-    [
-        (make_group, False, "group 0-0 was replaced although its rewards differ"),
-        (equal_group, True, "group 0-0 was not replaced although its rewards are equal"),
-    ],
-    ids=["replaced", "kept"],
-)
-async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, make: object, lie: bool, violation: str
-) -> None:
-    job_id, _ = await open_job(ledger)
-    monkeypatch.setattr(rollout_side, "do_rewards_differ", lambda group: lie)  # a rollout of somebody else's
-    await submit_next(ledger, job_id, make)
     assert (await run_audit(ledger, job_id)).violation == violation
 
 

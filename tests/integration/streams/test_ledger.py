@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from redis.exceptions import DataError
 
-from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Claim, Ledger
@@ -22,7 +22,6 @@ from onbeat.types import (
     Verdict,
     WeightsRecord,
     WeightUpdate,
-    WorkerRecord,
 )
 from tests.broker_fixtures import (
     claim_all,
@@ -80,13 +79,6 @@ async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: L
     assert job_id in await ledger.jobs.ids()
 
 
-async def test_unknown_job_is_not_found(ledger: Ledger) -> None:
-    with pytest.raises(JobNotFound):
-        await ledger.jobs.fields("nobody")
-    with pytest.raises(JobNotFound):
-        await ledger.jobs.move("nobody", JobState.CANCELLED)
-
-
 async def test_job_is_created_once(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await ledger.jobs.move(job_id, JobState.RUNNING)
@@ -98,43 +90,52 @@ async def test_job_is_created_once(ledger: Ledger) -> None:
 # ---- the trainer's lease -----------------------------------------------------------------------------------------
 
 
-async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> None:
+async def test_handed_back_lease_is_free_at_once_unless_job_is_paused(ledger: Ledger) -> None:
     job_id, epoch = await started_job(ledger)
     assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) is None
     await ledger.trainer.renew_job(job_id, epoch, 0.0)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) is None
+    await ledger.jobs.move(job_id, JobState.RUNNING)
     assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) == "2"
 
 
 # ---- iterations --------------------------------------------------------------------------------------------------
 
 
-async def test_iteration_opens_only_in_turn_and_on_published_weights(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
+async def test_iteration_opens_in_turn_on_published_weights_in_bound(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 2})
     assert "PENDING" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == "published version is none"
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "next to open is 0"
-    assert await ledger.iterations.open(job_id, 0, 1, tasks_for(0)) == "published version is 0"
-    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
-    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "needs version 1 or newer"
-    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "published version is 0"
-    await drain(ledger, job_id)
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "next to open is 0"
+    for iteration in (0, 1, 2):
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        assert [task.policy_version for task in await drain(ledger, job_id)] == [0, 0]
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == "published version is 0"
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
+    assert await ledger.iterations.open(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "published version is 1"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == ""
+    assert {task.policy_version for task in await drain(ledger, job_id)} == {1}
+    assert [await ledger.iterations.policy_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
 
 
-async def test_paused_job_opens_nothing_and_hands_out_nothing(ledger: Ledger) -> None:
+async def test_paused_job_takes_what_is_in_flight_and_begins_nothing(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
+    (first,) = await claim_all(ledger, job_id, count=1)
     await ledger.jobs.move(job_id, JobState.PAUSED)
     assert await claim_all(ledger, job_id) == []
     assert "PAUSED" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
     await ledger.jobs.move(job_id, JobState.RUNNING)
-    assert len(await claim_all(ledger, job_id)) == 2
+    assert len(await claim_all(ledger, job_id)) == 1
 
 
-async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger) -> None:
+async def test_commit_is_of_a_drained_iteration_once_before_the_end(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     with pytest.raises(AssertionError, match="is open"):
         await commit(ledger, job_id, epoch, 0)
@@ -145,8 +146,13 @@ async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger
         await ledger.trainer.commit(job_id, epoch, 0, 1, "other", {}, "used")
     fields = await ledger.jobs.fields(job_id)
     assert (fields["next_iteration"], fields["policy_version"]) == ("1", "1")
-    committed = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.committed"]
-    assert len(committed) == 1
+    kinds = [event.kind for event in await ledger.event_log.read(job_id)]
+    assert kinds.count("iteration.committed") == 1
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
+    await drain(ledger, job_id)
+    await ledger.jobs.move(job_id, JobState.FAILED)
+    with pytest.raises(LeaseLost):
+        await commit(ledger, job_id, epoch, 1)
 
 
 # ---- bounded staleness -------------------------------------------------------------------------------------------
@@ -155,22 +161,6 @@ async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger
 async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
     """A running job of that bound, nothing open yet; returns (job id, epoch)."""
     return await started_job(ledger, schedule={"mode": "bounded", "max_staleness": max_staleness})
-
-
-async def test_admission_keeps_the_bound(ledger: Ledger) -> None:
-    job_id, epoch = await start_bounded(ledger, max_staleness=2)
-    for iteration in (0, 1, 2):
-        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
-        tasks = await drain(ledger, job_id)
-        assert [task.policy_version for task in tasks] == [0, 0]
-    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
-    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == "published version is 0"
-    await commit(ledger, job_id, epoch, 0)
-    assert await ledger.iterations.open(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
-    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "published version is 1"
-    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == ""
-    assert {task.policy_version for task in await drain(ledger, job_id)} == {1}
-    assert [await ledger.iterations.policy_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
 
 
 async def test_unclaimed_prompts_hold_the_next_opening_back(ledger: Ledger) -> None:
@@ -190,12 +180,6 @@ async def test_freshest_version_is_not_waited_for(ledger: Ledger) -> None:
     await run_iteration(ledger, job_id, epoch, 0)
     await ledger.redis.xadd(JobKeys(job_id).prompts, {"task": b""})  # some other work nobody has claimed
     assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
-
-
-async def test_strict_job_says_nothing_about_claimed_prompts(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
-    await claim_all(ledger, job_id)
-    assert "prompts.claimed" not in [event.kind for event in await ledger.event_log.read(job_id)]
 
 
 async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledger) -> None:
@@ -229,84 +213,47 @@ def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
     return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
 
 
-async def test_version_has_numbers_of_its_trainer_and_each_rollout(ledger: Ledger) -> None:
+async def test_version_keeps_first_numbers_and_each_time_is_an_event(ledger: Ledger) -> None:
     job_id, epoch = await started_job(ledger)
     assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
-    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
     await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
-    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
-        policy_version=1, rollouts={"w:1": update_of(20, 1.5)}
-    )
-    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    rollouts = {"w:1": update_of(20, 1.5)}
+    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(policy_version=1, rollouts=rollouts)
+    numbers = {"full_bytes": 1000, "delta_bytes": 20, "encode_s": 0.5, "publish_s": 0.75}
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", PublishedWeights(**numbers))
     await ledger.versions.engine_ready(job_id, 1, "published", update_of(1000))  # a worker may have any name
-    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
-        policy_version=1,
-        full_bytes=1000,
-        delta_bytes=20,
-        encode_s=0.5,
-        publish_s=0.75,
-        rollouts={"published": update_of(1000), "w:1": update_of(20, 1.5)},
-    )
-    assert await ledger.versions.weights(job_id, 0) is None
-
-
-async def test_repeated_version_keeps_first_numbers_and_emits_an_event(ledger: Ledger) -> None:
-    job_id, epoch = await started_job(ledger)
-    for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
-        published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.5, publish_s=0.75)
-        await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
-        await ledger.versions.engine_ready(job_id, 1, "w1", update_of(received_bytes, open_s))
-    record = await ledger.versions.weights(job_id, 1)
-    assert record is not None
-    assert record.delta_bytes == 20
-    assert record.rollouts == {"w1": update_of(20, 1.5)}
+    again = PublishedWeights(**numbers | {"delta_bytes": None})  # after a restart
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", again)
+    await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(1000))
+    rollouts["published"] = update_of(1000)
+    expected = WeightsRecord(policy_version=1, rollouts=rollouts, **numbers)
+    assert await ledger.versions.weights(job_id, 1) == expected
     updates = [event for event in await ledger.event_log.read(job_id) if event.kind == "worker.updated"]
-    assert [(event.data["num_bytes"], event.data.get("open_s")) for event in updates] == [(20, 1.5), (1000, None)]
-    assert updates[0].message == "w1 serves policy version 1"
-    assert updates[0].data == {
-        "policy_version": 1,
-        "worker_id": "w1",
-        "num_bytes": 20,
-        "pull_s": 0.25,
-        "apply_s": 0.125,
-        "load_s": 0.5,
-        "open_s": 1.5,
-    }
+    assert [event.message for event in updates] == [
+        f"{worker} serves policy version 1" for worker in ("w:1", "published", "w:1")
+    ]
+    times = {"pull_s": 0.25, "apply_s": 0.125, "load_s": 0.5, "open_s": 1.5}
+    assert updates[0].data == {"policy_version": 1, "worker_id": "w:1", "num_bytes": 20} | times
+    assert (updates[2].data["num_bytes"], updates[2].data.get("open_s")) == (1000, None)
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------
 
 
-async def test_last_group_drains_the_iteration(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
-    first, second = await claim_all(ledger, job_id)
-    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
-    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN
-    assert await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
-    assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED
-    assert "iteration.drained" in [event.kind for event in await ledger.event_log.read(job_id)]
-
-
-@pytest.mark.parametrize("version", [1, 7])
-async def test_group_of_another_version_is_stale_and_claimed_again(ledger: Ledger, version: int) -> None:
+async def test_one_token_of_another_version_makes_a_group_stale(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id, "w1")
-    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, version=version)) is Verdict.STALE
-    assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
-    assert await ledger.iterations.accepted_groups(job_id, 0) == []
-    (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
-    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
-    assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
-
-
-async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger, num_groups=1)
-    (claim,) = await claim_all(ledger, job_id)
     group = make_group(claim.task)
     del group.responses[1].version_spans[:]
     group.responses[1].version_spans.add(policy_version=0, start=0, end=1)
     group.responses[1].version_spans.add(policy_version=1, start=1, end=2)
     assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.STALE
+    assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
+    assert await ledger.iterations.accepted_groups(job_id, 0) == []
+    (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
+    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
+    assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
+    assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED
 
 
 async def test_group_is_accepted_once_however_many_submit_it(ledger: Ledger) -> None:
@@ -326,13 +273,6 @@ async def test_job_that_does_not_run_takes_no_group(ledger: Ledger, state: JobSt
     await ledger.jobs.move(job_id, state)
     assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.CLOSED
     assert await claim_all(ledger, job_id, "w2") == []
-
-
-async def test_paused_job_keeps_what_was_in_flight(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
-    first, _ = await claim_all(ledger, job_id)
-    await ledger.jobs.move(job_id, JobState.PAUSED)
-    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
 
 
 async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> None:
@@ -357,16 +297,6 @@ async def make_idle(ledger: Ledger, job_id: str, worker: str, claims: list[Claim
     )
 
 
-async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
-    lost = await ledger.rollout.claim(job_id, "dead", 2, lease_s=30)
-    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=30) == []
-    await make_idle(ledger, job_id, "dead", lost)
-    taken = await ledger.rollout.claim(job_id, "w2", 2, lease_s=30)
-    assert [claim.task.group_id for claim in taken] == [claim.task.group_id for claim in lost]
-    assert [claim.attempt for claim in taken] == [2, 2]
-
-
 async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> None:
     """Redis looks at ten held entries for each one that is asked for, and says where to go on."""
     job_id, _ = await open_job(ledger, num_groups=30)
@@ -377,22 +307,24 @@ async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> 
     assert found.entry_id == last.entry_id
 
 
-async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
+async def test_lease_that_runs_out_is_taken_over_unless_it_is_renewed(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
+    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=30) == []
     await make_idle(ledger, job_id, "w1", [first, second])
     assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
     (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=30)
-    assert stolen.entry_id == second.entry_id
+    assert (stolen.entry_id, stolen.attempt) == (second.entry_id, 2)
     assert await ledger.rollout.renew(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
 
 
-async def test_released_groups_are_free_at_once(ledger: Ledger) -> None:
+async def test_released_groups_are_free_at_once_and_not_taken_back(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     entries = [claim.entry_id for claim in await claim_all(ledger, job_id, "w1")]
     assert await ledger.rollout.release(job_id, "w2", entries) == []  # not yours
     assert await claim_all(ledger, job_id, "w2") == []
     assert await ledger.rollout.release(job_id, "w1", entries) == entries
+    assert await ledger.rollout.renew(job_id, "w1", entries) == []
     assert [claim.entry_id for claim in await claim_all(ledger, job_id, "w2")] == entries
 
 
@@ -416,14 +348,6 @@ async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger) -> None
     assert claim.attempt == 2
 
 
-async def test_late_renewal_does_not_take_back_what_was_handed_back(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger, num_groups=1)
-    (claim,) = await claim_all(ledger, job_id, "w1")
-    await ledger.rollout.release(job_id, "w1", [claim.entry_id])
-    assert await ledger.rollout.renew(job_id, "w1", [claim.entry_id]) == []
-    assert len(await claim_all(ledger, job_id, "w2")) == 1
-
-
 async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (old,) = await ledger.rollout.claim(job_id, "slow", 1, lease_s=0.01)
@@ -445,15 +369,17 @@ async def test_groups_stay_pending_until_a_checkpoint_covers_them(ledger: Ledger
     taken = await ledger.trainer.take(job_id, "rank-0", 10, 0.1)
     assert [group.group_id for group in taken] == ["0-0", "0-1"]
     await commit(ledger, job_id, epoch, 0)
-    assert (
-        await ledger.iterations.accepted_groups(job_id, 0) == taken
-    )  # after a crash: the same groups in the same order
-    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
-    assert pending["pending"] == 2
-    await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
-    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
-    assert pending["pending"] == 0
-    assert (await ledger.jobs.fields(job_id))["checkpoint"] == "/checkpoints/1"
+    assert await ledger.iterations.accepted_groups(job_id, 0) == taken  # after a crash: the same, in the same order
+    assert await num_pending(ledger, job_id) == 2
+    for iteration, path in ((1, "/new"), (0, "/old")):  # an older one makes nothing undone
+        await ledger.trainer.checkpointed(job_id, epoch, 0, iteration, path)
+        fields = await ledger.jobs.fields(job_id)
+        assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("1", "/new")
+        assert await num_pending(ledger, job_id) == 0
+
+
+async def num_pending(ledger: Ledger, job_id: str) -> int:
+    return int((await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP))["pending"])
 
 
 async def test_restored_checkpoint_touches_no_trimmed_iteration(ledger: Ledger) -> None:
@@ -463,12 +389,9 @@ async def test_restored_checkpoint_touches_no_trimmed_iteration(ledger: Ledger) 
     await commit(ledger, job_id, epoch, 0)
 
     async def num_acknowledged() -> int:
-        async def calls() -> int:
-            return int((await ledger.redis.info("commandstats"))["cmdstat_xack"]["calls"])
-
-        before = await calls()
+        before = await num_commands(ledger, "xack")
         await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
-        return await calls() - before
+        return await num_commands(ledger, "xack") - before
 
     assert await num_acknowledged() == 2
     assert await ledger.iterations.trim(job_id, 0, 0)
@@ -480,10 +403,8 @@ async def test_micro_batch_is_granted_once_and_repeated_as_it_was(ledger: Ledger
     assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-2", "0-1"]) == ["0-2", "0-1"]
     assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-1", "0-2"]) == []  # the index stays free
     assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-3", "0-1"]) == ["0-3"]
-    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"]) == [
-        "0-2",
-        "0-1",
-    ]  # its answer was lost
+    again = await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"])  # its answer was lost
+    assert again == ["0-2", "0-1"]
     for index in range(1, 11):  # in the order of recording, not of names
         await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, index, [f"0-{9 + index}"])
     recorded = await ledger.iterations.micro_batches(job_id, 0)
@@ -499,13 +420,10 @@ async def test_groups_that_the_trainer_has_are_not_read_again(ledger: Ledger) ->
     job_id, _ = await open_job(ledger)
     await drain(ledger, job_id)
 
-    async def num_reads() -> int:
-        return int((await ledger.redis.info("commandstats")).get("cmdstat_xrange", {"calls": 0})["calls"])
-
     async def accepted(*known: str) -> tuple[list[str], int]:
-        before = await num_reads()
+        before = await num_commands(ledger, "xrange")
         groups = await ledger.iterations.accepted_groups(job_id, 0, known)
-        return [group.group_id for group in groups], await num_reads() - before
+        return [group.group_id for group in groups], await num_commands(ledger, "xrange") - before
 
     assert await accepted() == (["0-0", "0-1"], 1)
     assert await accepted("0-0") == (["0-1"], 1)
@@ -537,15 +455,6 @@ async def test_events_are_a_cursor_and_wait_for_the_next(ledger: Ledger) -> None
     assert (event.kind, event.message, event.data) == ("test.hello", "hello", {"n": 1})
 
 
-async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
-    for name in ("b", "a"):
-        await ledger.workers.heartbeat("pool-x", WorkerRecord(id=name, state="idle", last_seen_at=1.0))
-    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["a", "b"]
-    await ledger.workers.remove("pool-x", "a")
-    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["b"]
-    assert await ledger.workers.records("pool-y") == []
-
-
 # ---- the client --------------------------------------------------------------------------------------------------
 
 
@@ -567,15 +476,6 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
         task.cancel()
         _, running = await asyncio.wait([task], timeout=5)
         assert not running, f"cancelled after {num_turns} turns of the loop"
-
-
-async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger) -> None:
-    job_id, epoch = await open_job(ledger)
-    await ledger.trainer.renew_job(job_id, epoch, 0.0)  # the lease runs out
-    await ledger.jobs.move(job_id, JobState.PAUSED)
-    assert await ledger.trainer.claim_job(job_id, "other", 10) is None
-    await ledger.jobs.move(job_id, JobState.RUNNING)
-    assert await ledger.trainer.claim_job(job_id, "other", 10) is not None
 
 
 # ---- many submissions at once ----------------------------------------------------------------------------------------
@@ -659,23 +559,6 @@ async def test_version_announced_again_must_have_the_same_bits(ledger: Ledger) -
     with pytest.raises(JobFailed, match="other bits"):
         await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:3", "second")
     assert (await ledger.jobs.fields(job_id))["weights_address"] == "127.0.0.1:2"
-
-
-async def test_nothing_is_committed_after_the_end(ledger: Ledger) -> None:
-    job_id, epoch = await open_job(ledger)
-    await drain(ledger, job_id)
-    await ledger.jobs.move(job_id, JobState.CANCELLING)
-    await ledger.jobs.move(job_id, JobState.CANCELLED)
-    with pytest.raises(LeaseLost):
-        await commit(ledger, job_id, epoch, 0)
-
-
-async def test_an_older_checkpoint_makes_nothing_undone(ledger: Ledger) -> None:
-    job_id, epoch = await open_job(ledger)
-    for iteration, path in ((2, "/new"), (1, "/old")):
-        await ledger.trainer.checkpointed(job_id, epoch, 0, iteration, path)
-    fields = await ledger.jobs.fields(job_id)
-    assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("2", "/new")
 
 
 async def test_many_may_wait_at_once(redis_url: str) -> None:

@@ -86,6 +86,10 @@ def test_example_is_refused_until_the_passwords_are_filled_in() -> None:
 async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file: Path, tmp_path: Path) -> None:
     """Broker, trainer and rollouts: a whole job with an evaluation, a failure, a pause, and one that is cancelled."""
     write_prompts(tmp_path)
+    stranger = connect(f"redis://127.0.0.1:{port}", 1)
+    with pytest.raises((ResponseError, ConnectionError), match=r"uthentication required|NOAUTH"):
+        await stranger.ping()  # the default user is off
+    await stranger.aclose()
     async with as_onbeat(port, password_file) as redis:
         ledger = Ledger(redis)
         async with running_broker(ledger, tmp_path) as broker:
@@ -196,13 +200,6 @@ async def test_user_can_do_no_more(port: int, password_file: Path, command: tupl
             await redis.execute_command(*command)
     with sync_redis.Redis(port=port, username="admin", password=ADMIN_PASSWORD) as admin:
         assert admin.hgetall("strangers") == {b"theirs": b"1"}
-
-
-async def test_default_user_is_off(port: int) -> None:
-    client = connect(f"redis://127.0.0.1:{port}", 1)
-    with pytest.raises((ResponseError, ConnectionError), match=r"uthentication required|NOAUTH"):
-        await client.ping()
-    await client.aclose()
 
 
 # ---- the password ------------------------------------------------------------------------------------------------

@@ -210,9 +210,8 @@ async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, m
 class Follower:
     """Pulls each version as it is published, like a rollout."""
 
-    def __init__(self, ledger, folder):
-        folder.mkdir()
-        self._ledger, self._folder = ledger, folder
+    def __init__(self, ledger):
+        self._ledger = ledger
         self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
         self._puller = None
 
@@ -222,7 +221,7 @@ class Follower:
 
         if self._puller is None:
             connect = functools.partial(WeightsClient, job_id=job_id)
-            self._puller = WeightsPuller(connect, find_trainer, Peer(worker_id="follower"), self._folder)
+            self._puller = WeightsPuller(connect, find_trainer, Peer(worker_id="follower"))
         pull = self._puller.start(version, 30)
         await pull.complete()
         self.weights[version] = load_file(self._puller.host.path)
@@ -232,7 +231,7 @@ class Follower:
 
 async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, redis_url, model, tmp_path):
     arguments = (ledger, redis_url, model)
-    whole, sharded = Follower(ledger, tmp_path / "whole"), Follower(ledger, tmp_path / "sharded")
+    whole, sharded = Follower(ledger), Follower(ledger)
     sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
     options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded, "core": CORES[-1]}
     await asyncio.gather(

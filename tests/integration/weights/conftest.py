@@ -21,6 +21,6 @@ def small_messages(monkeypatch):
 
 
 @pytest.fixture
-async def plane(tmp_path):
-    async with Plane(tmp_path) as plane:
+async def plane():
+    async with Plane() as plane:
         yield plane

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -158,37 +157,15 @@ async def wait_until_answered(stub):
 # The key
 
 
-async def test_the_right_key_opens_unary_calls_and_streams(wire):
+@pytest.mark.parametrize("wrong", ["", "x", KEY[:-1], KEY + "x", KEY.upper()])
+async def test_only_the_right_key_opens_unary_calls_and_streams(wire, wrong):
     address = await wire.serve(WireSecurity(api_key=KEY))
     await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY)))
-
-
-async def test_no_key_is_refused_with_what_to_set(wire):
-    address = await wire.serve(WireSecurity(api_key=KEY))
-    unauthenticated = grpc.StatusCode.UNAUTHENTICATED
-    await assert_is_refused(wire.stub(address, PLAIN), unauthenticated, "no API key", "ONBEAT_WEIGHTS_API_KEY")
-
-
-@pytest.mark.parametrize("wrong", ["x", KEY[:-1], KEY + "x", KEY.upper()])
-async def test_a_wrong_key_is_refused_and_not_echoed(wire, wrong):
-    address = await wire.serve(WireSecurity(api_key=KEY))
-    stub = wire.stub(address, WireSecurity(api_key=wrong))
-    await assert_is_refused(stub, grpc.StatusCode.UNAUTHENTICATED, "is wrong", "ONBEAT_WEIGHTS_API_KEY")
-
-
-async def test_without_the_key_not_even_names_of_methods_are_given(wire):
-    address = await wire.serve(WireSecurity(api_key=KEY))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
+    stub, problem = wire.stub(address, WireSecurity(api_key=wrong)), "is wrong" if wrong else "no API key"
+    await assert_is_refused(stub, grpc.StatusCode.UNAUTHENTICATED, problem, "ONBEAT_WEIGHTS_API_KEY")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:  # it does not learn which methods there are
         await wire.channel(address, PLAIN).unary_unary("/no.such/Method")(b"", timeout=DEADLINE_S)
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_a_server_without_a_key_ignores_the_callers(wire):
-    await assert_is_answered(wire.stub(await wire.serve(PLAIN), WireSecurity(api_key=KEY)))
-
-
-def test_the_key_is_not_in_the_repr():
-    assert KEY not in repr(WireSecurity(api_key=KEY))
 
 
 @pytest.mark.parametrize("key", ["two words", "line\n", "clé"])
@@ -285,16 +262,6 @@ async def test_over_tls_the_key_is_asked_for_as_well(wire, tls_server, authority
     await assert_is_refused(wrong, grpc.StatusCode.UNAUTHENTICATED)
 
 
-async def test_server_that_accepts_and_is_silent_ends_at_the_deadline(wire, authority):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        for security in (PLAIN, WireSecurity(tls_ca=authority.cert)):
-            stub = wire.stub(address, security)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Describe(weights_pb2.DescribeRequest(job_id="job"), timeout=1.0)
-            assert refused.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-
-
 async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority, tls_server, mutual_server):
     pulls_only = WireSecurity(tls_ca=authority.cert)
     assert not pulls_only.can_serve
@@ -306,19 +273,6 @@ async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority,
 # Files
 
 
-def test_certificate_without_its_key_is_refused_and_the_reverse(authority):
-    cert, key = authority.issue("half")
-    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_CERT is set but ONBEAT_WEIGHTS_TLS_KEY is not"):
-        WireSecurity(tls_cert=cert)
-    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_KEY is set but ONBEAT_WEIGHTS_TLS_CERT is not"):
-        WireSecurity(tls_key=key)
-
-
-def test_a_server_name_without_tls_is_refused():
-    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_SERVER_NAME"):
-        WireSecurity(tls_server_name="weights.test")
-
-
 def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stranger, tmp_path):
     cert, key = authority.issue("good")
     (tmp_path / "empty.pem").write_text("\n")
@@ -327,8 +281,10 @@ def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stra
     encrypted = pem_of_key(right_key, serialization.BestAvailableEncryption(b"password"))
     (tmp_path / "encrypted.key").write_bytes(encrypted)
     for files, message in [
+        ({"tls_cert": cert}, "ONBEAT_WEIGHTS_TLS_CERT is set but ONBEAT_WEIGHTS_TLS_KEY is not"),
+        ({"tls_key": key}, "ONBEAT_WEIGHTS_TLS_KEY is set but ONBEAT_WEIGHTS_TLS_CERT is not"),
+        ({"tls_server_name": "weights.test"}, "ONBEAT_WEIGHTS_TLS_SERVER_NAME"),
         ({"tls_ca": tmp_path / "gone.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*gone\.pem cannot be read: No such file"),
-        ({"tls_ca": tmp_path}, r"ONBEAT_WEIGHTS_TLS_CA=.* cannot be read"),
         ({"tls_ca": tmp_path / "empty.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*empty\.pem is empty"),
         ({"tls_ca": tmp_path / "text.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*text\.pem has no PEM certificate"),
         ({"tls_cert": tmp_path / "empty.pem", "tls_key": key}, r"ONBEAT_WEIGHTS_TLS_CERT=.*empty\.pem is empty"),
@@ -344,10 +300,14 @@ def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stra
 
 
 async def test_a_call_beyond_the_limit_is_refused_with_the_limit(wire):
-    address = await wire.serve(PLAIN, max_concurrent_calls=2)
-    stub = wire.stub(address, PLAIN)
+    security = WireSecurity(api_key=KEY)
+    address = await wire.serve(security, max_concurrent_calls=2)
+    for _ in range(3):  # these take no place
+        await assert_is_refused(wire.stub(address, PLAIN), grpc.StatusCode.UNAUTHENTICATED)
+    stub = wire.stub(address, security)
     calls = [await open_stream(stub), await open_stream(stub)]
-    await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 2 calls at once")
+    for _ in range(2):
+        await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 2 calls at once")
     calls[0].cancel()
     calls[0] = await wait_until_answered(stub)
     await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -365,19 +325,6 @@ async def test_stream_abandoned_by_its_reader_frees_its_slot(wire):
     await asyncio.wait_for(anext(stream), DEADLINE_S)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(stream), 0.1)
-    await wait_until_answered(stub)
-
-
-async def test_a_refused_call_takes_no_place(wire):
-    security = WireSecurity(api_key=KEY)
-    address = await wire.serve(security, max_concurrent_calls=1)
-    for _ in range(3):
-        await assert_is_refused(wire.stub(address, PLAIN), grpc.StatusCode.UNAUTHENTICATED)
-    stub = wire.stub(address, security)
-    call = await open_stream(stub)
-    for _ in range(3):
-        await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    call.cancel()
     await wait_until_answered(stub)
 
 
@@ -434,28 +381,19 @@ class Settings(WireSettings, BaseSettings):
 
 
 def test_settings_make_the_security_from_the_environment(monkeypatch, authority):
+    class Strict(Settings):
+        needed: int
+
     cert, key = authority.issue("settings")
     values = {"TLS_CERT": cert, "TLS_KEY": key, "TLS_CA": authority.cert, "TLS_SERVER_NAME": "n", "API_KEY": KEY}
     for name, value in values.items():
         monkeypatch.setenv(f"ONBEAT_WEIGHTS_{name}", str(value))
     settings = Settings()
-    assert settings.wire_security() == WireSecurity(KEY, cert, key, authority.cert, "n")
-    assert KEY not in repr(settings)
-    assert KEY not in settings.model_dump_json()
-
-
-def test_unset_and_empty_variables_are_plain(monkeypatch):
-    assert Settings().wire_security() == PLAIN
-    for name in ("TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_SERVER_NAME", "API_KEY"):
+    security = settings.wire_security()
+    assert security == WireSecurity(KEY, cert, key, authority.cert, "n")
+    with pytest.raises(ValueError, match="needed") as refused:  # an error about another setting
+        Strict()
+    assert KEY not in repr(security) + repr(settings) + settings.model_dump_json() + str(refused.value)
+    for name in values:
         monkeypatch.setenv(f"ONBEAT_WEIGHTS_{name}", "")
     assert Settings().wire_security() == PLAIN
-
-
-def test_the_key_is_not_in_the_error_of_another_setting(monkeypatch):
-    class Strict(Settings):
-        needed: int
-
-    monkeypatch.setenv("ONBEAT_WEIGHTS_API_KEY", KEY)
-    with pytest.raises(ValueError, match="needed") as refused:
-        Strict()
-    assert KEY not in str(refused.value)

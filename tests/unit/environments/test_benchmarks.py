@@ -1,8 +1,7 @@
 """The environments of the benchmarks: as many turns as they say, and the same tokens as TRL puts together."""
 
-from benchmarks.bench_environments import LINE, TEMPLATE, EveryAnswerCalls, Idle, Lookup
+from benchmarks.bench_environments import LINE, TEMPLATE, EveryAnswerCalls, Lookup
 from onbeat.environments import Task
-from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import NO_TOOLS, methods_as_tools
 from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
@@ -11,13 +10,6 @@ from tests.episode_rig import tokenizer_of
 from tests.scripted_session import ScriptedSession, says
 
 TASK = Task([{"role": "user", "content": "begin"}], "begin")
-
-
-async def test_idle_game_has_its_turns_and_one_reward():
-    session = ScriptedSession(*[says(str(turn)) for turn in range(5)])
-    outcome = await MessageEnvironment(lambda: Idle(num_turns=3, idle_s=0.0)).run(TASK, session)
-    assert len(session.asked) == 3
-    assert outcome.reward == 0.0
 
 
 async def test_every_answer_but_the_last_calls_the_tool():

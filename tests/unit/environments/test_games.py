@@ -140,12 +140,5 @@ def test_objects_functions_and_classes_are_environments():
     assert isinstance(build_environment(Countdown, {}), MessageEnvironment)
     with pytest.raises(ValueError, match="gave a int, which has no method `run`"):
         build_environment(lambda: 5, {})
-
-
-def test_object_with_options_is_refused():
-    class Own:
-        async def run(self, task, policy):
-            return Outcome(1.0)
-
     with pytest.raises(ValueError, match="is an object, which takes none, not even level; install its class"):
         build_environment(Own(), {"level": 3})

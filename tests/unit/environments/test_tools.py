@@ -144,31 +144,25 @@ async def test_method_that_returns_something_else_is_named(reset, reward, words)
         await play(ScriptedSession(says("5")), Odd)
 
 
-class Web:
-    def reset(self, **row: Any) -> None:
-        self.row = row
-
-    def request(self, method: str) -> str:
-        """Ask a server."""
-        return f"{method} is done"
-
-    def get_reward(self) -> float:
-        return float(self.row["method"])
-
-
 async def test_parameters_and_fields_may_have_any_name():
+    class Web:
+        def reset(self, **row: Any) -> None:
+            self.row = row
+
+        def request(self, method: str) -> str:
+            """Ask a server."""
+            return f"{method} is done"
+
+        def get_reward(self) -> float:
+            return float(self.row["method"])
+
     session = ScriptedSession(calls("request", {"method": "GET"}), says("ok"))
     outcome = await play(session, Web, Task(TASK.messages, "", metadata={"method": 2}))
     assert session.asked[1][-1]["content"] == "GET is done"
     assert outcome.reward == 2.0
 
 
-async def test_broken_tool_is_a_failure_not_a_reward():
-    with pytest.raises(ConnectionError, match="the database is gone"):
-        await play(ScriptedSession(calls("fail", {}), says("well")))
-
-
-async def test_asynchronous_method_may_hide_behind_a_decorator():
+async def test_decorated_and_cached_methods_are_tools():
     def counted(method):
         @functools.wraps(method)
         def call(*args, **kwargs):
@@ -177,34 +171,35 @@ async def test_asynchronous_method_may_hide_behind_a_decorator():
         return call
 
     class Wrapped(Calculator):
-        look = counted(Calculator.look)
+        look = counted(Calculator.look)  # hides that it is asynchronous
 
-    session = ScriptedSession(calls("look", {"at": "left"}), says("ok"))
-    await play(session, Wrapped)
-    assert '"seen": "left"' in session.asked[1][-1]["content"]
-
-
-async def test_cached_method_is_a_tool():
-    class Cached(Calculator):
         @functools.cache  # noqa: B019
         def twice(self, a: int) -> int:
             """Double."""
             return 2 * a
 
-    session = ScriptedSession(calls("twice", {"a": 4}), says("8"))
-    await play(session, Cached)
-    assert session.asked[1][-1]["content"] == "8"
+    session = ScriptedSession(calls("look", {"at": "left"}), calls("twice", {"a": 4}), says("8"))
+    await play(session, Wrapped)
+    assert '"seen": "left"' in session.asked[1][-1]["content"]
+    assert session.asked[2][-1]["content"] == "8"
 
 
-async def test_stop_iteration_of_a_tool_does_not_wait_for_ever():
-    class Empty(Calculator):
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (ConnectionError("the database is gone"), ConnectionError, "the database is gone"),
+        (StopIteration(), RuntimeError, "StopIteration was raised; give `next` a default value"),
+    ],
+)
+async def test_broken_tool_is_a_failure_not_a_reward_or_a_wait(raised, error, words):
+    class Broken(Calculator):
         def fail(self) -> str:
-            """Find nothing."""
-            return next(iter([]))
+            """Break."""
+            raise raised
 
-    with pytest.raises(RuntimeError, match="StopIteration was raised; give `next` a default value") as caught:
+    with pytest.raises(error, match=words) as caught:
         async with asyncio.timeout(5.0):
-            await play(ScriptedSession(calls("fail", {})), Empty)
+            await play(ScriptedSession(calls("fail", {}), says("well")), Broken)
     assert traceback.extract_tb(caught.tb)[-1].name == "fail"  # messages name the place
 
 
@@ -212,14 +207,6 @@ async def test_stop_iteration_of_a_tool_does_not_wait_for_ever():
 async def test_end_of_the_episode_still_gives_a_reward(answers):
     outcome = await play(ScriptedSession(*answers))
     assert outcome.reward >= 12
-
-
-async def test_reward_may_have_parts_and_see_the_response():
-    class Judge:
-        def get_reward(self, response: str) -> dict[str, float]:
-            return {"reward": 2.0, "right": response == "5"}
-
-    assert await play(ScriptedSession(says("5")), Judge) == Outcome(2.0, {"right": True})
 
 
 async def test_class_without_reward_takes_an_installed_one():
@@ -233,23 +220,6 @@ async def test_class_without_reward_takes_an_installed_one():
     fields = {"answer": "3 + 2 = 5", "question": "?"}  # of the row, beside the field that has the answer
     task = replace(TASK, metadata=fields)
     assert (await play(ScriptedSession(says("5")), Bare, task, reward="exact")).reward == 1.0
-    with pytest.raises(ValueError, match=r"write get_reward, or name an installed one in options\.reward"):
-        build_environment(Bare, {})
-    with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):
-        build_environment(Bare, {"reward": "exakt"})
-
-
-def test_second_reward_is_refused():
-    with pytest.raises(ValueError, match=r"Calculator has get_reward: leave out options.reward"):
-        build_environment(Calculator, {"reward": "exact"})
-
-
-def test_option_that_the_class_does_not_take_is_named():
-    message = (
-        r"Calculator: got an unexpected keyword argument 'bonnus'; there are: bonus, tool_calls, reward, reward_opt"
-    )
-    with pytest.raises(ValueError, match=message):
-        build_environment(Calculator, {"bonnus": 1.0})
 
 
 async def test_calls_as_text_for_models_without_tools():
@@ -262,8 +232,6 @@ async def test_calls_as_text_for_models_without_tools():
     await play(wrong, tool_calls="text")
     assert "wrong arguments for add: argument 3: Extra inputs" in wrong.asked[1][-1]["content"]
     assert "wrong arguments for divide: a: Field required" in wrong.asked[2][-1]["content"]
-    with pytest.raises(ValueError, match='tool_calls is \'xml\'; it has to be "native" or "text"'):
-        build_environment(Calculator, {"tool_calls": "xml"})
 
 
 @pytest.mark.parametrize(
@@ -303,20 +271,13 @@ def test_arguments_in_text_are_literals_or_the_text_itself():
     assert read_arguments([], "1") == {"argument 1": 1}
 
 
-def test_tool_without_hints_or_docstring_is_refused():
+def test_method_that_cannot_be_a_tool_is_refused_with_the_reason():
     def no_hint(a):
         """Do it."""
 
     def no_text(a: int) -> int:
         return a
 
-    with pytest.raises(ValueError, match="the tool no_hint needs a type hint for its parameter a"):
-        tool_of(no_hint)
-    with pytest.raises(ValueError, match="the tool no_text needs a docstring"):
-        tool_of(no_text)
-
-
-def test_method_that_cannot_be_called_as_a_tool_is_refused():
     def parts(*args: int) -> int:
         """Add them."""
 
@@ -328,6 +289,8 @@ def test_method_that_cannot_be_called_as_a_tool_is_refused():
         yield a
 
     for method, words in (
+        (no_hint, "needs a type hint for its parameter a"),
+        (no_text, "needs a docstring"),
         (parts, r"has `\*args: int`"),
         (options, r"has `\*\*kwargs: int`"),
         (pages, "is a generator"),
@@ -336,26 +299,32 @@ def test_method_that_cannot_be_called_as_a_tool_is_refused():
             tool_of(method)
 
 
-def test_tool_named_run_is_told_to_take_another_name():
+def test_class_or_options_that_cannot_work_are_refused_by_name():
     class Programmer:
         def run(self, code: str) -> str:
             """Run a program."""
 
-        def get_reward(self) -> float:
-            return 1.0
+    class Bare:
+        """A class without a reward."""
 
-    with pytest.raises(
-        ValueError, match=r"Programmer.run has to be run\(task, policy\): .*; a tool needs another name"
+    for target, options, words in (
+        (Programmer, {}, r"Programmer.run has to be run\(task, policy\): .*; a tool needs another name"),
+        (Calculator, {"reward": "exact"}, "Calculator has get_reward: leave out options.reward"),
+        (Calculator, {"tool_calls": "xml"}, 'tool_calls is \'xml\'; it has to be "native" or "text"'),
+        (Calculator, {"bonnus": 1.0}, "unexpected keyword argument 'bonnus'; there are: bonus, tool_calls, reward, "),
+        (Bare, {}, r"write get_reward, or name an installed one in options\.reward"),
+        (Bare, {"reward": "exakt"}, "no reward 'exakt' is installed here; there are: exact, "),
     ):
-        build_environment(Programmer, {})
+        with pytest.raises(ValueError, match=words):
+            build_environment(target, options)
 
 
-def test_reset_may_name_the_fields_that_it_wants():
+async def test_methods_may_name_the_fields_that_they_want():
     class Picky:
         def reset(self, answer: str) -> None:
             assert answer == "5"
 
-        def get_reward(self) -> float:
-            return 1.0
+        def get_reward(self, response: str) -> dict[str, float]:
+            return {"reward": 2.0, "right": response == "5"}
 
-    assert asyncio.run(play(ScriptedSession(says("")), Picky)).reward == 1.0
+    assert await play(ScriptedSession(says("5")), Picky) == Outcome(2.0, {"right": True})

@@ -1,6 +1,7 @@
 """Outcomes of records as verifiers 0.4.0 writes them, joined with the session's answers, and the player's process."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -40,25 +41,22 @@ def test_reward_is_the_weighted_sum_and_metrics_are_parts():
     assert outcome_of(RECORD | {"traces": [JUDGE, TRACE]}, ANSWERS).reward == 2.5
 
 
-def test_calls_are_joined_in_any_order_and_as_often_as_they_are():
-    forked = [*NODES, {"message": {"role": "assistant"}, "sampled": True, "token_ids": [1, 2, 3, 4]}]
-    record = RECORD | {"traces": [TRACE | {"nodes": forked}]}
-    assert outcome_of(record, [ANSWERS[1], ANSWERS[0], ANSWERS[0]]).reward == 2.5
-    with pytest.raises(RuntimeError, match="1 messages of the trace are no answer of the episode's session"):
-        outcome_of(record, ANSWERS)
+FORKED = [*NODES, {"message": {"role": "assistant"}, "sampled": True, "token_ids": [1, 2, 3, 4]}]
 
 
 @pytest.mark.parametrize(
-    ("answers", "words"),
+    ("nodes", "answers", "words"),
     [
-        (ANSWERS[:1], "1 messages of the trace are no answer"),
-        ([[1, 2, 3, 4], [1, 2, 3, 4, 5, 7]], "1 messages of the trace are no answer"),
-        ([*ANSWERS, [1, 2, 9]], "1 answers of the policy are not in the trace that has the reward"),
+        (FORKED, [ANSWERS[1], ANSWERS[0], ANSWERS[0]], ""),  # in any order, as often as they are
+        (FORKED, ANSWERS, "1 messages of the trace are no answer of the episode's session"),
+        (NODES, ANSWERS[:1], "1 messages of the trace are no answer"),
+        (NODES, [[1, 2, 3, 4], [1, 2, 3, 4, 5, 7]], "1 messages of the trace are no answer"),
+        (NODES, [*ANSWERS, [1, 2, 9]], "1 answers of the policy are not in the trace that has the reward"),
     ],
 )
-def test_call_without_a_partner_is_a_failure(answers, words):
-    with pytest.raises(RuntimeError, match=words):
-        outcome_of(RECORD, answers)
+def test_each_call_of_the_trace_has_its_answer_and_the_reverse(nodes, answers, words):
+    with pytest.raises(RuntimeError, match=words) if words else contextlib.nullcontext():
+        outcome_of(RECORD | {"traces": [TRACE | {"nodes": nodes}]}, answers)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def task_of(place: Path, nap_s: float = 0.0, **fields: Any) -> Task:
 
 
 @pytest.mark.usefixtures("player")
-async def test_episode_is_played_by_the_process(tmp_path):
+async def test_episode_is_played_by_a_process_that_ends_with_its_stdin(tmp_path):
     environment = VerifiersEnvironment(sys.executable, {})
     task = task_of(tmp_path / "place", record=RECORD, answers=ANSWERS)
     assert (await environment.run(task, ScriptedSession())).reward == 2.5
@@ -137,6 +135,8 @@ async def test_episode_is_played_by_the_process(tmp_path):
         await environment.run(task_of(tmp_path / "place"), ScriptedSession())
     with pytest.raises(ValueError, match="the row has no field `task`: write the data with write_tasks"):
         await environment.run(Task([], ""), ScriptedSession())
+    environment._process.stdin.close()
+    assert await asyncio.to_thread(environment._process.wait, 30) == 0
 
 
 @pytest.mark.usefixtures("player")
@@ -147,13 +147,6 @@ async def test_cancelled_episode_is_cancelled_in_the_process(tmp_path):
     await asyncio.to_thread(wait_until, lambda: place.exists() and place.read_text() == "begun", "it has begun")
     playing.cancel()
     await asyncio.to_thread(wait_until, lambda: place.read_text() == "over", "it is over")
-
-
-@pytest.mark.usefixtures("player")
-def test_process_ends_with_the_stdin_that_its_parent_holds():
-    environment = VerifiersEnvironment(sys.executable, {})
-    environment._process.stdin.close()
-    assert environment._process.wait(30) == 0
 
 
 @pytest.mark.usefixtures("player")
@@ -172,12 +165,10 @@ def test_tasks_that_never_come_are_given_up(tmp_path, monkeypatch):
         write_tasks(sys.executable, {}, str(tmp_path / "tasks.jsonl"), 7)
 
 
-@pytest.mark.usefixtures("player")
-def test_environment_that_cannot_be_built_is_refused():
-    with pytest.raises(RuntimeError, match="verifiers cannot build the environment"):
-        VerifiersEnvironment(sys.executable, {"broken": True})
-
-
-def test_python_without_verifiers_is_told_what_to_install():
+def test_environment_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"^verifiers is not installed .*: /.* -m pip install verifiers uv"):
+        VerifiersEnvironment(sys.executable, {})
+    (tmp_path / "player.py").write_text("raise SystemExit('no such taskset')")
+    monkeypatch.setattr(verifiers, "PLAYER", tmp_path / "player.py")
+    with pytest.raises(RuntimeError, match="verifiers cannot build the environment"):
         VerifiersEnvironment(sys.executable, {})

@@ -28,9 +28,7 @@ class Rig:
         self.trainer = FakeTrainer()
         self.address = self.trainer.address
         self.engine = FakeEngine()
-        self.puller = WeightsPuller(
-            self.trainer.connect, self.find_address, Peer(worker_id="worker"), staging_dir, is_kept=is_kept
-        )
+        self.puller = WeightsPuller(self.trainer.connect, self.find_address, Peer(worker_id="worker"), is_kept=is_kept)
         self.ready: list[int] = []
         self.following: asyncio.Task[None] | None = None
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), GateLimits(load_s=60.0))

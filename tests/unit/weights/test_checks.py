@@ -12,10 +12,9 @@ import torch
 from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
-from onbeat.weights import delta
 from onbeat.weights.client import Itinerary
 from onbeat.weights.host import full_plan
-from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey, Peer, Step, Tensor
+from onbeat.weights.wire import PayloadKey, Peer, Step, Tensor
 from services.rollout.puller import WeightsPuller
 from services.trainer.weights.store import take_snapshot
 
@@ -116,7 +115,7 @@ class At:
 
 
 @pytest.fixture
-async def pulled(tmp_path):
+async def pulled():
     """Pulls a version over a network, in which it has one copy: what that holds then, and the pull."""
     pullers = {}
 
@@ -125,7 +124,7 @@ async def pulled(tmp_path):
 
     async def pull(network, version=1):
         if id(network) not in pullers:
-            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"), tmp_path)
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"))
         puller = pullers[id(network)]
         pull = puller.start(version, SOON_S)
         async with asyncio.timeout(SOON_S):
@@ -191,11 +190,10 @@ def test_digest_of_a_version_covers_weights_and_not_checksums():
 MIXED = {
     "a relay": [Sent(RELAY, FORGED)],
     "the first byte": [Sent(RELAY, FORGED, end=1), Sent(TRAINER, FORGED)],
-    "the first half": [Sent(RELAY, FORGED, end=SIZE_A // 2), Sent(TRAINER, FORGED)],
-    "the second half": [Sent(TRAINER, FORGED, end=SIZE_A // 2), Sent(RELAY, FORGED)],
     "the last byte": [Sent(TRAINER, FORGED, end=SIZE_A - 1), Sent(RELAY, FORGED)],
     "the middle": [Sent(TRAINER, FORGED, end=1), Sent(RELAY, FORGED, end=2), Sent(TRAINER, FORGED)],
     "the plan": [Sent(RELAY, FORGED, end=0), Sent(TRAINER, FORGED)],
+    "all, and then all from the trainer": [Sent(RELAY, FORGED), Sent(TRAINER, FORGED)],
 }
 
 
@@ -205,13 +203,6 @@ async def test_relay_bytes_with_only_the_checksum_right_are_refused(pulled, of_t
     held, pull = await pulled(in_full(*MIXED[of_the_relay], Sent(PEER, TRUE)))
     assert held == TRUE
     assert "a of version 1 does not match its digest" in pull.stats.faults[-1]
-
-
-async def test_trainers_bytes_after_a_relay_are_checked_by_digest_too(pulled):
-    """Wrong bytes of the relay are all written over then; but once relayed is relayed."""
-    held, pull = await pulled(in_full(Sent(RELAY, FORGED), Sent(TRAINER, FORGED), Sent(PEER, TRUE)))
-    assert held == TRUE
-    assert ["does not match its digest" in fault for fault in pull.stats.faults] == [True, True]
 
 
 @pytest.mark.parametrize("forged", ["a", "b"])
@@ -231,65 +222,42 @@ async def test_only_the_trainers_own_shard_is_checked_by_checksums(pulled, forge
 # ---- a chain of deltas -----------------------------------------------------------------------------------------------
 
 
-def applied(change, manifest: Manifest, content: bytes) -> bytes:
-    after = bytearray(content)
-    for entry, start in zip(change.plan.entries, change.plan.starts, strict=False):
-        tensor, place = manifest.tensors[entry.tensor_index], manifest.starts[entry.tensor_index]
-        encoded = b"".join(change.slices(start, start + entry.size_bytes))
-        target = memoryview(after)[place : place + tensor.size_bytes]
-        delta.apply(entry.encoding, encoded, target, DTYPE_BYTES[tensor.dtype])
-    return bytes(after)
-
-
-def moved(tensors, names, places=slice(0, 20), by=1.5):
+def moved(tensors, names, places):
     after = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in names:
-        after[name][places] *= by
+        after[name][places] *= 1.5
     return after
 
 
 def chain(first_from, then_from, then_changes):
-    """Version 0 is held; two steps to 2, of which the first moves `a` to other bits than those of the true version 1.
-
-    Also the bytes that they lead to, whose checksums the manifest has, and the true ones, whose digests it has.
-    """
+    """Version 0 is held; two true steps lead to 2, whose checksum of `a` is damaged. Also the bytes of version 2."""
     tensors = [weights(0)]
-    tensors += [moved(tensors[0], ["a"])]
+    tensors += [moved(tensors[0], ["a"], slice(0, 20))]
     tensors += [moved(tensors[1], then_changes, slice(50, 90))]
-    base = take_snapshot(0, tensors[0].items())
-    true = take_snapshot(1, tensors[1].items(), base=base)
-    newest = take_snapshot(2, tensors[2].items(), base=true)
-    forged = take_snapshot(1, moved(tensors[0], ["a"], by=-1.5).items(), base=base)
-    assert forged.delta.plan.entries == true.delta.plan.entries
-    content = applied(newest.delta, newest.manifest, content_of(forged))
-    manifest = with_checksums_of(newest.manifest, content)
+    snapshots = [take_snapshot(0, tensors[0].items())]
+    snapshots += [take_snapshot(1, tensors[1].items(), base=snapshots[0])]
+    snapshots += [take_snapshot(2, tensors[2].items(), base=snapshots[1])]
+    base, newest = snapshots[0].manifest, snapshots[2].manifest
+    damaged = with_checksums(newest, [bytes(16), newest.tensors[1].checksum])
     steps = (Step(policy_version=1, base_version=0), Step(policy_version=2, base_version=1))
-    sources = {PayloadKey(0): [Sent(TRAINER, content_of(base))], PayloadKey(2): [Sent(PEER, content_of(newest))]}
-    plans = {}
-    for address, change in ((first_from, forged.delta), (then_from, newest.delta)):
+    sources, plans = {PayloadKey(0): [Sent(TRAINER, content_of(snapshots[0]))]}, {}
+    for address, change in ((first_from, snapshots[1].delta), (then_from, snapshots[2].delta)):
         size = change.plan.size_bytes
-        sources[change.key] = [Sent(address, b"".join(change.slices(0, size)), size)]
-        plans[change.key] = change.plan
-    # The try after the one that fails is in full, and has no base.
-    network = Network([Itinerary(base.manifest), Itinerary(manifest, steps), Itinerary(manifest)], sources, plans)
-    return network, content, content_of(newest)
+        sources[change.key], plans[change.key] = [Sent(address, b"".join(change.slices(0, size)), size)], change.plan
+    sources[PayloadKey(2)] = [Sent(PEER, content_of(snapshots[2]))]  # the try after one that fails is in full
+    network = Network([Itinerary(base), Itinerary(damaged, steps), Itinerary(newest)], sources, plans)
+    return network, content_of(snapshots[2])
 
 
 @pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
-@pytest.mark.parametrize(("first_from", "then_from"), [(RELAY, TRAINER), (TRAINER, RELAY), (RELAY, RELAY)])
-async def test_tensor_with_any_step_from_a_relay_is_checked_by_digest(pulled, first_from, then_from, then_changes):
-    network, forged, true = chain(first_from, then_from, then_changes)
-    assert forged[:SIZE_A] != true[:SIZE_A]
+@pytest.mark.parametrize("first_from", [TRAINER, RELAY])
+@pytest.mark.parametrize("then_from", [TRAINER, RELAY])
+async def test_checksums_count_if_every_step_is_the_trainers(pulled, first_from, then_from, then_changes):
+    network, true = chain(first_from, then_from, then_changes)
     await pulled(network, 0)
     held, pull = await pulled(network, 2)
     assert held == true
-    assert "a of version 2 does not match its digest" in pull.stats.faults[0]
-
-
-@pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
-async def test_chain_of_the_trainers_deltas_is_checked_by_checksums(pulled, then_changes):
-    network, forged, _ = chain(TRAINER, TRAINER, then_changes)
-    await pulled(network, 0)
-    held, pull = await pulled(network, 2)
-    assert held == forged
-    assert pull.stats.faults == []
+    is_checked_by_checksum = (first_from, then_from) == (TRAINER, TRAINER)
+    assert ["a of version 2 does not match its checksum" in fault for fault in pull.stats.faults] == [
+        True
+    ] * is_checked_by_checksum

@@ -2,7 +2,6 @@
 
 import asyncio
 import mmap
-import struct
 import threading
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ from xxhash import xxh3_128_digest
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.delta import Encoding
-from onbeat.weights.host import HostWeights, check_plan, full_plan, safetensors_header
+from onbeat.weights.host import HostWeights, check_plan, full_plan
 from onbeat.weights.server import Payload, PayloadGivenUp
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import (
@@ -30,7 +29,6 @@ from onbeat.weights.wire import (
     data_message,
     plan_message,
     read_message,
-    read_varint,
     varint,
 )
 from services.trainer.weights import store
@@ -69,6 +67,7 @@ async def test_readers_wait_for_exactly_the_bytes_that_they_want():
     payload = growing()
     waiting = {size: asyncio.ensure_future(payload.wait_for(size, SOON_S)) for size in (1, 4, 10)}
     for available in (3, 4, 10):
+        assert not await payload.wait_for(available, 0.01)
         payload.advance(available)
         await asyncio.sleep(0.01)
         assert {size for size, reader in waiting.items() if reader.done()} == {s for s in waiting if s <= available}
@@ -85,13 +84,6 @@ async def test_readers_of_an_abandoned_payload_learn_it_now_and_later():
     payload.advance(10)
     with pytest.raises(PayloadGivenUp):
         await payload.wait_for(1, SOON_S)
-
-
-async def test_nobody_waits_for_bytes_that_do_not_come():
-    payload = growing()
-    payload.advance(5)
-    assert await payload.wait_for(5, 0.01)
-    assert not await payload.wait_for(6, 0.01)
 
 
 def test_a_plans_digest_is_of_its_payload_alone():
@@ -133,11 +125,6 @@ def test_a_plan_survives_its_message_and_is_of_its_key_only(entries):
         read_message(PayloadKey(2), message)
 
 
-@given(st.integers(0, 2**64 - 1), st.binary(max_size=3))
-def test_a_varint_is_read_where_it_ends(value, rest):
-    assert read_varint(b"." + varint(value) + rest, 1) == (value, 1 + len(varint(value)))
-
-
 @given(st.binary(max_size=40))
 def test_noise_is_refused_or_is_data_and_nothing_else_happens(noise):
     try:
@@ -159,26 +146,10 @@ def test_a_plan_that_is_too_large_is_refused_before_it_is_parsed():
 
 
 @pytest.fixture
-async def host(tmp_path):
-    host = HostWeights(LAYOUT, tmp_path)
+async def host():
+    host = HostWeights(LAYOUT)
     yield host
     host.close()
-
-
-async def test_the_copy_is_a_safetensors_file_that_others_can_open(host):
-    values = np.arange(4, dtype=np.float32)
-    host.tensor(2)[:] = values.tobytes()
-    tensors = load(host.path.read_bytes())
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        "a": (3,),
-        "b": (0,),
-        "c": (2, 2),
-        "d": (1,),
-    }
-    assert tensors["c"].flatten().tolist() == [0, 1, 2, 3]
-    header = safetensors_header(LAYOUT)
-    assert len(header) % 8 == 0
-    assert host.path.read_bytes().startswith(header)
 
 
 async def test_version_is_held_and_can_be_pulled_from_settle_to_begin(host):
@@ -224,15 +195,8 @@ async def test_leaving_reader_does_not_take_the_payload_from_others(host):
     assert await asyncio.wait_for(readers[1], SOON_S) is payload
 
 
-async def test_a_full_payload_is_received_in_its_place(host):
-    host.expect(PayloadKey(1, None, 1))
-    payload = host.open(PayloadKey(1, None, 1), full_plan(LAYOUT, 1))
-    payload.slices(0, 16)[0][:] = b"0123456789abcdef"
-    assert bytes(host.tensor(2)) == b"0123456789abcdef"
-
-
-async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path):
-    host = HostWeights(LAYOUT, tmp_path)
+async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed():
+    host = HostWeights(LAYOUT)
     host.settle(LAYOUT)
     payload = await host.payload(KEY)
     piece = payload.slices(0, 6)
@@ -241,10 +205,9 @@ async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path)
     assert bytes(piece[0]) == bytes(6)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="only Linux takes memory back from a file in memory")
-async def test_released_copy_gives_its_memory_back_and_is_usable(tmp_path):
+async def test_released_copy_gives_its_memory_back_and_is_usable():
     wide = Manifest(1, (entry("w", 1 << 20, dtype="F32", fill=b"\1"),))
-    host = HostWeights(wide, tmp_path)
+    host = HostWeights(wide)
 
     def resident_bytes() -> int:
         return host.path.stat().st_blocks * 512
@@ -281,11 +244,8 @@ IMPOSSIBLE = [
 def test_an_impossible_plan_is_refused(key, entries):
     with pytest.raises(WeightsError, match=str(key)):
         check_plan(key, Plan.of(entries), LAYOUT)
-
-
-@pytest.mark.parametrize("entries", [[], [(2, Encoding.SPARSE, 16)], [(2, RAW, 16), (3, Encoding.XOR_ZSTD, 1)]])
-def test_a_delta_names_some_tensors_in_order(entries):
-    check_plan(PayloadKey(1, 0, 1), Plan.of(entries), LAYOUT)
+    for possible in ([], [(2, Encoding.SPARSE, 16)], [(2, RAW, 16), (3, Encoding.XOR_ZSTD, 1)]):
+        check_plan(PayloadKey(1, 0, 1), Plan.of(possible), LAYOUT)
 
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
@@ -308,6 +268,7 @@ def bits(tensor):
 def test_a_snapshot_does_not_change_when_training_goes_on(monkeypatch):
     monkeypatch.setattr(store, "CORES_PER_ENCODER", 10_000)  # one thread
     live = weights()
+    live["transposed"] = live["v"].clone().T
     before = {name: bits(tensor) for name, tensor in live.items()}
     may_encode, writer = threading.Event(), SnapshotWriter(1)
     writer._threads.submit(may_encode.wait)  # the encoder comes late
@@ -397,19 +358,6 @@ def test_a_snapshot_in_place_has_the_digests_and_delta_of_a_copy():
         assert tensor.data_ptr() == live[name].data_ptr() or tensor.numel() == 0
 
 
-def test_a_snapshot_gives_its_tensors_back():
-    live = weights()
-    live["transposed"] = live["v"].T
-    snapshot = take_snapshot(3, live.items())
-    assert snapshot.policy_version == 3
-    assert snapshot.manifest.size_bytes == sum(tensor.nbytes for tensor in live.values())
-    found = dict(snapshot.tensors())
-    assert list(found) == list(live)
-    for name, tensor in live.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert bits(found[name]) == bits(tensor)
-
-
 def test_manifest_has_the_requested_order_and_so_has_the_delta():
     base = take_snapshot(1, weights().items(), order=["v", "w", "empty", "scalar"])
     live = {name: tensor + 1 for name, tensor in reversed(weights().items())}
@@ -458,14 +406,6 @@ def test_there_is_no_delta_without_a_base_or_from_another_model():
     assert take_snapshot(2, cast.items(), base=base).delta is None
 
 
-def test_bits_are_compared_as_bits_and_not_as_numbers():
-    base = take_snapshot(1, [("w", torch.tensor([0.0, float("nan"), 1.0]))])
-    same = take_snapshot(2, [("w", torch.tensor([0.0, float("nan"), 1.0]))], base=base)
-    assert same.delta.plan.entries == ()
-    negative = take_snapshot(2, [("w", torch.tensor([-0.0, float("nan"), 1.0]))], base=base)
-    assert applied(base, negative)["w"] == struct.pack("<f", -0.0) + bytes(base.buffers[0])[4:]
-
-
 def published(store, num_versions, share, num_items=4000):
     tensors, base = weights(num_items=num_items), None
     for version in range(num_versions):
@@ -499,6 +439,11 @@ def test_steps_lead_from_the_base_to_the_version_or_are_absent():
     assert [(step.base_version, step.policy_version) for step in steps] == [(2, 3), (3, 4), (4, 5)]
     assert all(step.size_bytes > 0 for step in steps)
     assert store.steps(5, 5) == store.steps(5, 3) == store.steps(9, 5) == store.steps(-1, 5) == store.steps(2, 99) == ()
+    first = take_snapshot(13, weights(0).items())  # `bounded` jobs publish only what has moved enough
+    for snapshot in (first, take_snapshot(17, weights(1).items(), base=first)):
+        store.add(snapshot)
+    assert [(step.base_version, step.policy_version) for step in store.steps(13, 17)] == [(13, 17)]
+    assert store.steps(15, 17) == ()
 
 
 def test_steps_that_would_carry_more_than_the_whole_are_none():
@@ -551,14 +496,3 @@ async def test_a_delta_is_only_found_under_its_own_base():
     assert await store.payload(PayloadKey(2, 1, 1)) is None
     assert await store.payload(PayloadKey(2, None, 1)) is None
     assert await store.payload(PayloadKey(0)) is None
-
-
-async def test_versions_that_were_not_published_are_stepped_over():
-    """`bounded` jobs publish only what has moved enough: the delta's base is what rollouts hold."""
-    store = WeightStore(num_kept=9)
-    first = take_snapshot(3, weights(0).items())
-    second = take_snapshot(7, weights(1).items(), base=first)
-    for snapshot in (first, second):
-        store.add(snapshot)
-    assert [(step.base_version, step.policy_version) for step in store.steps(3, 7)] == [(3, 7)]
-    assert store.steps(5, 7) == ()

@@ -51,13 +51,17 @@ def test_egress_and_fanout_are_the_widths_of_the_tree():
     assert len(fed) == 2 + 6
 
 
-def test_place_is_free_when_its_puller_is_done_or_has_given_up():
-    sources = create_sources()
-    for number, is_complete in [(0, True), (1, False)]:
-        puller = peer(number, address="")  # serves nobody
-        assert located(sources, puller) == TRAINER
-        sources.finish(FULL, puller.worker_id, is_complete)
-    assert located(sources, peer(2)) == TRAINER
+@pytest.mark.parametrize("end", ["complete", "given up", "left"])
+def test_place_is_free_when_its_puller_ends_gives_up_or_leaves(end):
+    sources, puller = create_sources(), peer(0)
+    assert located(sources, puller) == TRAINER
+    assert sources._loads(0)[ROOT] == 1
+    if end == "left":
+        sources.forget(puller.worker_id)
+    else:
+        sources.finish(FULL, puller.worker_id, end == "complete")
+    assert sources._loads(0)[ROOT] == 0
+    assert located(sources, peer(1)) == (puller.address if end == "complete" else TRAINER)
 
 
 def test_when_nobody_has_room_the_least_loaded_takes_one_more():
@@ -98,22 +102,17 @@ def test_puller_of_a_delta_serves_the_delta_and_later_the_whole():
     assert located(sources, peer(2, zone="near"), FULL) == holder.address
 
 
-def test_who_goes_over_to_the_whole_has_the_delta_no_more():
-    sources = create_sources()
-    turncoat = peer(0)
-    located(sources, turncoat, DELTA)
-    located(sources, turncoat, FULL)
-    assert located(sources, peer(1), DELTA) == TRAINER
-    assert located(sources, peer(2), FULL) == turncoat.address
-
-
-def test_who_moves_on_has_nothing_of_the_version_before():
+@pytest.mark.parametrize(("first", "then"), [(DELTA, FULL), (FULL, PayloadKey(2, 1))])
+@pytest.mark.parametrize("is_done", [True, False])
+def test_who_moves_on_has_only_what_it_moves_to(first, then, is_done):
     sources = create_sources(fanout=9)
     mover = peer(0)
-    completed(sources, mover)
-    located(sources, mover, PayloadKey(2, 1))
-    assert located(sources, peer(1), FULL) == TRAINER
-    assert located(sources, peer(2), PayloadKey(2, 1)) == mover.address
+    located(sources, mover, first)
+    if is_done:
+        sources.finish(first, mover.worker_id, is_complete=True)
+    located(sources, mover, then)
+    assert located(sources, peer(1), DELTA if first == DELTA else FULL) == TRAINER
+    assert located(sources, peer(2), then) == mover.address
 
 
 NEXT = PayloadKey(2, 1)
@@ -121,28 +120,19 @@ NEXT = PayloadKey(2, 1)
 
 @pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_a_finish_that_is_heard_late_frees_no_new_place(late, wanted, is_complete):
-    """The puller has asked for the next payload before its last word on the one before comes."""
-    sources = create_sources()
-    puller = peer(0, address="")  # serves nobody
+def test_late_finish_frees_no_new_place_and_makes_no_source(late, wanted, is_complete):
+    """The puller asks for the next payload before its last word on the one before comes; its copy is written over."""
+    sources = create_sources(egress=9, fanout=9)
+    puller = peer(0, zone="near")
     located(sources, puller, late)
     assert located(sources, puller, wanted) == TRAINER
     sources.finish(late, puller.worker_id, is_complete)
     assert sources._loads(0)[ROOT] == 1
+    for number, key in enumerate({FULL, DELTA, late} - {wanted}, start=1):
+        assert located(sources, peer(number, zone="near"), key) == TRAINER
+        sources.forget(f"r{number}")
     sources.finish(wanted, puller.worker_id, is_complete=True)
     assert sources._loads(0)[ROOT] == 0
-
-
-@pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
-def test_late_finish_makes_no_source_of_a_version_that_is_gone(late, wanted):
-    """Its copy is being written over: it does not have the old payload any more."""
-    sources = create_sources(egress=9, fanout=9)
-    mover = peer(0, zone="near")
-    located(sources, mover, late)
-    located(sources, mover, wanted)
-    sources.finish(late, mover.worker_id, is_complete=True)
-    for key in {FULL, DELTA, late} - {wanted}:
-        assert located(sources, peer(1, zone="near"), key) == TRAINER
 
 
 def test_places_are_counted_for_each_shard():
@@ -176,53 +166,17 @@ def test_loopback_addresses_are_only_given_to_the_same_host():
     assert located(sources, peer(2, host="mine")) == "127.0.0.1:5"
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:5", True),
-        ("127.8.9.1:5", True),
-        ("localhost:5", True),
-        ("[::1]:5", True),
-        ("0.0.0.0:5", True),
-        ("[::]:5", True),
-        ("10.0.0.1:5", False),
-        ("[fe80::1]:5", False),
-        ("127.example.org:5", False),
-        ("gpu-7:5", False),
-    ],
-)
-def test_ambiguous_address_is_recognised(address, expected):
-    assert is_ambiguous(address) is expected
-
-
-def test_who_has_left_is_nobodys_source_and_holds_no_place():
-    sources = create_sources()
-    located(sources, peer(0))
-    sources.forget("r0")
-    assert located(sources, peer(1)) == TRAINER
+def test_addresses_that_are_of_any_machine_are_recognised():
+    assert all(map(is_ambiguous, ("127.0.0.1:5", "127.8.9.1:5", "localhost:5", "[::1]:5", "0.0.0.0:5", "[::]:5")))
+    assert not any(map(is_ambiguous, ("10.0.0.1:5", "[fe80::1]:5", "127.example.org:5", "gpu-7:5")))
 
 
 def test_puller_that_never_returns_loses_its_place_in_time(monkeypatch):
-    monkeypatch.setattr("services.trainer.weights.relay_tree.SLOT_S", 0.0)
+    monkeypatch.setattr(sources_module, "SLOT_S", 0.0)
     sources = create_sources()
     located(sources, peer(0, address=""))
     located(sources, peer(1))
-    assert located(sources, peer(2)) in (TRAINER, "10.0.1.1:50052")
     assert not any(sources._loads(0).values())
-
-
-@pytest.mark.parametrize("hosts", [512, 64])
-def test_512_pullers_are_placed_on_arrival_for_several_versions(hosts):
-    """Three versions, so that a search that takes time in the square of the pullers would be seen in this test's."""
-    sources = create_sources(egress=4, fanout=2)
-    for version in range(3):
-        key = PayloadKey(version, version - 1 if version else None)
-        pullers = [peer(number, host=f"h{number % hosts}") for number in range(512)]
-        fed = Counter(located(sources, puller, key) for puller in pullers)
-        assert fed[TRAINER] <= 4
-        assert sum(fed.values()) == 512
-        for puller in pullers:
-            sources.finish(key, puller.worker_id, is_complete=True)
 
 
 # ---- any order of events ---------------------------------------------------------------------------------------------
