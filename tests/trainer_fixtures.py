@@ -228,13 +228,14 @@ def train(config, groups, tmp_path, model=None, resume_from=None, job=None, worl
     """Run the real loop over recorded groups; returns (model, job)."""
     model = model or model_of(config)
     job = job or RecordedJob(config, groups, **job_options)
-    policy = Policy.create(model, config)
+    policy = Policy.create(model, config, world)
+    policy.files = {"config.json": b"{}"}
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     state = TrainState.fresh("job", config.model.path)
     if resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from
-    TrainLoop(job, config, policy, state, checkpoints, {"config.json": b"{}"}, world).run()
+    TrainLoop(job, config, policy, state, checkpoints).run()
     return model, job
 
 

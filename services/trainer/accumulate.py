@@ -17,18 +17,15 @@ from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats, Tally
-from services.trainer.world import World
 
 
 class GradientSum:
     """The gradient of an update so far, which the policy's optimizer holds (`gradients()`)."""
 
-    def __init__(
-        self, opened: OpenIteration, policy: Policy, world: World, stats: IterationStats, scale: float = 1.0
-    ) -> None:
+    def __init__(self, opened: OpenIteration, policy: Policy, stats: IterationStats, scale: float = 1.0) -> None:
         """Drop the gradient of the previous update. `scale` is the factor that the objective gets for the iteration."""
         self.rows: list[list[Part]] = []
-        self._opened, self._policy, self._world = opened, policy, world
+        self._opened, self._policy, self._world = opened, policy, policy.world
         self._stats, self._scale = stats, scale
         self._config = opened.config
         self._device = next(policy.model.parameters()).device
@@ -76,7 +73,7 @@ class GradientSum:
         guilty = []
         for part in [part for row in self.rows for part in row]:
             stats = IterationStats(self._opened.current_version)
-            GradientSum(self._opened, self._policy, self._world, stats)._add_row([part])
+            GradientSum(self._opened, self._policy, stats)._add_row([part])
             if not all(gradient.isfinite().all() for gradient in self._policy.optimizer.gradients().values()):
                 guilty.append(part.group.group_id)
         return ", ".join(guilty) or "none of this replica, so one of another replica, or only their sum"

@@ -40,25 +40,17 @@ from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats
-from services.trainer.world import ALONE, World
 
 COMPILING_DEVICES = ("cuda",)
 
 
 class TrainLoop:
     def __init__(
-        self,
-        job: TrainingJob,
-        config: JobConfig,
-        policy: Policy,
-        state: TrainState,
-        checkpoints: CheckpointStore,
-        files: dict[str, bytes],
-        world: World = ALONE,
+        self, job: TrainingJob, config: JobConfig, policy: Policy, state: TrainState, checkpoints: CheckpointStore
     ) -> None:
-        self._job, self._config, self._policy, self._world = job, config, policy, world
-        self._publisher = Publisher(job, config, policy, state, checkpoints, files, world)
-        self._feed = create_feed(job, config, state.next_iteration, world, policy.is_sharded)
+        self._job, self._config, self._policy, self._world = job, config, policy, policy.world
+        self._publisher = Publisher(job, config, policy, state, checkpoints)
+        self._feed = create_feed(job, config, state.next_iteration, policy.world, policy.is_sharded)
         self._opened = OpenIteration(config, state.next_iteration, state.policy_version)
 
     def run(self) -> None:
@@ -128,7 +120,7 @@ class TrainLoop:
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
         """Take one optimizer step on a share of the iteration; return how many responses arrived, on all replicas."""
         opened = self._opened
-        gradient = GradientSum(opened, self._policy, self._world, stats, scale)
+        gradient = GradientSum(opened, self._policy, stats, scale)
         for groups in micro_batches:
             self._job.check()
             if opened.behaviour_version is None:

@@ -8,7 +8,7 @@ Each is left out where the algebra makes it redundant: old while it equals the p
 """
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,7 +74,9 @@ class Policy:
     control: GradientControl
 
     compute_dtype: torch.dtype
+    world: World = ALONE  # the ranks that train it
     is_sharded: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)  # of the model's folder, beside its weights
 
     @classmethod
     def create(
@@ -101,7 +103,7 @@ class Policy:
         num_updates = config.training.num_updates_per_iteration
         optimizer = MasterAdamW(model, config.optimizer, config.decay_ends, num_updates)
         control = GradientControl(config.gac, world)
-        return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
+        return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, world, is_sharded)
 
     def published(self, skip: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and weights in the compute dtype; all ranks of a sharded model must iterate over all of them."""
@@ -109,12 +111,15 @@ class Policy:
             return published_tensors(self.model, skip=skip)
         return published_tensors(self.model, lambda parameter: gather_full(parameter, self.compute_dtype), skip)
 
-    def published_shard(self, world: World) -> dict[str, int]:
+    @property
+    def holders(self) -> World:
+        """The ranks that hold the weights together: all ranks of a sharded model, else each alone."""
+        return self.world if self.is_sharded else ALONE
+
+    def published_shard(self) -> dict[str, int]:
         """Return names and sizes of the published tensors that this rank keeps: all, or a run of them if sharded."""
         sizes = published_sizes(self.model)
-        if not self.is_sharded:
-            return sizes
-        own = split_evenly(list(sizes.values()), world.size)[world.rank]
+        own = split_evenly(list(sizes.values()), self.holders.size)[self.holders.rank]
         return dict(list(sizes.items())[own.start : own.stop])
 
     def published_parameter(self, name: str) -> torch.Tensor:

@@ -18,7 +18,6 @@ from services.trainer.policy import Policy, has_old_policies, is_served_in_place
 from services.trainer.spans import Span
 from services.trainer.stats import IterationStats
 from services.trainer.weights.store import Snapshot, SnapshotWriter
-from services.trainer.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +26,12 @@ class Publisher:
     """The publisher of a job's policy versions. Every rank has one; only that of rank 0 writes to the ledger."""
 
     def __init__(
-        self,
-        job: TrainingJob,
-        config: JobConfig,
-        policy: Policy,
-        state: TrainState,
-        checkpoints: CheckpointStore,
-        files: dict[str, bytes],
-        world: World,
+        self, job: TrainingJob, config: JobConfig, policy: Policy, state: TrainState, checkpoints: CheckpointStore
     ) -> None:
         self.state = state
-        self._job, self._config, self._policy, self._world = job, config, policy, world
-        self._saver = CheckpointSaver(job, policy, checkpoints, files, world, state.next_iteration)
-        self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
+        self._job, self._config, self._policy, self._world = job, config, policy, policy.world
+        self._saver = CheckpointSaver(job, policy, checkpoints, state.next_iteration)
+        self._shard = policy.published_shard()  # the tensors that this rank holds of a version
         self._newest: Snapshot | None = None  # the newest version, which checkpoints export
         self._published: Snapshot | None = None  # the one that rollouts have, if served here; base of the next delta
         self._writer: SnapshotWriter | None = None  # the writer of the version that the optimizer makes
@@ -183,16 +175,16 @@ class Publisher:
         """Serve the version on all ranks that hold a part of it; then rank 0 announces it to rollouts."""
         if not self._is_serving:
             return
-        shards = self._world if self._policy.is_sharded else ALONE
+        holders = self._policy.holders
         delta_bytes = snapshot.delta.plan.size_bytes if snapshot.delta else None
         own = json.dumps({"delta_bytes": delta_bytes, "encode_s": snapshot.encode_s}).encode()
-        everywhere = [json.loads(message) for message in shards.all_gather_bytes(own)]
+        everywhere = [json.loads(message) for message in holders.all_gather_bytes(own)]
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
         if self._is_in_place:  # without a step, the previous version is still served
             self._job.withdraw()
         self._job.hold(snapshot, delta_bytes)
-        shards.all_gather_bytes(b"held")
+        holders.all_gather_bytes(b"held")
         if self._world.is_main:
             published = PublishedWeights(
                 full_bytes=snapshot.manifest.size_bytes,

@@ -141,7 +141,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     shortened = config.model_copy(update={"schedule": until_then})
     job = RecordedJob(groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:
-        TrainLoop(job, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1), {}).run()
+        TrainLoop(job, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1)).run()
     return {
         "job_id": job_id,
         "iteration": iteration,

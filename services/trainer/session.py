@@ -21,7 +21,7 @@ from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
 from services.trainer.trackers.follow import LeasedJob, tracking
 from services.trainer.weights.store import take_snapshot
-from services.trainer.world import ALONE, World
+from services.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -63,29 +63,24 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
         timeout_s=settings.checkpoint_timeout_s,
         while_waiting=job.lease.progress,
     )
-    restored = restore(checkpoints, job.job_id, config, policy, world=world)
+    restored = restore(checkpoints, job.job_id, config, policy)
     if restored is not None and world.is_main:  # its writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):
         logger.warning("job %s: %s", job.job_id, problem)
         job.emit("job.warning", problem)
-    state = restored or begin(settings.data_dir, job.job_id, config, policy, world)
-    files = model_files(source, policy.compute_dtype)
-    job.serve_weights(files, settings, world if is_sharded else ALONE)
+    state = restored or begin(settings.data_dir, job.job_id, config, policy)
+    policy.files = model_files(source, policy.compute_dtype)
+    job.serve_weights(policy.files, settings, policy.holders)
     try:
         with tracking(LeasedJob(job.lease), job.job_id, config, folder) if world.is_main else nullcontext():
-            TrainLoop(job, config, policy, state, checkpoints, files, world).run()
+            TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
 
 
 def restore(
-    checkpoints: CheckpointStore,
-    job_id: str,
-    config: JobConfig,
-    policy: Policy,
-    before: int | None = None,
-    world: World = ALONE,
+    checkpoints: CheckpointStore, job_id: str, config: JobConfig, policy: Policy, before: int | None = None
 ) -> TrainState | None:
     """Load the newest checkpoint (that does not contain iteration `before`) into the policy; None: there is none.
 
@@ -95,13 +90,13 @@ def restore(
     state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, before, sharded)
     if state is not None:
         for version, tensors in checkpoints.policies(state.next_iteration).items():
-            own = policy.published_shard(world)
+            own = policy.published_shard()
             kept = ((name, tensor) for name, tensor in tensors if name in own)
-            policy.old.hold(take_snapshot(version, kept, own, world if policy.is_sharded else ALONE), oldest_wanted=0)
+            policy.old.hold(take_snapshot(version, kept, own, policy.holders), oldest_wanted=0)
     return state
 
 
-def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy, world: World = ALONE) -> TrainState:
+def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy) -> TrainState:
     """Return where a job without a checkpoint of its own begins; load what a fork starts from into the policy.
 
     Raises ValueError, with what there is instead, when that checkpoint is not there.
@@ -109,7 +104,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy, world:
     if config.fork is None:
         return TrainState.fresh(job_id, config.model.path)
     parent, iteration = config.fork.job, config.fork.iteration
-    checkpoints = CheckpointStore(data_dir / "jobs" / parent / "checkpoints", keep=1, world=world)
+    checkpoints = CheckpointStore(data_dir / "jobs" / parent / "checkpoints", keep=1, world=policy.world)
     names = [folder.name for folder in checkpoints.complete()]
     if folder_name(iteration) not in names:
         raise ValueError(
@@ -117,7 +112,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy, world:
             f"{', '.join(names) or 'none'}; fork from one of these, or give this trainer the data folder "
             "(ONBEAT_DATA_DIR) of the one that wrote it"
         )
-    state = restore(checkpoints, parent, config, policy, before=iteration, world=world)
+    state = restore(checkpoints, parent, config, policy, before=iteration)
     assert state is not None, f"{folder_name(iteration)} is there"
     policy.old.snapshots.clear()  # of open iterations of the parent
     return state.forked(job_id)

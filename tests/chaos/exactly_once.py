@@ -59,7 +59,7 @@ def undisturbed(config: JobConfig, groups, micro_batches, scratch: Path) -> dict
     start = TrainState.fresh("job", config.model.path)
     recorded = RecordedJob(groups, micro_batches)
     checkpoints = CheckpointStore(scratch / "replay", keep=1)
-    TrainLoop(recorded, config, Policy.create(model, config), start, checkpoints, {}).run()
+    TrainLoop(recorded, config, Policy.create(model, config), start, checkpoints).run()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -9,7 +9,6 @@ from services.trainer.checkpoints.store import CheckpointStore, NotWritten, Trai
 from services.trainer.job.interface import TrainingJob
 from services.trainer.policy import Policy
 from services.trainer.weights.store import Snapshot
-from services.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +22,9 @@ class CheckpointSaver:
     Its methods take the state that training has reached, and the newest version of the weights, which is exported.
     """
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        policy: Policy,
-        store: CheckpointStore,
-        files: dict[str, bytes],
-        world: World,
-        durable_until: int,
-    ) -> None:
-        """Continue a job whose iterations before `durable_until` are in a checkpoint. `files`: of the model's folder,
-        beside its weights."""
-        self._job, self._policy, self._store, self._world = job, policy, store, world
-        self._files = files
+    def __init__(self, job: TrainingJob, policy: Policy, store: CheckpointStore, durable_until: int) -> None:
+        """Continue a job whose iterations before `durable_until` are in a checkpoint."""
+        self._job, self._policy, self._store = job, policy, store
         self._durable_until = durable_until
         self._has_failed = False  # a checkpoint could not be written
 
@@ -88,7 +77,7 @@ class CheckpointSaver:
             self._go_on_without(error)
             finished = self._store.finished()  # tries before the failed one
         for next_iteration, path in finished:
-            if self._world.is_main:
+            if self._policy.world.is_main:
                 self._job.checkpointed(self._durable_until, next_iteration, str(path))
             self._durable_until = next_iteration
 
@@ -96,7 +85,7 @@ class CheckpointSaver:
         snapshots = self._policy.old.snapshots.items()
         older = {version: held.tensors() for version, held in snapshots if version < state.policy_version}
         holders = newest.holders() if self._policy.is_sharded else None
-        self._store.save(state, newest.tensors(), self._policy.state_tensors(), self._files, older, holders)
+        self._store.save(state, newest.tensors(), self._policy.state_tensors(), self._policy.files, older, holders)
 
     # ---- without disk space ------------------------------------------------------------------------------------------
 
@@ -131,6 +120,6 @@ class CheckpointSaver:
             time.sleep(min(left_s, 0.5))
 
     def _report_failure(self, message: str) -> None:
-        if self._world.is_main:
+        if self._policy.world.is_main:
             logger.error("job %s: %s", self._job.job_id, message)
             self._job.emit("checkpoint.failed", message)

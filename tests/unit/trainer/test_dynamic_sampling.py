@@ -10,7 +10,6 @@ from services.trainer.feed import GroupFeed
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats, Tally
-from services.trainer.world import ALONE
 from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, train
 
 NUM_PROMPTS = 4
@@ -140,7 +139,7 @@ def test_replica_without_a_group_that_counts_adds_nothing():
     band = {"type": "band", "low": 0.999, "high": 1.001}
     config = config_of({"type": "dapo", "importance": band}, num_iterations=1)
     policy, stats = Policy.create(model_of(config), config), IterationStats(0)
-    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, ALONE, stats)
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, stats)
     gradient.add(groups_of(0)[1:2])
     gradient.complete()
     assert stats.sums["token/rejected_frac"] > 0

@@ -75,11 +75,11 @@ def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedu
     jobs += [StoringJob(config, rank, jobs) for rank in range(NUM_RANKS)]
 
     def run_rank(rank):
-        policy = replace(Policy.create(models[rank], config), is_sharded=is_sharded)
         world = ThreadWorld(rank, NUM_RANKS, table=table)
+        policy = replace(Policy.create(models[rank], config, world), is_sharded=is_sharded)
         checkpoints = NoCheckpoints(tmp_path, keep=1)
         state = TrainState.fresh("job", "tiny")
-        publisher = Publisher(jobs[rank], config, policy, state, checkpoints, {}, world)
+        publisher = Publisher(jobs[rank], config, policy, state, checkpoints)
         publisher.start()
         with torch.no_grad():
             models[rank].model.embed_tokens.weight[:100] += 1

@@ -234,9 +234,9 @@ def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
 
     config, groups = strict("grpo"), mixed_iteration(0, uniform)
     model = tiny_model(tiny_config(), torch.float32)
-    policy = replace(Policy.create(model, config), is_sharded=True)
+    policy = replace(Policy.create(model, config), world=Peers(), is_sharded=True)
     opened = OpenIteration(config, 0, 0, behaviour_version=0)
-    gradient = GradientSum(opened, policy, Peers(), IterationStats(0))
+    gradient = GradientSum(opened, policy, IterationStats(0))
     model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
     gradient.add(groups)
     assert len(passes) == 3

@@ -25,7 +25,7 @@ from services.trainer.job.interface import Stopped
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
-from services.trainer.world import ALONE, World
+from services.trainer.world import World
 from tests.trainer_fixtures import (
     RecordedJob,
     gap,
@@ -144,7 +144,7 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     model = tiny_model(tiny_config(), torch.float32)
     policy = Policy.create(model, config)
     stats = IterationStats(0)
-    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, ALONE, stats)
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, stats)
     for group in groups:
         gradient.add([group])
     policy.optimizer.rescale(stats.tally.num_tokens)
