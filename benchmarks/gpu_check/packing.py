@@ -43,13 +43,13 @@ class VarlenPlan:
     longest: int
 
     def attend(self, query, key, value, scale):
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        rows = [tensor.transpose(0, 1) for tensor in (query, key, value)]
         options = {"enable_gqa": True}
         if not HAS_GROUPED_HEADS:  # PyTorch 2.11: each query head gets a key head of its own
-            times = query.shape[1] // key.shape[1]
+            times = len(query) // len(key)
             rows, options = [rows[0], *(row.repeat_interleave(times, 1) for row in rows[1:])], {}
         bounds = (self.ends, self.ends, self.longest, self.longest)
-        return varlen_attn(*rows, *bounds, scale=scale, window_size=(-1, 0), **options)[None]
+        return varlen_attn(*rows, *bounds, scale=scale, window_size=(-1, 0), **options)
 
 
 def packed(model, group, device: torch.device) -> torch.Tensor:

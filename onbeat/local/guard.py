@@ -31,6 +31,7 @@ ORPHAN_GRACE_S = 5.0  # all services stop at once, and none waits for a drained 
 def main(parent: int, grace_s: float, command: list[str]) -> int:
     """Run the command under guard, for the process that is named as parent. Return its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, it would hide how children end
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # the processes that a dying service leaves become our children
     child = subprocess.Popen(command, preexec_fn=become_service)
     exit_code = supervise(child.pid, parent, grace_s)

@@ -24,18 +24,17 @@ from torch.utils._pytree import tree_leaves
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.attention import no_mask
 from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.checkpoints.disk_space import state_bytes
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
-    PACKED_ATTENTION,
     Passes,
     Prepared,
     enable_gradient_checkpointing,
     load_config,
-    register_attention,
     separate_inputs,
     target_logprobs,
 )
@@ -46,6 +45,7 @@ from services.trainer.settings import Settings
 from services.trainer.weights.store import num_served
 
 META = "meta"
+SIZES_ALONE = "onbeat_sizes_alone"  # transformers' name for the attention of the plan
 PROGRAM_BYTES = 450_000_000  # memory of a process that has imported PyTorch and transformers; measured
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4  # float32, for each trained parameter
 # On a CPU a pass takes more than its tensors: kernels' own memory, and gaps that the allocator keeps. For a row of the
@@ -128,12 +128,13 @@ def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_t
 
 
 def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-    register_attention()
+    AttentionInterface.register(SIZES_ALONE, keep_inputs)
+    AttentionMaskInterface.register(SIZES_ALONE, no_mask)
     dtype = DTYPES[config.model.dtype]
     with torch.device(META):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=SIZES_ALONE)
     model.passes, model.config.use_cache = passes, False
     if config.training.has_gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -186,33 +187,29 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def inputs_without_values(model: Any, batch: MicroBatch) -> Prepared:
-    """Prepare inputs as `prepare_inputs` does, but with an attention of the same sizes in place of a plan, which reads
-    the layout's values."""
+    """Prepare inputs as `prepare_inputs` does, but without a plan, which reads the layout's values."""
     if model.passes.is_packed:
         rows, select = batch.token_ids[None], lambda outputs: outputs[0][0].index_select(0, batch.layout.logit_index)
     else:
         (inputs,), select = separate_inputs(batch, is_padded=False)  # all responses have one length
         rows = inputs["input_ids"]
     mask = torch.ones_like(rows)  # else the model looks for packed sequences in the values
-    return [{"input_ids": rows, "attention_mask": mask, "layout_plan": KeepInputs(), "use_cache": False}], select
+    return [{"input_ids": rows, "attention_mask": mask, "use_cache": False}], select
 
 
-class KeepInputs:
-    """The plan of an attention that keeps what all kernels do: queries, keys, values and its output."""
-
-    def attend(
-        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        output: torch.Tensor = KeptInputs.apply(query_HTD, key_KTD, value_KTD)
-        return output
+def keep_inputs(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Attend in transformers' signature, as `packed_attention`, to the sizes alone."""
+    return KeptInputs.apply(query, key, value), None
 
 
 class KeptInputs(torch.autograd.Function):
+    """An attention that keeps what all kernels do: queries, keys, values and its output."""
+
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        output_THD = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, output_THD)
-        return output_THD
+        output_BTHD = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output_BTHD)
+        return output_BTHD
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

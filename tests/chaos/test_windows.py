@@ -6,6 +6,7 @@ All windows share one stack: two trainers and two rollouts, so that somebody tak
 import os
 import signal
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ import pytest
 from onbeat.client import BrokerUnreachable
 from onbeat.errors import ApiError
 from onbeat.local.redis_server import free_port
-from onbeat.local.stack import http_probe
+from onbeat.local.stack import missing_answer
 from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.types import EvaluationState, JobState
@@ -317,7 +318,8 @@ def test_zombie_broker(chaos, tmp_path):
     job_id = chaos.submit("zombie broker")
     zombie = chaos.wait_for_taken("Iterations.open.before")
     env = {**spec.env, "ONBEAT_PORT": str(port)}
-    chaos.stack.launch(replace(spec, name="broker-1", env=env, missing=http_probe(f"http://127.0.0.1:{port}/readyz")))
+    missing = partial(missing_answer, f"http://127.0.0.1:{port}/readyz")
+    chaos.stack.launch(replace(spec, name="broker-1", env=env, missing=missing))
     num_groups = 2 * SMALL["num_prompts_per_iteration"]
     wait_until(lambda: chaos.stack.redis.xlen(JobKeys(job_id).rollouts) == num_groups, "all is generated")
     os.kill(zombie, signal.SIGCONT)

@@ -1,6 +1,7 @@
 """The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
 
 import copy
+import functools
 import os
 import shutil
 import signal
@@ -151,6 +152,13 @@ def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) ->
     wait_until(lambda: not is_alive(service), "the kernel has ended it", 30)
     wait_until(lambda: supervisor.check() or not is_alive(near), "its child has ended")
     os.kill(far, signal.SIGKILL)  # only the guard could have found it
+
+
+def test_guard_reports_the_exit_under_a_launcher_without_sigchld() -> None:
+    """A process that ignores SIGCHLD passes that on to those that it starts."""
+    command = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), "1", "sh", "-c", "exit 3"]
+    ignoring = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
+    assert subprocess.run(command, preexec_fn=ignoring, start_new_session=True, timeout=30).returncode == 3
 
 
 def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:

@@ -46,6 +46,16 @@ def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_s
     assert sizes.pass_bytes == pytest.approx(real_pass_bytes(model), rel=0.1)
 
 
+def test_rows_of_a_model_that_cannot_be_packed_are_planned_too() -> None:
+    """Each response then has a row with its prompt."""
+    config = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+    packed, separate = (
+        measure_sizes(config_of(), config, each, PROMPT).pass_bytes for each in (Passes(), Passes("sdpa"))
+    )
+    ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # of their places; targets are the same
+    assert 0.7 * ratio < separate / packed < 1.1 * ratio
+
+
 @pytest.mark.parametrize(
     ("model", "num_places"),
     [({}, PROMPT + 3 * RESPONSE - 1), ({"max_context_tokens": PROMPT + 30}, PROMPT + 29)],
