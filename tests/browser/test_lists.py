@@ -9,6 +9,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.conftest import Visitor
+from tests.browser.gallery import Gallery
 from tests.browser.test_form import write
 
 LIST = re.compile(r"/v1/jobs\?")
@@ -113,6 +114,25 @@ async def test_samples_of_iterations_that_came_later_are_reached(
     await expect(page.get_by_text("of iteration 3")).to_be_visible()
     await page.get_by_role("button", name="Next iteration").click()
     await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
+
+
+async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery: Gallery) -> None:
+    """By itself while the broker still reads the groups, else by a button."""
+    visit.watch.expect("status of 50[03]")
+    page = await visit(gallery.url)
+    statuses = [503, 500]
+
+    async def refuse(route: Route) -> None:
+        status = statuses.pop(0)
+        await route.fulfill(status=status, json={"title": "No", "detail": f"refused with {status}"})
+
+    await page.route("**/alike", refuse, times=2)
+    await page.goto(f"{gallery.url}/{gallery.place('group')}")
+    alike = page.get_by_test_id("alike")
+    await expect(alike).to_contain_text("refused with 500")
+    await alike.get_by_role("button", name="Ask again").click()
+    await expect(alike.locator("tbody tr")).to_have_count(30)
+    assert statuses == []
 
 
 # ---- a new job ---------------------------------------------------------------------------------------------------

@@ -9,9 +9,12 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.broker_fixtures import (
     Broker,
+    claim_all,
     commit,
     create_job,
     drain,
+    failed_group,
+    make_group,
     serving,
     start_training,
     started_job,
@@ -61,6 +64,25 @@ async def test_list_shows_new_jobs_and_states_without_a_reload(visit: Visitor, b
     await expect(row.get_by_test_id("job-state")).to_have_text("pending")
     await start_training(ledger, job_id)
     await expect(row.get_by_test_id("job-state")).to_have_text("running")
+
+
+async def test_page_says_which_groups_dynamic_sampling_replaced(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
+    job_id, epoch = await started_job(ledger, rollout=rollout)
+    await wait_open(ledger, job_id, 0)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    beat = page.get_by_test_id("iteration")
+    (claim,) = await claim_all(ledger, job_id, count=1)
+    await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
+    await expect(beat).to_contain_text("1 of 3 groups are in; 1 of them failed; 1 of them replaced, open since")
+    for make in (failed_group, make_group):
+        (claim,) = await claim_all(ledger, job_id, count=1)
+        await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task))
+    short = "2 of them failed; 1 of them replaced; 1 of them not replaced: no prompts are left"
+    await expect(beat).to_contain_text(f"3 of 3 groups are in; {short}")
+    await commit(ledger, job_id, epoch, 0)
+    await expect(beat).to_contain_text(f"in 3 groups, {short.replace(';', ',')}")
+    await expect(page.locator(".event-kind.warn")).to_have_text("iteration.short")
 
 
 async def test_page_says_what_a_stuck_job_waits_for(visit: Visitor, broker: Broker, ledger: Ledger) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -28,9 +29,11 @@ def changed_reward(stack: RunningStack, job_id: str, iteration: int) -> Iterator
     forged = f"{int(last.split(b'-')[0]) + 1}-0"
     redis.xadd(keys.rollouts, {**fields, b"group": group.SerializeToString()}, id=forged)
     redis.hset(keys.groups(iteration), group_id, f"accepted:{forged}")
-    yield
-    redis.hset(keys.groups(iteration), group_id, state)
-    redis.xdel(keys.rollouts, forged)
+    try:
+        yield
+    finally:
+        redis.hset(keys.groups(iteration), group_id, state)
+        redis.xdel(keys.rollouts, forged)
 
 
 def test_replay_agrees_bit_for_bit(stack, finished):
@@ -46,7 +49,9 @@ def test_replay_command_notices_a_forged_record(stack, finished):
     last = finished.num_iterations - 1
     options = ["--iteration", str(last), "--cores", str(available_cores()[-1]), "--data-dir", str(stack.data_dir)]
     command = [sys.executable, "-m", "onbeat.cli", "replay", finished.id, *options]
+    run = partial(subprocess.run, command, capture_output=True, text=True, timeout=120)
     with changed_reward(stack, finished.id, last):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    assert not json.loads(done.stdout)["bits_agree"]
+        forged = run()
+    honest = run()
+    assert (forged.returncode, honest.returncode) == (1, 0), forged.stderr + honest.stderr
+    assert [json.loads(done.stdout)["bits_agree"] for done in (forged, honest)] == [False, True]

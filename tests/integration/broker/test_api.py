@@ -364,6 +364,8 @@ async def test_iterations_metrics_and_samples_of_a_run(broker, ledger):
     series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
     assert series["train/loss"] == [[0, 1.0], [1, 2.0]]
     assert series["iteration/reward_mean"] == [[0, 0.5], [1, 0.5]]
+    later = (await broker.get(f"/v1/jobs/{job_id}/metrics?after=0")).json()["metrics"]
+    assert later["train/loss"] == [[1, 2.0]]
     samples = (await broker.get(f"/v1/jobs/{job_id}/samples?limit=3")).json()["samples"]
     assert [(s["iteration"], s["group_id"], s["response"]) for s in samples] == [
         (1, "1-0", "response 0"),

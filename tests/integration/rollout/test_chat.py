@@ -110,6 +110,16 @@ async def test_streamed_pieces_are_the_whole_answer(rig: ChatRig) -> None:
     assert set(usages[:-1]) == {None}
 
 
+async def test_stream_is_events_of_one_line_and_a_last_word(rig: ChatRig) -> None:
+    await start(rig)
+    async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as client:
+        answer = await client.post(f"{rig.url}/v1/chat/completions", json=rig.request(stream=True))
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, last, end = answer.text.split("\n\n")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    assert (last, end) == ("data: [DONE]", "")
+
+
 async def test_answer_ends_before_a_stop_string_with_tokens_counted(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(is_endless=True))
     text = (await rig.ask(max_tokens=40)).choices[0].message.content

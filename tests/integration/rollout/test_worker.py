@@ -177,6 +177,20 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
 # ---- several versions at once --------------------------------------------------------------------------------------
 
 
+async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
+    await rig.replace_job(max_staleness=1)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.open(1, rig.task(1, 0), version=0)
+    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    engine.may_finish.set()
+    for iteration in (0, 1):
+        assert {group.policy_version for group in await rig.drained(iteration)} == {0}
+
+
 async def test_dead_workers_group_is_generated_on_its_own_version(rig):
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
@@ -513,6 +527,21 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
     assert engine.stopped
     assert await rig.ledger.workers.records(rig.pool) == []
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.3])
+async def test_group_not_ready_in_the_drain_time_is_handed_back(rig, drain_s):
+    """That is no attempt at it."""
+    await rig.replace_job(max_group_attempts=1)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=drain_s)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=10)
+    rig.start_worker()
+    assert [len(group.responses) for group in await rig.drained(0)] == [G]
 
 
 async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.terminal.summary import print_examples
-from onbeat.types import Sample
+from onbeat.types import EpisodeTurn, Sample
 
 CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
 VALUES = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
@@ -25,3 +25,15 @@ def printed(sample: Sample, width: int) -> list[str]:
     out = io.StringIO()
     print_examples(Console(file=out, width=width), "iteration 0", [sample])
     return [line.split("│")[2].strip() for line in out.getvalue().splitlines() if "│" in line]
+
+
+def test_each_message_of_an_episode_is_cut_by_itself() -> None:
+    answer = {"num_observed_tokens": 5, "num_tokens": 3, "finish_reason": "stop"}
+    question = {"role": "user", "content": "please " * 200}
+    turns = [
+        EpisodeTurn(text='price("lamp")', messages=[question], reward=0.5, **answer),
+        EpisodeTurn(text="12", messages=[{"role": "tool", "content": "7"}], continues=0, is_fork=True, **answer),
+    ]
+    first, *others = printed(Sample(prompt="", response="", reward=1.0, turns=turns, **VALUES), width=2000)
+    assert first.endswith(" ...")
+    assert others == ['policy (reward 0.5): price("lamp")', "-- the history was rewritten --", "tool: 7", "policy: 12"]

@@ -333,3 +333,10 @@ async def test_session_ends_with_its_outcome_while_others_play():
         group = await producing
         await late[0].close()
     assert [len(response.turns) for response in group.responses] == [1, 1]
+
+
+async def test_refused_messages_have_the_reason_of_the_template():
+    template = "{{ raise_exception('no rules on sundays') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    (answer,), _ = await ask({"messages": [{"role": "system", "content": "x"}]}, template=template)
+    assert answer.json()["error"]["code"] == "invalid_messages"
+    assert "no rules on sundays" in answer.json()["error"]["message"]
