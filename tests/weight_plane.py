@@ -23,7 +23,7 @@ from services.trainer.weights.server import WeightServer
 from services.trainer.weights.store import Snapshot, SnapshotWriter, WeightStore, take_snapshot
 
 JOB = "job"
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 Tensors = dict[str, torch.Tensor]
 Messages = AsyncIterator[bytes]

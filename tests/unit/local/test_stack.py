@@ -1,7 +1,6 @@
 """The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
 
 import copy
-import functools
 import os
 import shutil
 import signal
@@ -156,9 +155,12 @@ def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) ->
 
 def test_guard_reports_the_exit_under_a_launcher_without_sigchld() -> None:
     """A process that ignores SIGCHLD passes that on to those that it starts."""
-    command = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), "1", "sh", "-c", "exit 3"]
-    ignoring = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
-    assert subprocess.run(command, preexec_fn=ignoring, start_new_session=True, timeout=30).returncode == 3
+    guard = ["-P", "-m", "onbeat.local.guard", str(os.getpid()), "1", "sh", "-c", "exit 3"]
+    ignore = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignore, sys.executable, *guard]
+    assert subprocess.run(command, start_new_session=True, timeout=30).returncode == 3
 
 
 def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
