@@ -49,8 +49,8 @@ class Window:
 JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:claimed-not-announced", "Versions.announce.before"),
-        Window("broker:evaluation-due-not-opened", "Evaluations.open.before"),
-        {"evaluation": EVALUATION},
+        Window("broker:created-not-answered", "Jobs.create.after"),
+        {},
     ),
     (
         Window("trainer:taken-not-recorded", "TrainerSide.take.after"),
@@ -58,9 +58,9 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
         {"environment": GAME},
     ),
     (
-        Window("trainer:recorded-not-trained", "TrainerSide.record_micro_batch.after"),
-        Window("broker:created-not-answered", "Jobs.create.after"),
-        {},
+        Window("trainer:recorded-not-trained", "TrainerSide.record_micro_batch.after"),  # so the version stays a while
+        Window("broker:evaluation-due-not-opened", "Evaluations.open.before"),
+        {"evaluation": EVALUATION},
     ),
     (
         Window("trainer:stepped-not-published", "TrainLoop.step.after"),
