@@ -127,7 +127,8 @@ class JobSession:
         self.lease.run(self._ledger.trainer.checkpointed(self.job_id, self.epoch, first, next_iteration, path))
 
     def wait_for_evaluation(self) -> None:
-        """Keep serving the last version until it is evaluated. Give up, with an event, after a deadline."""
+        """Keep serving weights until the last version is evaluated, and earlier ones whose evaluation was opened late.
+        Give up, with an event, after a deadline."""
         last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
         deadline = time.monotonic() + deadline_s
         self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
@@ -142,5 +143,7 @@ class JobSession:
             time.sleep(0.25)
 
     def _is_evaluated(self, evaluation: int) -> bool:
-        state = self.lease.run(self._ledger.evaluations.state(self.job_id, evaluation))
-        return state is not None and state.is_over
+        """Return whether this evaluation is over, and no other is open."""
+        evaluations = self._ledger.evaluations
+        state = self.lease.run(evaluations.state(self.job_id, evaluation))
+        return state is not None and state.is_over and not self.lease.run(evaluations.open_ones(self.job_id))

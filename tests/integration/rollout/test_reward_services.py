@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -166,6 +167,19 @@ async def test_bearer_token_is_read_for_each_call(service, tmp_path):
         token.write_text(f"{secret}\n")
         await score(scorer, request("a"))
     assert [call.headers["authorization"] for call in service.calls] == ["bearer first", "bearer second"]
+    await scorer.close()
+
+
+async def test_last_error_is_kept_if_the_next_try_comes_too_late(service, tmp_path, monkeypatch):
+    async def oversleep(seconds):
+        await asyncio.sleep(seconds + 1.0)
+
+    late = SimpleNamespace(sleep=oversleep, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr("services.rollout.rewards.scorer.asyncio", late)
+    missing = RewardServiceSettings(url=service.url, bearer_token_file=tmp_path / "token")
+    scorer = Scorer(1, {"judge": missing}, "w0")
+    with pytest.raises(RewardUnavailable, match="No such file"):
+        await score(scorer, request("a"), deadline_s=1.0)
     await scorer.close()
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -29,25 +30,47 @@ class Clock:
         self.now_s += seconds
 
 
-@pytest.mark.parametrize("state", [JobState.PAUSED, JobState.RUNNING])
-def test_time_of_a_pause_does_not_count(state, monkeypatch):
-    clock = Clock()
+@contextmanager
+def at_its_end(monkeypatch, state, is_last_done, open_ones):
+    """A job in that state, its clock and its events. Whether its last evaluation is done, and which ones are open, are
+    functions of the clock's time."""
+    clock, events = Clock(), AsyncMock()
     monkeypatch.setattr(session, "time", clock)
 
     async def state_of(job_id, evaluation):
-        return EvaluationState.DONE if clock.now_s > 3 * DEADLINE_S else EvaluationState.OPEN
+        return EvaluationState.DONE if is_last_done(clock.now_s) else EvaluationState.OPEN
 
-    events = AsyncMock()
+    async def find_open(job_id):
+        return open_ones(clock.now_s)
+
     trainer = SimpleNamespace(renew_job=AsyncMock(return_value=state), give_back=AsyncMock())
-    ledger = SimpleNamespace(trainer=trainer, evaluations=SimpleNamespace(state=state_of), event_log=events)
+    evaluations = SimpleNamespace(state=state_of, open_ones=find_open)
+    ledger = SimpleNamespace(trainer=trainer, evaluations=evaluations, event_log=events)
     schedule = SimpleNamespace(num_iterations=3, iteration_deadline_s=DEADLINE_S)
     config = SimpleNamespace(max_staleness=0, evaluation=True, schedule=schedule, training=SimpleNamespace())
     job = JobSession(Lease(Background(), ledger, ClaimedJob("j", "1", config, 30.0), threading.Event()))
     try:
         while job.check() is not state:
             time.sleep(0.01)
+        yield job, clock, events
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("state", [JobState.PAUSED, JobState.RUNNING])
+def test_time_of_a_pause_does_not_count(state, monkeypatch):
+    ends_late = at_its_end(monkeypatch, state, lambda now_s: now_s > 3 * DEADLINE_S, lambda now_s: [])
+    with ends_late as (job, clock, events):
         job.wait_for_evaluation()
         assert (clock.now_s > 3 * DEADLINE_S) == (state is JobState.PAUSED)
         assert events.emit.await_count == (state is JobState.RUNNING)
-    finally:
-        job.close()
+
+
+def test_an_earlier_evaluation_opened_late_is_waited_for(monkeypatch):
+    def open_ones(now_s):
+        return [0] if now_s < DEADLINE_S / 2 else []
+
+    with at_its_end(monkeypatch, JobState.RUNNING, lambda now_s: True, open_ones) as (job, clock, events):
+        job.wait_for_evaluation()
+        assert clock.now_s == pytest.approx(DEADLINE_S / 2)
+        assert events.emit.await_count == 0
