@@ -341,34 +341,44 @@ class EpisodeWait(Record):
     left_s: float | None = None  # until the episode is given up; None: its environment is still being loaded
 
 
-class WorkerRecord(Record):
-    """A rollout replica's last heartbeat."""
+class ProcessRecord(Record):
+    """The last heartbeat of a trainer or of a rollout replica."""
 
     id: str
     job_id: str | None = None
+    state: str
+    last_seen_at: float = 0.0  # by the Redis clock; 0: not written yet
+    host: HostMemory | None = None
+
+    def silence_s(self, now: float) -> float:
+        """Return the seconds since the heartbeat. `now` is by the Redis clock."""
+        return max(0.0, now - self.last_seen_at)
+
+    def is_alive(self, now: float) -> bool:
+        """Return whether the process has neither stopped nor become silent."""
+        return self.state != "stopped" and self.silence_s(now) < SILENT_S
+
+
+class WorkerRecord(ProcessRecord):
+    """A rollout replica's last heartbeat."""
+
     state: str  # "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
     doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
     waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
     policy_version: int | None = None
     num_in_flight: int = 0
-    last_seen_at: float
     num_devices: int = 1
     tokens_per_s: float | None = None
     lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
-    host: HostMemory | None = None
 
 
-class TrainerRecord(Record):
-    """A trainer's last heartbeat. `last_seen_at` is by the Redis clock."""
+class TrainerRecord(ProcessRecord):
+    """A trainer's last heartbeat."""
 
-    id: str
-    job_id: str | None = None
     state: str  # "idle" (asks for jobs) | "training" | "stopped"
-    last_seen_at: float
     trackers: list[str] | None = None  # types of trackers that are installed there; None: not reported
-    host: HostMemory | None = None
 
 
 class Finding(Record):

@@ -59,9 +59,10 @@ def plan_cores(
     rollout_cores: Sequence[int] | None = None,
     trainer_cores: Sequence[int] | None = None,
     allowed: Sequence[int] | None = None,
+    quota: float = math.inf,
 ) -> CorePlan:
-    """Plan the cores: the first half generates, the rest trains (few cores do both); cores from the user are kept, if
-    they are `allowed` (default: `cores`).
+    """Plan the cores: the first half generates, the rest trains. Few cores do both, and so do any with a `quota` of few
+    CPUs. Cores from the user are kept, if they are `allowed` (default: `cores`).
 
     >>> plan_cores([0, 1, 2, 3, 4, 5], num_rollouts=2)
     CorePlan(rollouts=[[0, 1], [2]], trainer=[3, 4, 5])
@@ -71,7 +72,7 @@ def plan_cores(
     for core in [*(rollout_cores or []), *(trainer_cores or [])]:
         if core not in (allowed or cores):
             raise ValueError(f"core {core} is not available; this process may use {format_cores(allowed or cores)}")
-    if rollout_cores is None and trainer_cores is None and len(cores) < FEW_CORES:
+    if rollout_cores is None and trainer_cores is None and min(len(cores), quota) < FEW_CORES:
         rollout_cores = trainer_cores = list(cores)
     if rollout_cores is None:
         taken = set(trainer_cores or [])

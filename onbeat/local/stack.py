@@ -18,7 +18,7 @@ from typing import Self
 
 from onbeat.errors import OnbeatError
 from onbeat.hardware.accelerators import available_devices, device_environments
-from onbeat.hardware.cores import CorePlan, available_cores, format_cores, physical_cores, plan_cores
+from onbeat.hardware.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.installed import ENGINES
@@ -138,7 +138,7 @@ def plan_of(options: StackOptions) -> CorePlan:
     """Return the split of this machine's cores, one hardware thread of each. Raises ValueError for a wrong choice."""
     allowed = available_cores()
     own = options.rollout_cores, options.trainer_cores
-    return plan_cores(physical_cores(allowed), options.num_rollouts, *own, allowed=allowed)
+    return plan_cores(physical_cores(allowed), options.num_rollouts, *own, allowed=allowed, quota=cpu_quota())
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:

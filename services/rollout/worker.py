@@ -181,7 +181,6 @@ class Worker:
         record = WorkerRecord(
             id=settings.worker_id,
             state="unsuited" if self._is_unsuited else "idle",
-            last_seen_at=time.time(),
             lease_s=settings.lease_s,
             num_devices=settings.tensor_parallel_size,
             hardware=str(self._hardware),

@@ -3,7 +3,6 @@
 It may come from another version of Onbeat or from another program: no process may stop because of it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -11,7 +10,7 @@ from typing import Generic, TypeVar
 from pydantic import ValidationError
 
 from onbeat.streams.ledger.scripts import LedgerPart, Scripts
-from onbeat.types import SILENT_S, TrainerRecord, WorkerRecord
+from onbeat.types import TrainerRecord, WorkerRecord
 
 FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
 
@@ -33,6 +32,9 @@ class Processes(LedgerPart, Generic[RecordT]):
         self._key_of = key_of
 
     async def heartbeat(self, pool: str, record: RecordT) -> None:
+        """Write a heartbeat. It gets the time of Redis, unless it has one: clocks of machines differ."""
+        if not record.last_seen_at:
+            record = record.model_copy(update={"last_seen_at": await self._scripts.now()})
         await self.redis.hset(self._key_of(pool), record.id, record.model_dump_json())
 
     async def remove(self, pool: str, *ids: str) -> None:
@@ -52,9 +54,8 @@ class Processes(LedgerPart, Generic[RecordT]):
         return (await self.heartbeats(pool)).records
 
     async def live(self, pool: str) -> list[RecordT]:
-        """Return those of the pool's processes that are not silent."""
-        oldest = time.time() - SILENT_S
-        return [record for record in await self.records(pool) if record.last_seen_at > oldest]
+        now = await self._scripts.now()
+        return [record for record in await self.records(pool) if record.is_alive(now)]
 
     async def forget_old(self, pool: str) -> None:
         """Drop processes without a heartbeat for FORGET_S, and unreadable ones: a live one writes its own again.
@@ -62,6 +63,6 @@ class Processes(LedgerPart, Generic[RecordT]):
         Only a live process of the kind may call this: then none of those dropped is the pool's last sign of life. A
         rollout that stops takes itself off the list; a trainer stays, and waits for a trainer count from there.
         """
-        oldest, beats = await self._scripts.now() - FORGET_S, await self.heartbeats(pool)
-        if gone := [record.id for record in beats.records if record.last_seen_at < oldest] + beats.unreadable:
+        now, beats = await self._scripts.now(), await self.heartbeats(pool)
+        if gone := [record.id for record in beats.records if record.silence_s(now) > FORGET_S] + beats.unreadable:
             await self.remove(pool, *gone)

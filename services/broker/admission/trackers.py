@@ -2,7 +2,6 @@
 
 from onbeat.config import JobConfig
 from onbeat.streams.ledger import Ledger
-from onbeat.types import SILENT_S
 from services.broker.admission.models import Complaint
 
 
@@ -10,8 +9,7 @@ async def review_trackers(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     """Find trackers that no living trainer of the pool has. Without a trainer nothing is known."""
     if not config.tracking:
         return []
-    oldest = await ledger.now() - SILENT_S
-    alive = [trainer for trainer in await ledger.trainers.records(config.pool) if trainer.last_seen_at > oldest]
+    alive = await ledger.trainers.live(config.pool)
     known = [set(trainer.trackers) for trainer in alive if trainer.trackers is not None]
     if not known or len(known) < len(alive):
         return []

@@ -5,8 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from onbeat.streams.inspection import existing_jobs, stream_lengths
-from onbeat.streams.ledger import Ledger
-from onbeat.types import SILENT_S, JobState, PoolStatus, TrainerRecord, WorkerRecord
+from onbeat.types import JobState, PoolStatus
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 
@@ -26,8 +25,8 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
     ledger = broker.ledger
     status = PoolStatus(
         pool=pool,
-        num_trainers=await num_alive(ledger, await ledger.trainers.records(pool)),
-        num_rollouts=await num_alive(ledger, await ledger.workers.records(pool)),
+        num_trainers=len(await ledger.trainers.live(pool)),
+        num_rollouts=len(await ledger.workers.live(pool)),
     )
     started = await existing_jobs(ledger, await ledger.lists.started())
     ours = {job_id: fields["state"] for job_id, fields in started.items() if fields.get("pool") == pool}
@@ -39,8 +38,3 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
             status.num_prompts += lengths.num_prompts
             status.num_unclaimed_prompts += lengths.num_unclaimed
     return status
-
-
-async def num_alive(ledger: Ledger, records: list[TrainerRecord] | list[WorkerRecord]) -> int:
-    oldest = await ledger.now() - SILENT_S
-    return sum(record.last_seen_at > oldest and record.state != "stopped" for record in records)

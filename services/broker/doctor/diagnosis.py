@@ -12,7 +12,7 @@ from onbeat.streams import inspection
 from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
+from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, ProcessRecord, TrainerRecord, WorkerRecord
 from services.broker.doctor.explain import RECENT_S, count, explain_job
 from services.broker.doctor.memory import explain_memory
 
@@ -84,7 +84,7 @@ async def examine_redis(ledger: Ledger) -> list[Finding]:
 def explain_skew(skew_s: float) -> Finding:
     is_problem = abs(skew_s) > MAX_SKEW_S
     sentence = f"the clocks of broker and Redis differ by {abs(skew_s):.1f} s"
-    sentence += "; synchronise them (NTP), or heartbeats look older or newer than they are" if is_problem else ""
+    sentence += "; synchronise them (NTP), or the dashboard shows wrong ages" if is_problem else ""
     return Finding(sentence=sentence, who="broker", is_problem=is_problem)
 
 
@@ -134,13 +134,13 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
     }
     now = await ledger.now()
     findings: list[Finding] = []
-    everywhere: list[TrainerRecord | WorkerRecord] = []
+    everywhere: list[ProcessRecord] = []
     for pool in sorted(pools):
         of_trainers, of_rollouts = await ledger.trainers.heartbeats(pool), await ledger.workers.heartbeats(pool)
         trainers, workers = of_trainers.records, of_rollouts.records
         findings.append(explain_pool(pool, trainers, workers, now))
         findings += explain_unreadable(pool, of_trainers.unreadable + of_rollouts.unreadable)
-        processes: list[TrainerRecord | WorkerRecord] = [*trainers, *workers]
+        processes: list[ProcessRecord] = [*trainers, *workers]
         findings += [finding for process in processes if (finding := explain_silence(process, now))]
         findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
         everywhere += processes
@@ -150,9 +150,9 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
 def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:
     """Describe a pool: `pool default: 1 trainer alive (trainer-a is training job-1), 2 rollouts alive (...)`."""
     parts = []
-    kinds: dict[str, Sequence[TrainerRecord | WorkerRecord]] = {"trainer": trainers, "rollout": workers}
+    kinds: dict[str, Sequence[ProcessRecord]] = {"trainer": trainers, "rollout": workers}
     for kind, processes in kinds.items():
-        alive = [p for p in processes if now - p.last_seen_at < SILENT_S and p.state != "stopped"]
+        alive = [process for process in processes if process.is_alive(now)]
         names = [f"{process.id} is {process.state}{f' {process.job_id}' * bool(process.job_id)}" for process in alive]
         more = ", ..." if len(names) > 8 else ""
         parts.append(f"{count(len(alive), kind)} alive" + (f" ({', '.join(names[:8])}{more})" if names else ""))
@@ -170,23 +170,20 @@ def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
     return [Finding(sentence=sentence, who=pool, is_problem=True)]
 
 
-def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
-    """Report a process that is silent or has a wrong clock; None if it is alive, has stopped, or is long gone."""
-    silent_s = now - process.last_seen_at
-    if silent_s < -MAX_SKEW_S:
-        sentence = f"the clock of {process.id} is {-silent_s:.1f} s ahead of that of Redis; synchronise them (NTP)"
-        return Finding(sentence=sentence, who=process.id, is_problem=True)
+def explain_silence(process: ProcessRecord, now: float) -> Finding | None:
+    """Report a process that is silent; None if it is alive, has stopped, or is long gone."""
+    silent_s = process.silence_s(now)
     if process.state == "stopped" or not SILENT_S < silent_s < RECENT_S:
         return None
-    sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not sign off: it died, "
-    sentence += "lost its connection, or its clock is behind"
+    sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not sign off: it died or "
+    sentence += "lost its connection"
     return Finding(sentence=sentence, who=process.id, is_problem=True, since_s=silent_s)
 
 
-async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
+async def explain_hang(ledger: Ledger, process: ProcessRecord, now: float) -> Finding | None:
     """Report a process that still works on an ended job; None if it does not. Heartbeats have their own thread and
     continue when the work itself is stuck in the device or in a library."""
-    if process.job_id is None or now - process.last_seen_at > SILENT_S:
+    if process.job_id is None or not process.is_alive(now):
         return None
     try:
         fields = await ledger.jobs.fields(process.job_id)

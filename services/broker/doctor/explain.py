@@ -203,7 +203,7 @@ def explain_trainer(s: Situation) -> Finding:
     doing = s.fields.get("doing") or "its activity is not reported"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
     record = s.trainers.get(s.owner)
-    is_silent = record is not None and s.silence_s(record) > SILENT_S
+    is_silent = record is not None and s.silence_s(record) >= SILENT_S
     silence = f", and it was last seen {s.silence_s(record):.0f} s ago" if record and is_silent else ""
     sentence = f"{s.owner} holds {s.job_id}: {doing}, for {doing_s:.0f} s"
     sentence += f" (its lease runs out in {left_s:.0f} s, unless renewed{silence})"
@@ -342,7 +342,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
     return [
         explain_silence(s, worker_id, held.get(worker_id, []))
         for worker_id in sorted(held.keys() | served)
-        if worker_id not in s.workers or s.silence_s(s.workers[worker_id]) > SILENT_S
+        if worker_id not in s.workers or not s.workers[worker_id].is_alive(s.now)
     ]
 
 

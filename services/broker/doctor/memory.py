@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onbeat.types import SILENT_S, Finding, HostMemory, TrainerRecord, WorkerRecord
+from onbeat.types import Finding, HostMemory, ProcessRecord
 
 GB = 1e9
 LOW_SHARE, LOW_BYTES = 0.05, 1e9  # the smaller of the two is little
@@ -10,12 +10,12 @@ MAX_FINDINGS = 5  # machines with the least memory
 MAX_NAMES = 4
 
 
-def explain_memory(processes: Sequence[TrainerRecord | WorkerRecord], now: float) -> list[Finding]:
+def explain_memory(processes: Sequence[ProcessRecord], now: float) -> list[Finding]:
     """Report each machine, or container, whose living processes have little memory left."""
     hosts: dict[str, tuple[HostMemory, list[str]]] = {}
     for process in processes:
         host = process.host
-        if host is not None and now - process.last_seen_at < SILENT_S and process.state != "stopped" and is_low(host):
+        if host is not None and process.is_alive(now) and is_low(host):
             least, names = hosts.setdefault(host.name, (host, []))
             names.append(process.id)
             hosts[host.name] = (min(least, host, key=lambda each: each.available_bytes), names)

@@ -9,7 +9,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import SILENT_S, Event, Finding, TrainerRecord, WorkerRecord
+from onbeat.types import Event, Finding, ProcessRecord, TrainerRecord, WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Situation:
         moves = (event.time for event in self.events if event.kind == "job.state")
         return max(0.0, self.now - next(moves, float(self.fields["created_at"])))
 
-    def silence_s(self, process: WorkerRecord | TrainerRecord) -> float:
-        return max(0.0, self.now - process.last_seen_at)
+    def silence_s(self, process: ProcessRecord) -> float:
+        return process.silence_s(self.now)
 
     def live_trainers(self, state: str) -> list[str]:
-        return [t.id for t in self.trainers.values() if t.state == state and self.silence_s(t) < SILENT_S]
+        return [t.id for t in self.trainers.values() if t.state == state and t.is_alive(self.now)]
 
     def live_workers(self) -> list[WorkerRecord]:
-        return [worker for worker in self.workers.values() if self.silence_s(worker) < SILENT_S]
+        return [worker for worker in self.workers.values() if worker.is_alive(self.now)]
 
     def find(self, sentence: str, **details: Any) -> Finding:
         return Finding(sentence=sentence, job_id=self.job_id, **details)

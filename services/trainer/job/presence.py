@@ -42,7 +42,6 @@ class Presence:
             id=self._trainer_id,
             job_id=self.job_id,
             state=state,
-            last_seen_at=await self._ledger.now(),
             trackers=installed_trackers(),
             host=read_host(),
         )

@@ -4,6 +4,8 @@ What holds in any order of calls (fences, leases, once) is checked in tests/mode
 """
 
 import asyncio
+import secrets
+import time
 
 import pytest
 from redis.exceptions import DataError
@@ -16,12 +18,14 @@ from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import group_states
 from onbeat.types import (
     JOB_MOVES,
+    SILENT_S,
     IterationState,
     JobState,
     PublishedWeights,
     Verdict,
     WeightsRecord,
     WeightUpdate,
+    WorkerRecord,
 )
 from tests.broker_fixtures import (
     claim_all,
@@ -567,3 +571,18 @@ async def test_many_may_wait_at_once(redis_url: str) -> None:
     waits = [client.blpop(f"nothing-{number}", timeout=1) for number in range(150)]
     assert await asyncio.gather(*waits) == [None] * 150
     await client.aclose()
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+async def test_liveness_does_not_depend_on_clocks_of_machines(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout's clock is an hour behind, and that of who asks an hour ahead."""
+    pool, now = f"pool-{secrets.token_hex(4)}", time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    await ledger.workers.heartbeat(pool, WorkerRecord(id="a", state="idle"))
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    silent = WorkerRecord(id="silent", state="idle", last_seen_at=await ledger.now() - SILENT_S - 1)
+    for other in (silent, WorkerRecord(id="ended", state="stopped")):
+        await ledger.workers.heartbeat(pool, other)
+    assert [worker.id for worker in await ledger.workers.live(pool)] == ["a"]

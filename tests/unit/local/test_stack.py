@@ -288,6 +288,15 @@ def test_hardware_threads_of_a_core_are_not_divided(tmp_path: Path, monkeypatch:
         plan_of(replace(options, rollout_cores=[16]))
 
 
+def test_a_container_with_few_cpus_shares_its_many_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: list(range(16)))
+    monkeypatch.setattr("onbeat.local.stack.physical_cores", lambda cores: cores)
+    monkeypatch.setattr("onbeat.local.stack.cpu_quota", lambda: 2.0)
+    assert plan_of(StackOptions(tmp_path)) == CorePlan([list(range(16))], list(range(16)))
+    monkeypatch.setattr("onbeat.local.stack.cpu_quota", lambda: 4.0)
+    assert not plan_of(StackOptions(tmp_path)).is_shared
+
+
 def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.state.OWNER_DEADLINE_S", 0.1)
     create_data_dir(tmp_path)
