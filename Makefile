@@ -11,7 +11,7 @@ JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
 # Tests that mostly keep one core busy or wait. The others start engines and whole stacks.
-SMALL_TESTS := $(addprefix tests/,unit/ docs/ manifests/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
+SMALL_TESTS := $(addprefix tests/,unit/ docs/ fuzz/ manifests/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
 SIDE_BY_SIDE := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 REHEARSAL := .venv-gpu-check
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)

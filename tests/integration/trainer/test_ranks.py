@@ -1,6 +1,7 @@
 """The trainer as it is started, alone and by torchrun: one job, one Redis, the same weights from one process and two.
 
-The test plays broker and rollouts: it opens iterations by the rule of the mode and submits prepared groups.
+The test plays broker and rollouts: it opens iterations by the rule of the mode and submits prepared groups. Trainers
+take one job of their pool after the other: starting takes longer than training.
 """
 
 import asyncio
@@ -11,7 +12,9 @@ import signal
 import subprocess
 import sys
 import uuid
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -55,6 +58,13 @@ JOBS = {
 }
 
 
+@dataclass(frozen=True)
+class Trainer:
+    process: subprocess.Popen[bytes]
+    pool: str
+    log: Path
+
+
 def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
     """In float32 unless the sections say otherwise."""
     sections = sections | {"model": {"path": str(model), **sections.get("model", {})}}
@@ -74,8 +84,12 @@ def group_of(task: PromptTask):
 
 
 @contextmanager
-def trainer(pool: str, redis_url: str, folder: Path, num_ranks=1, parallelism="ddp", max_restarts=0, core=CORES[0]):
-    """The process that was started; ended, with its children, when the test is done."""
+def trainer(
+    redis_url: str, folder: Path, num_ranks=1, parallelism="ddp", max_restarts=0, core=CORES[0]
+) -> Iterator[Trainer]:
+    """A trainer with a pool of its own; ended, with its children, at last."""
+    folder.mkdir()
+    pool, log_file = f"ranks-{uuid.uuid4().hex[:8]}", folder / "trainer.log"
     command = [sys.executable, "-m", "services.trainer"]
     if num_ranks > 1:
         options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
@@ -90,10 +104,10 @@ def trainer(pool: str, redis_url: str, folder: Path, num_ranks=1, parallelism="d
         "ONBEAT_PARALLELISM": parallelism,
         "ONBEAT_LEASE_S": "3",
     }
-    with (folder / "trainer.log").open("w") as log:
+    with log_file.open("w") as log:
         process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
     try:
-        yield process
+        yield Trainer(process, pool, log_file)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -144,17 +158,14 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
     await eventually("the job is over", is_over, timeout_s=90)
 
 
-async def train(ledger, redis_url, model, folder, sections, chaos=None, on_version=None, **options):
-    """The final weights, and which rank trained which micro-batches by iteration. `options`: of `trainer`."""
-    folder.mkdir(parents=True)
-    pool = f"ranks-{uuid.uuid4().hex[:8]}"
-    config = build_job(model, pool, sections)
+async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_version=None):
+    """The final weights, and which rank trained which micro-batches by iteration."""
+    config = build_job(model, trainer.pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
-    with trainer(pool, redis_url, folder, **options) as process:
-        await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
+    await play_rollouts(ledger, job_id, config, after_group, on_version)
     fields = await ledger.jobs.fields(job_id)
-    assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
+    assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), trainer.log.read_text()[-4000:])
     taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
 
@@ -186,18 +197,26 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def trainers(redis_url, tmp_path_factory) -> Iterator[dict[str, Trainer]]:
+    """One process, and two, with whole models or with shards."""
+    folder, two = tmp_path_factory.mktemp("trainers"), {"num_ranks": 2}
+    of_each = {"alone": {}, "ddp": two, "fsdp": two | {"parallelism": "fsdp", "core": CORES[-1]}}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(trainer(redis_url, folder / name, **options)) for name, options in of_each.items()
+        }
+
+
+@pytest.fixture(scope="module")
 def weights_of_one() -> dict[str, dict[str, torch.Tensor]]:
     """The final weights of one process, by the name of its job."""
     return {}
 
 
 @pytest.mark.parametrize("name", JOBS)
-async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, model, tmp_path, weights_of_one):
-    arguments = (ledger, redis_url, model)
+async def test_two_processes_train_the_weights_of_one(name, ledger, model, trainers, weights_of_one):
     (alone, _), (replicated, shares), (sharded, dealt) = await asyncio.gather(
-        train(*arguments, tmp_path / "alone", JOBS[name]),
-        train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2),
-        train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp", core=CORES[-1]),
+        *(train(ledger, model, trainers[kind], JOBS[name]) for kind in ("alone", "ddp", "fsdp"))
     )
     weights_of_one[name] = alone
     assert_each_group_once(shares)
@@ -229,14 +248,12 @@ class Follower:
         self.received.append(pull.stats.received_bytes)
 
 
-async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, redis_url, model, tmp_path):
-    arguments = (ledger, redis_url, model)
+async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, model, trainers):
     whole, sharded = Follower(ledger), Follower(ledger)
     sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
-    options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded, "core": CORES[-1]}
     await asyncio.gather(
-        train(*arguments, tmp_path / "alone", sections, on_version=whole),
-        train(*arguments, tmp_path / "fsdp", sections, **options),
+        train(ledger, model, trainers["alone"], sections, on_version=whole),
+        train(ledger, model, trainers["fsdp"], sections, on_version=sharded),
     )
     assert [len(sources) for sources in whole.sources] == [1] * NUM_ITERATIONS
     assert [len(sources) for sources in sharded.sources] == [2] * NUM_ITERATIONS
@@ -273,7 +290,20 @@ async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger, lea
     assert after == ["0-2", "0-0", "0-4", "0-1", "0-3"]
 
 
-async def test_a_killed_rank_loses_no_group_and_trains_none_twice(ledger, redis_url, model, tmp_path, weights_of_one):
+@pytest.fixture
+def restarted_trainers(redis_url, tmp_path) -> Iterator[list[Trainer]]:
+    """Two ranks each, which are started again, once, when one of them dies."""
+    options = {"num_ranks": 2, "max_restarts": 1}
+    with (
+        trainer(redis_url, tmp_path / "ddp", **options) as ddp,
+        trainer(redis_url, tmp_path / "fsdp", **options, parallelism="fsdp", core=CORES[-1]) as fsdp,
+    ):
+        yield [ddp, fsdp]
+
+
+async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
+    ledger, model, trainers, restarted_trainers, weights_of_one
+):
     def kill_rank_1(process):
         async def after_group(iteration, index):
             if (iteration, index) == (2, 2):
@@ -284,13 +314,10 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(ledger, redis_
         return after_group
 
     name = "two updates with kl"
-    arguments = (ledger, redis_url, model)
     if name not in weights_of_one:
-        weights_of_one[name], _ = await train(*arguments, tmp_path / "alone", JOBS[name])
-    options = {"num_ranks": 2, "max_restarts": 1, "chaos": kill_rank_1}
+        weights_of_one[name], _ = await train(ledger, model, trainers["alone"], JOBS[name])
     both = await asyncio.gather(
-        train(*arguments, tmp_path / "ddp", JOBS[name], **options),
-        train(*arguments, tmp_path / "fsdp", JOBS[name], **options, parallelism="fsdp", core=CORES[-1]),
+        *(train(ledger, model, each, JOBS[name], kill_rank_1(each.process)) for each in restarted_trainers)
     )
     for found, taken in both:
         assert_each_group_once(taken)
