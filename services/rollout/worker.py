@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
-from onbeat.memory import read_host
+from onbeat.memory import read_memory
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
@@ -185,7 +185,7 @@ class Worker:
             num_devices=settings.tensor_parallel_size,
             hardware=str(self._hardware),
             bfloat16=self._hardware.bfloat16,
-            host=read_host(),
+            host=read_memory(),
         )
         return record if self._session is None else record.model_copy(update=self._session.report())
 

@@ -6,7 +6,7 @@ import logging
 from redis.exceptions import RedisError
 
 from onbeat.loop_thread import LoopThread
-from onbeat.memory import read_host
+from onbeat.memory import read_memory
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
 from onbeat.types import TrainerRecord
@@ -43,7 +43,7 @@ class Presence:
             job_id=self.job_id,
             state=state,
             trackers=installed_trackers(),
-            host=read_host(),
+            host=read_memory(),
         )
         await self._ledger.trainers.heartbeat(self._pool, record)
 
