@@ -2,7 +2,6 @@
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.types import HostMemory
@@ -14,13 +13,7 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "t
 VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
 
 
-@dataclass(frozen=True)
-class Memory:
-    available_bytes: int  # what programs can still get
-    total_bytes: int
-
-
-def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Memory:
+def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
     """Return the smaller of what the machine and the container have. Where nothing says, all of it is available."""
     machine = read_meminfo(meminfo)
     *names, reclaimable = VERSION_2
@@ -32,20 +25,18 @@ def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Memory:
         used = int(current) - int(dict(line.split() for line in parts.splitlines())[reclaimable])
     except (OSError, ValueError, LookupError):
         return machine
-    return Memory(min(machine.available_bytes, max(0, limit - used)), min(machine.total_bytes, limit))
+    return HostMemory(
+        name=machine.name,
+        available_bytes=min(machine.available_bytes, max(0, limit - used)),
+        total_bytes=min(machine.total_bytes, limit),
+    )
 
 
-def read_host() -> HostMemory:
-    """Return this machine's memory for a heartbeat."""
-    memory = read_memory()
-    return HostMemory(name=socket.gethostname(), available_bytes=memory.available_bytes, total_bytes=memory.total_bytes)
-
-
-def read_meminfo(path: Path) -> Memory:
+def read_meminfo(path: Path) -> HostMemory:
     try:
         lines = (line.split() for line in path.read_text().splitlines())
         sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
-        return Memory(sizes["MemAvailable:"], sizes["MemTotal:"])
+        available, total = sizes["MemAvailable:"], sizes["MemTotal:"]
     except (OSError, ValueError, LookupError):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Memory(total, total)
+        available = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return HostMemory(name=socket.gethostname(), available_bytes=available, total_bytes=total)

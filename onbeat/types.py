@@ -372,6 +372,7 @@ class WorkerRecord(ProcessRecord):
     lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
+    unsuited_for: list[str] = []  # ids of the pool's jobs that it cannot serve, as of its last look
 
 
 class TrainerRecord(ProcessRecord):

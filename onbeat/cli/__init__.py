@@ -71,19 +71,9 @@ def main() -> None:
     except OnbeatError as error:
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 1)
     except ValueError as error:
-        fail(describe_value_error(error), 2)
+        fail(str(error), 2)
     except OSError as error:  # such as an unreadable file or a full disk
         fail(str(error), 1)
-
-
-def describe_value_error(error: ValueError) -> str:
-    """Return the error with one line per field of a record that this version does not understand."""
-    from pydantic import ValidationError
-
-    if not isinstance(error, ValidationError):
-        return str(error)
-    fields = [f"  {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-    return "\n".join([f"{error.title} is not valid:", *fields])
 
 
 def fail(message: str, exit_code: int) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.jobs import print_records, when
 from onbeat.cli.options import App, AsJson, Broker
+from onbeat.cli.output import print_records, when
 
 if TYPE_CHECKING:
     from onbeat.types import DatasetRecord

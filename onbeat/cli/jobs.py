@@ -2,20 +2,19 @@
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from datetime import datetime
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onbeat.cli.options import App, AsJson, Broker, Job, JobId, Overrides, make_console
+from onbeat.cli.output import print_json, print_records, print_table, when
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
-    from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Record, Sample
+    from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Sample
 
-RecordT = TypeVar("RecordT", bound="Record")
 INTERRUPTED = 130
 
 app = App("Submit, watch and control jobs.")
@@ -252,34 +251,3 @@ def report(
         typer.echo(json.dumps(built, indent=2))
     else:
         write_report(output, built)
-
-
-def when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def print_json(records: "Record | Sequence[Record]") -> None:
-    """Print one object or a list, in ASCII, so that no control code of a model's text reaches the terminal."""
-    from onbeat.types import Record
-
-    if isinstance(records, Record):
-        dumped: Any = records.model_dump(mode="json")
-    else:
-        dumped = [record.model_dump(mode="json") for record in records]
-    typer.echo(json.dumps(dumped, indent=2))
-
-
-def print_records(
-    records: "Sequence[RecordT]", as_json: bool, titles: Sequence[str], row_of: "Callable[[RecordT], Sequence[str]]"
-) -> None:
-    """Print one row for each record, or all of them as JSON."""
-    if as_json:
-        print_json(records)
-    else:
-        print_table(titles, map(row_of, records))
-
-
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from onbeat.terminal.tables import Column, table_lines
-
-    typer.echo("\n".join(table_lines([Column(title) for title in titles], list(rows))))

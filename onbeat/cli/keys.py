@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from onbeat.cli.options import App
+from onbeat.cli.output import print_table
 
 app = App("Make, list and revoke the API keys of a broker.")
 
@@ -49,7 +50,6 @@ def list_keys(path: KeysPath) -> None:
     from datetime import UTC, datetime
 
     from onbeat.api_keys import read_keys
-    from onbeat.cli.jobs import print_table
 
     now = datetime.now(UTC)
     rows = []

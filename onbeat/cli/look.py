@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.jobs import app, print_json, print_records, print_table, when
+from onbeat.cli.jobs import app
 from onbeat.cli.options import AsJson, Broker, DataDir, JobId
-from onbeat.cli.output import say
+from onbeat.cli.output import print_json, print_records, print_table, say, when
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient

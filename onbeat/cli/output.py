@@ -1,6 +1,16 @@
 """Printing for commands. Text of a job may come from its model, and hold control codes for the terminal."""
 
+import json
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import typer
+
+if TYPE_CHECKING:
+    from onbeat.types import Record
+
+RecordT = TypeVar("RecordT", bound="Record")
 
 
 def say(text: str, *, is_error: bool = False) -> None:
@@ -8,3 +18,34 @@ def say(text: str, *, is_error: bool = False) -> None:
     from onbeat.terminal.formatting import printable
 
     typer.echo("\n".join(map(printable, text.split("\n"))), err=is_error)
+
+
+def when(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def print_json(records: "Record | Sequence[Record]") -> None:
+    """Print one object or a list, in ASCII, so that no control code of a model's text reaches the terminal."""
+    from onbeat.types import Record
+
+    if isinstance(records, Record):
+        dumped: Any = records.model_dump(mode="json")
+    else:
+        dumped = [record.model_dump(mode="json") for record in records]
+    typer.echo(json.dumps(dumped, indent=2))
+
+
+def print_records(
+    records: "Sequence[RecordT]", as_json: bool, titles: Sequence[str], row_of: Callable[[RecordT], Sequence[str]]
+) -> None:
+    """Print one row for each record, or all of them as JSON."""
+    if as_json:
+        print_json(records)
+    else:
+        print_table(titles, map(row_of, records))
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from onbeat.terminal.tables import Column, table_lines
+
+    typer.echo("\n".join(table_lines([Column(title) for title in titles], list(rows))))

@@ -4,7 +4,7 @@ from functools import cached_property
 
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, parse_list
-from onbeat.client.transport import Transport
+from onbeat.client.transport import Transport, read_record
 from onbeat.types import Diagnosis, PoolStatus, WorkerRecord
 
 
@@ -28,11 +28,11 @@ class AsyncClient(Transport):
 
     async def pool(self, pool: str) -> PoolStatus:
         """Return the work of a pool, and the processes that are there for it."""
-        return PoolStatus.model_validate(await self.get(pool_path(pool)))
+        return read_record(PoolStatus, await self.get(pool_path(pool)))
 
     async def doctor(self) -> Diagnosis:
         """Return the problems of the installation, and what every active job waits for."""
-        return Diagnosis.model_validate(await self.get("/v1/doctor"))
+        return read_record(Diagnosis, await self.get("/v1/doctor"))
 
 
 def pool_path(pool: str) -> str:

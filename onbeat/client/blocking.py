@@ -1,9 +1,6 @@
 """`Client`: a broker's client for code without an event loop. It has its own thread, so notebooks can use it."""
 
-import asyncio
-import concurrent.futures
 import functools
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -11,64 +8,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from onbeat.client.asynchronous import AsyncClient
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Update
+from onbeat.loop_thread import LoopThread
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Twin = TypeVar("Twin")
-
-
-class LoopThread:
-    """One event loop in a background thread; `run` blocks the caller until a coroutine is done there."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="onbeat-client", daemon=True)
-        self._thread.start()
-        # No coroutine may reach the loop after the last one. Reentrant: the garbage collector may end streams anywhere.
-        self._lock = threading.RLock()
-        self.is_closed = False
-
-    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run the coroutine; return its result. Raise RuntimeError when the thread is closed, also meanwhile."""
-        future = self.start(coroutine)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError as error:
-            raise RuntimeError("this client was closed by another thread before the answer came") from error
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def start(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        """Start the coroutine, and do not wait for it. Raise RuntimeError when the thread is closed."""
-        with self._lock:
-            if self.is_closed:
-                coroutine.close()
-                raise RuntimeError("this client is closed; make a new one")
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel all running coroutines, so that no caller waits for ever, and run `last`. Safe to repeat."""
-        with self._lock:
-            if self.is_closed:
-                last.close()
-                return
-            self.is_closed = True
-            ending = asyncio.run_coroutine_threadsafe(cancel_others_and(last), self._loop)
-        try:
-            ending.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-
-async def cancel_others_and(last: Coroutine[Any, Any, None]) -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await last
 
 
 class Blocking(Generic[Twin]):
@@ -85,7 +29,7 @@ def blocking(
 
     @functools.wraps(method)
     def call(self: Blocking[Twin], *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._thread.run(method(self._twin, *args, **kwargs))
+        return self._thread.run(method(self._twin, *args, **kwargs), timeout_s=None)
 
     return call
 
@@ -125,7 +69,7 @@ class Jobs(Blocking[AsyncJobs]):
         """Yield what AsyncJobs.stream yields, blocking: a loop over it ends with the job."""
         updates = self._twin.stream(job_id, after)
         try:
-            while (update := self._thread.run(next_of(updates))) is not None:
+            while (update := self._thread.run(next_of(updates), timeout_s=None)) is not None:
                 yield update
         except GeneratorExit:  # the caller has left its loop, and may have closed the client
             if not self._thread.is_closed:
@@ -151,7 +95,7 @@ class Client(Blocking[AsyncClient]):
         timeout_s: float = 15.0,
         ca_file: str | Path | None = None,
     ) -> None:
-        super().__init__(AsyncClient(base_url, api_key, timeout_s, ca_file), LoopThread())
+        super().__init__(AsyncClient(base_url, api_key, timeout_s, ca_file), LoopThread("client"))
         self.jobs = Jobs(self._twin.jobs, self._thread)
         self.datasets = Datasets(self._twin.datasets, self._thread)
 

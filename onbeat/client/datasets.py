@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from onbeat.client.jobs import Records, parse_list
-from onbeat.client.transport import Transport
+from onbeat.client.transport import Transport, part_of, read_record
 from onbeat.types import DATASETS_FOLDER, DatasetRecord
 
 FILE_TYPES = ("jsonl", "parquet")
@@ -61,7 +61,7 @@ class AsyncDatasets:
         for found in parse_list(DatasetRecord, "datasets", answer):
             if (found.name, found.sha256) == (data.name, data.sha256):
                 return found
-        num_bytes, limit = data.source.stat().st_size, int(answer["max_bytes"])
+        num_bytes, limit = data.source.stat().st_size, int(part_of(answer, "max_bytes"))
         if num_bytes > limit:
             raise ValueError(f"{data.source} has {num_bytes} bytes; the broker takes at most {limit} of a data file")
         sent = await self._client.request(
@@ -72,7 +72,7 @@ class AsyncDatasets:
             headers={"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)},
             timeout=SYNC_S,
         )
-        return DatasetRecord.model_validate(sent)
+        return read_record(DatasetRecord, sent)
 
     async def list(self) -> Records[DatasetRecord]:
         """Return the uploaded files, the newest first."""

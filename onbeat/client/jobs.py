@@ -1,14 +1,13 @@
 """The client for everything under /v1/jobs, and the stream that follows a job."""
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
-from onbeat.client.transport import BrokerUnreachable, Transport, part_of
+from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, part_of, read_json, read_record
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -34,7 +33,6 @@ AUDIT_S = 600.0  # the broker reads the job's whole log, and all that it keeps
 STREAM_RENEWAL_S = 0.2  # before a stream that ended normally is resumed
 GOOD_STREAM_S = 10.0  # failures count in a row until a stream lasts this long, or delivers an event
 
-RecordT = TypeVar("RecordT", bound=Record)
 Records = list[RecordT]  # classes with a method `list` cannot write `list[...]`
 Series = dict[str, list[tuple[int, float]]]
 Update = JobRecord | IterationUpdate | Event | Diagnosis  # the messages of a job's stream
@@ -46,8 +44,15 @@ UPDATES: dict[str, type[Update]] = {
 }
 
 
+class SeriesAnswer(Record):
+    """The answer of /v1/jobs/JOB/metrics."""
+
+    metrics: Series
+
+
 class AsyncJobs:
-    """The client for /v1/jobs. Methods raise ApiError for refusals, BrokerUnreachable if no broker can answer."""
+    """The client for /v1/jobs. Methods raise ApiError for refusals, BrokerUnreachable if no broker can answer, and
+    OnbeatError, the base class of both, for an answer that cannot be read."""
 
     def __init__(self, client: Transport) -> None:
         self._client = client
@@ -58,7 +63,7 @@ class AsyncJobs:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         options = {"json": body, "headers": headers, "timeout": CREATE_S}
         answer = await self._client.request("POST", "/v1/jobs", is_repeatable=True, **options)
-        return JobRecord.model_validate(answer)
+        return read_record(JobRecord, answer)
 
     async def validate(self, config: JobConfig | dict[str, Any]) -> Sequence[str]:
         """Have a job checked that is not created; return notes about its data. A wrong one raises ApiError."""
@@ -84,7 +89,7 @@ class AsyncJobs:
         return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:
-        return JobRecord.model_validate(await self._get(job_id, ""))
+        return read_record(JobRecord, await self._get(job_id, ""))
 
     async def cancel(self, job_id: str) -> JobRecord:
         return await self._move(job_id, "cancel")
@@ -106,7 +111,7 @@ class AsyncJobs:
         return await self._client.get(job_path(job_id) + path, **params)
 
     async def _move(self, job_id: str, verb: str, **options: Any) -> JobRecord:
-        return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}", **options))
+        return read_record(JobRecord, await self._client.request("POST", f"{job_path(job_id)}:{verb}", **options))
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
         """Return iterations with a number above `after`, in order. A broker gives them in parts."""
@@ -140,11 +145,11 @@ class AsyncJobs:
         """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
         path = f"{job_path(job_id)}/audit"
         options = {"params": {"head": head}, "timeout": AUDIT_S}
-        return AuditReport.model_validate(await self._client.request("GET", path, is_repeatable=True, **options))
+        return read_record(AuditReport, await self._client.request("GET", path, is_repeatable=True, **options))
 
     async def explain(self, job_id: str) -> Diagnosis:
         """Explain why the job is where it is: who waits for whom, since when, and what happens next."""
-        return Diagnosis.model_validate(await self._get(job_id, ":explain"))
+        return read_record(Diagnosis, await self._get(job_id, ":explain"))
 
     async def metrics(self, job_id: str, after: int = -1) -> Series:
         """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value). A broker
@@ -154,10 +159,10 @@ class AsyncJobs:
         while True:
             answer = await self._get(job_id, "/metrics", after=newest)
             seen = newest
-            for name, points in part_of(answer, "metrics").items():
-                found.setdefault(name, {}).update((int(number), float(value)) for number, value in points)
+            for name, points in read_record(SeriesAnswer, answer).metrics.items():
+                found.setdefault(name, {}).update(points)
                 if points and not name.startswith("eval/"):
-                    newest = max(newest, int(points[-1][0]))
+                    newest = max(newest, points[-1][0])
             if newest == seen:
                 return {name: list(values.items()) for name, values in found.items()}
 
@@ -178,7 +183,7 @@ class AsyncJobs:
 
     async def group(self, job_id: str, group_id: str) -> GroupDetail:
         """Return a prompt with all its responses, token by token."""
-        return GroupDetail.model_validate(await self._get(job_id, group_path(group_id)))
+        return read_record(GroupDetail, await self._get(job_id, group_path(group_id)))
 
     async def alike(self, job_id: str, group_id: str) -> Records[GroupSummary]:
         """Return the groups of all iterations with the same prompt as this one, itself included, in order."""
@@ -195,7 +200,7 @@ class AsyncJobs:
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
         """Return what the trainer and each rollout did during the last iterations (20 at most)."""
-        return Timeline.model_validate(await self._get(job_id, "/timeline", iterations=iterations))
+        return read_record(Timeline, await self._get(job_id, "/timeline", iterations=iterations))
 
     async def stream(self, job_id: str, after: str = "0") -> AsyncGenerator[Update]:
         """Yield the job's current state, the events after `after`, then every change, until the job is over.
@@ -210,12 +215,12 @@ class AsyncJobs:
                 async with aclosing(self._client.messages(path, after)) as messages:
                     async for message in messages:
                         if message.kind == "end":
-                            end = json.loads(message.data)["reason"]
+                            end = part_of(read_json(message.data), "reason")
                             break
                         if message.id:
                             after, num_failures = message.id, 0
                         if message.kind in UPDATES:
-                            yield UPDATES[message.kind].model_validate_json(message.data)
+                            yield read_record(UPDATES[message.kind], read_json(message.data))
                 if end == "over":
                     return
                 if end == "broken":
@@ -259,4 +264,4 @@ def group_path(group_id: str) -> str:
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:
-    return [record.model_validate(item) for item in part_of(answer, name)]
+    return [read_record(record, item) for item in part_of(answer, name)]

@@ -1,17 +1,22 @@
 """HTTP to a broker: bounded retries, server-sent events, and errors with a remedy. It knows no route."""
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
+from pydantic import ValidationError
 
 from onbeat.errors import ApiError, OnbeatError
 from onbeat.network import trust
+from onbeat.types import Record
+
+RecordT = TypeVar("RecordT", bound=Record)
 
 logger = logging.getLogger(__name__)
 
@@ -202,3 +207,22 @@ def part_of(answer: Any, name: str) -> Any:
     if not isinstance(answer, dict) or name not in answer:
         raise OnbeatError(f"the answer has no {name!r}; is --url or ONBEAT_URL a broker of this version?")
     return answer[name]
+
+
+def read_record(record: type[RecordT], answer: Any) -> RecordT:
+    """Return an answer as a record. Raise OnbeatError when it is none; its cause names all wrong fields."""
+    try:
+        return record.model_validate(answer)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"])) or "all of it"
+        what = f"the broker's answer is no {record.__name__} ({field}: {problem['msg']})"
+        raise OnbeatError(f"{what}; client and broker may be of different versions: use the broker's") from error
+
+
+def read_json(text: str) -> Any:
+    """Return the data of a message. Raise OnbeatError when it is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OnbeatError(f"{text[:80]!r}, in a stream of the broker, is no JSON ({error}); is it a broker?") from error

@@ -223,7 +223,7 @@ class Speaker:
                     tasks.create_task(self._generate_choice(answer, index, prompt_token_ids, each))
                     for index, each in enumerate(samplings)
                 ]
-        except BaseExceptionGroup as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         await answer.finish(len(prompt_token_ids), sum(choice.result() for choice in choices))
 

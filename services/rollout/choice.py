@@ -30,37 +30,34 @@ class Candidate:
 def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate:
     """Return the job for a rollout that has none. `jobs`: running, oldest first, at least one; `workers`: alive.
 
-    Other rollouts without a job are placed by the same rule, in the order of their ids, so that rollouts that look at
-    the same moment do not all choose the same job.
+    Other rollouts without a job are placed first by the same rule if their ids come first, so that rollouts that look
+    at the same moment do not all choose the same job.
     """
-    workers = suited(workers)
     num_served = Counter(worker.job_id for worker in workers if worker.state != "draining")
-    free = {worker.id for worker in workers if worker.job_id is None} | {worker_id}
-    for free_id in sorted(free):
-        chosen = min(jobs, key=lambda job: num_served[job.job_id] / job.num_responses)  # ties go to the oldest
-        if free_id == worker_id:
-            break
-        num_served[chosen.job_id] += 1
-    return chosen
 
+    def least_served(candidates: Sequence[Candidate]) -> Candidate:
+        return min(candidates, key=lambda job: num_served[job.job_id] / job.num_responses)  # ties go to the oldest
 
-def suited(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-    return [worker for worker in workers if worker.state != "unsuited"]
+    earlier = [worker for worker in workers if worker.job_id is None and worker.id < worker_id]
+    for worker in sorted(earlier, key=lambda each: each.id):
+        if able := [job for job in jobs if can_serve(worker, job)]:
+            num_served[least_served(able).job_id] += 1
+    return least_served(jobs)
 
 
 def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate | None:
     """Return the job that this rollout should move to, or None.
 
-    One rollout moves at a time, to a running job that has none: the first (by id) that can compute in its dtype, of the
-    job with the most for its needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while
-    another is unassigned or draining, because that one may help or change the picture.
+    One rollout moves at a time, to a running job that has none: the first (by id) that can serve it, of the job with
+    the most for its needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while another
+    is unassigned that could serve the job, or is draining, because that may change the picture.
     """
-    workers = suited(workers)
-    if any(worker.job_id is None or worker.state == "draining" for worker in workers):
-        return None
     members = {job.job_id: [worker for worker in workers if worker.job_id == job.job_id] for job in jobs}
     starving = [job for job in jobs if not members[job.job_id] and not job.is_paused]
     if not starving:
+        return None
+    unassigned = [worker for worker in workers if worker.job_id is None and can_serve(worker, starving[0])]
+    if unassigned or any(worker.state == "draining" for worker in workers):
         return None
     able = {job_id: sorted(one.id for one in own if can_serve(one, starving[0])) for job_id, own in members.items()}
     givers = [job for job in jobs if able[job.job_id] and len(members[job.job_id]) > (0 if job.is_paused else 1)]
@@ -71,4 +68,6 @@ def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker
 
 
 def can_serve(worker: WorkerRecord, job: Candidate) -> bool:
-    return job.config.model.dtype != "bfloat16" or worker.bfloat16 != "missing"
+    """Return whether the rollout can serve the job, as far as it is known: it may not have looked at the job yet."""
+    has_dtype = job.config.model.dtype != "bfloat16" or worker.bfloat16 != "missing"
+    return has_dtype and worker.state != "unsuited" and job.job_id not in worker.unsuited_for

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
-from onbeat.memory import read_host
+from onbeat.memory import read_memory
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
@@ -45,7 +45,8 @@ class Worker:
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
         self._left_alone: set[str] = set()  # jobs that are not served, each reported once
-        self._is_unsuited = False  # there are jobs, and all of them are left alone
+        self._unsuited_for: list[str] = []  # those of them that are active
+        self._is_unsuited = False  # these are all jobs of the pool
 
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
@@ -119,16 +120,17 @@ class Worker:
 
     async def _candidates(self) -> list[Candidate]:
         """Return the pool's jobs that can be served, oldest first."""
-        found, num_ours = [], 0
+        found, unsuited_for = [], []
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
             if not is_ours or "weights_address" not in fields:
                 continue
-            num_ours += 1
             if config := await self._read_config(job_id, fields):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
-        self._is_unsuited = num_ours > 0 and not found
+            else:
+                unsuited_for.append(job_id)
+        self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not found
         return found
 
     async def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
@@ -170,7 +172,7 @@ class Worker:
         last, last_sent = None, 0.0
         while True:
             record = self._record()
-            current = (record.job_id, record.state, record.doing, record.policy_version)
+            current = (record.job_id, record.state, record.doing, record.policy_version, record.unsuited_for)
             if current != last or time.monotonic() - last_sent >= HEARTBEAT_S:
                 await self._ledger.workers.heartbeat(self._settings.pool, record)
                 last, last_sent = current, time.monotonic()
@@ -185,7 +187,8 @@ class Worker:
             num_devices=settings.tensor_parallel_size,
             hardware=str(self._hardware),
             bfloat16=self._hardware.bfloat16,
-            host=read_host(),
+            unsuited_for=self._unsuited_for,
+            host=read_memory(),
         )
         return record if self._session is None else record.model_copy(update=self._session.report())
 

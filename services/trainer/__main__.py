@@ -21,13 +21,13 @@ from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
+from onbeat.loop_thread import LoopThread
 from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.device import choose_device, describe_device
-from services.trainer.job.background import Background
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.precision import UnusableDtype, resolve_dtype
@@ -54,7 +54,7 @@ def main() -> int:
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
-    background = Background()
+    background = LoopThread("trainer")
     try:
         settings.wire_security()
         ledger = background.run(create_ledger(settings))
@@ -87,7 +87,7 @@ async def create_ledger(settings: Settings) -> Ledger:
 
 def serve(
     settings: Settings,
-    background: Background,
+    background: LoopThread,
     ledger: Ledger,
     stop: threading.Event,
     world: World,
@@ -188,7 +188,7 @@ def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState |
         return JobState.FAILED, f"{type(error).__name__}: {error}"
 
 
-def finish(background: Background, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
+def finish(background: LoopThread, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
     try:
         background.run(ledger.jobs.move(job_id, outcome, error, epoch))
     except (IllegalTransition, LeaseLost, JobNotFound) as conflict:  # another process was faster, or owns or deleted it

@@ -14,7 +14,7 @@ from onbeat.cli.options import Broker
 from onbeat.config import JobConfig
 from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackLock, StackState, held_bytes
-from onbeat.memory import read_host, read_memory
+from onbeat.memory import read_memory
 from onbeat.types import HostMemory, JobRecord, TrainerRecord, WorkerRecord
 from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
 
@@ -51,7 +51,7 @@ def test_container_has_what_its_limit_leaves(tmp_path: Path, limit: str, use: st
     assert (limited.available_bytes, limited.total_bytes) == (2500, 4000)
     (folder / f"memory.{limit}").write_text(unlimited)
     assert read_memory(tmp_path / "meminfo", tmp_path) == machine
-    assert read_host().available_bytes > 0
+    assert read_memory().available_bytes > 0
 
 
 def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:

@@ -11,10 +11,10 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
+from onbeat.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.trainer.job.background import Background
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.watchdog import Watchdog
 
@@ -40,7 +40,7 @@ class Lease:
 
     def __init__(
         self,
-        background: Background,
+        background: LoopThread,
         ledger: Ledger,
         job: ClaimedJob,
         stop: threading.Event,
@@ -97,7 +97,7 @@ class Lease:
         """
         if self._watchdog is not None:
             self._watchdog.close()
-        self._background.cancel(self._heartbeat)
+        self._heartbeat.cancel()
         if self._lost is None and self.job.rank == 0:
             giving_back = self.ledger.trainer.give_back(self.job.id, self.job.epoch, is_handover)
             with best_effort(f"the lease of job {self.job.id} was not handed back; it runs out by itself", LeaseLost):

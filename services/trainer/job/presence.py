@@ -5,11 +5,11 @@ import logging
 
 from redis.exceptions import RedisError
 
-from onbeat.memory import read_host
+from onbeat.loop_thread import LoopThread
+from onbeat.memory import read_memory
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
 from onbeat.types import TrainerRecord
-from services.trainer.job.background import Background
 from services.trainer.trackers import installed_trackers
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ HEARTBEAT_S = 2.0
 class Presence:
     """A heartbeat from construction to `close`. Set `job_id` while a job is trained."""
 
-    def __init__(self, background: Background, ledger: Ledger, pool: str, trainer_id: str) -> None:
+    def __init__(self, background: LoopThread, ledger: Ledger, pool: str, trainer_id: str) -> None:
         self.job_id: str | None = None
         self._background, self._ledger, self._pool, self._trainer_id = background, ledger, pool, trainer_id
         self._heartbeats = background.start(self._send_heartbeats())
@@ -43,13 +43,13 @@ class Presence:
             job_id=self.job_id,
             state=state,
             trackers=installed_trackers(),
-            host=read_host(),
+            host=read_memory(),
         )
         await self._ledger.trainers.heartbeat(self._pool, record)
 
     def close(self) -> None:
         """Stop the heartbeat and report `stopped`, if Redis can be reached."""
-        self._background.cancel(self._heartbeats)
+        self._heartbeats.cancel()
         self.job_id = None
         with best_effort(f"Redis still lists {self._trainer_id}"):
             self._background.run(self._send("stopped"), timeout_s=5)

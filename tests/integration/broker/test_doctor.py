@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.config import JobConfig
+from onbeat.loop_thread import LoopThread
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
@@ -22,7 +23,6 @@ from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRe
 from services.broker.doctor.diagnosis import diagnose, explain_silence
 from services.broker.doctor.explain import ARRIVAL_S, explain_job
 from services.trainer.feed import GroupFeed
-from services.trainer.job.background import Background
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
@@ -476,7 +476,7 @@ async def connect_to(redis_url: str) -> Ledger:
 async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redis_url, pool):
     old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
     await ledger.trainers.heartbeat(pool, old)
-    background = Background()
+    background = LoopThread("trainer")
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")
 
@@ -489,14 +489,13 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redi
     await eventually("training", lambda: is_listed_as("training"), LATER_S)
     await asyncio.to_thread(presence.close)
     assert await is_listed_as("stopped")
-    background.run(own.redis.aclose())
-    background.close()
+    background.close(own.redis.aclose())
 
 
 async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, pool):
     job_id, epoch = await started_job(ledger, pool=pool)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
-    background, stop = Background(), threading.Event()
+    background, stop = LoopThread("trainer"), threading.Event()
     own = background.run(connect_to(redis_url))
     job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
@@ -518,8 +517,7 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, po
     finally:
         stop.set()  # whoever still waits for groups ends by this
         await asyncio.to_thread(job.close)
-        background.run(own.redis.aclose())
-        background.close()
+        background.close(own.redis.aclose())
 
 
 async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, pool):

@@ -11,7 +11,7 @@ import pytest
 
 from onbeat.confine import MEBIBYTE
 from onbeat.environments import Outcome, Task
-from onbeat.memory import Memory
+from onbeat.types import HostMemory
 from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
@@ -224,7 +224,7 @@ async def test_outcomes_come_back_in_order_and_side_by_side(processes):
 
 
 async def test_as_many_groups_are_played_as_memory_is_free_for(monkeypatch):
-    free = Memory(3 * 1024 * MEBIBYTE, 8 * 1024 * MEBIBYTE)
+    free = HostMemory(name="box", available_bytes=3 * 1024 * MEBIBYTE, total_bytes=8 * 1024 * MEBIBYTE)
     monkeypatch.setattr(pool_module, "read_memory", lambda: free)
     processes = EnvironmentProcesses(8, 1024)
     assert processes.num_groups() == 3

@@ -51,10 +51,26 @@ async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
         "submit the job with model.dtype = auto or float32"
     )
     (worker,) = await rig.ledger.workers.records(rig.pool)
-    assert worker.state == "unsuited"
+    assert (worker.state, worker.unsuited_for) == ("unsuited", [rig.job_id])
     rig.start_worker()
     (group,) = await rig.drained(0)
     assert group.worker_id == "w1"
+
+
+async def test_a_rollout_reports_the_job_of_a_newer_version_while_it_serves(rig):
+    newer_id = rig.job_id
+    config = json.loads((await rig.ledger.jobs.fields(newer_id))["config"]) | {"of_a_newer_version": 1}
+    await rig.ledger.redis.hset(JobKeys(newer_id).job, "config", json.dumps(config))
+    await rig.start_job()
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+
+    async def is_reported() -> bool:
+        (worker,) = await rig.ledger.workers.records(rig.pool)
+        return (worker.job_id, worker.unsuited_for) == (rig.job_id, [newer_id])
+
+    await rig.until(is_reported)
 
 
 # ---- the ordinary course -------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest_asyncio
 
+from onbeat.loop_thread import LoopThread
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from services.trainer.job.background import Background
 from services.trainer.job.lease import ClaimedJob, Lease
 
 
@@ -17,7 +17,7 @@ async def lease_of(redis_url: str) -> AsyncIterator[Callable[[ClaimedJob], Lease
     async def connected() -> Ledger:
         return Ledger(connect(redis_url))
 
-    background, leases = Background(), list[Lease]()
+    background, leases = LoopThread("trainer"), list[Lease]()
     own = background.run(connected())
 
     def hold(job: ClaimedJob) -> Lease:
@@ -27,5 +27,4 @@ async def lease_of(redis_url: str) -> AsyncIterator[Callable[[ClaimedJob], Lease
     yield hold
     for lease in leases:
         await asyncio.to_thread(lease.close)
-    background.run(own.redis.aclose())
-    background.close()
+    background.close(own.redis.aclose())

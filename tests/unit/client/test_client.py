@@ -124,6 +124,29 @@ async def test_audit_may_take_longer_than_other_answers(
             await client.jobs.audit(job.id)
 
 
+def test_answer_of_another_version_is_an_error_of_ours(url: str, fake: FakeJobs) -> None:
+    with Client(url) as client:
+        job_id = client.jobs.create(CONFIG).id
+        fake.jobs[job_id]["ended"] = "HIBERNATING"
+        told = r"answer is no JobRecord \(state: Input should be 'PENDING'.*\); client and broker may be of"
+        for ask in (client.jobs.get, lambda _: client.jobs.list(), lambda job_id: next(client.jobs.stream(job_id))):
+            with pytest.raises(OnbeatError, match=told):
+                ask(job_id)
+        fake.findings = [{"text": "of a newer doctor"}]
+        with pytest.raises(OnbeatError, match=r"no Diagnosis \(findings\.0\.sentence: Field required\)"):
+            client.doctor()
+
+
+async def test_stream_of_no_broker_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def messages(*_: Any) -> AsyncGenerator[StreamMessage]:
+        yield StreamMessage("job", "<html>", "")
+
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        monkeypatch.setattr(client, "messages", messages)
+        with pytest.raises(OnbeatError, match="'<html>', in a stream of the broker, is no JSON"):
+            await anext(client.jobs.stream("job-1"))
+
+
 def test_closing_a_client_ends_waits_of_other_threads_with_error() -> None:
     said: list[str] = []
 

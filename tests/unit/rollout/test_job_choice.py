@@ -89,6 +89,22 @@ def test_rollout_that_can_serve_no_job_is_not_waited_for() -> None:
     assert choose_job(jobs, [worker("a0", state="unsuited"), worker("w1")], "w1") == jobs[0]
 
 
+def test_job_that_the_first_rollout_cannot_serve_gets_another() -> None:
+    jobs, old = [job("new"), job("a")], worker("w0").model_copy(update={"unsuited_for": ["new"]})
+    assert choose_job(jobs[1:], [old, worker("w1")], "w0") == jobs[1]
+    assert choose_job(jobs, [old, worker("w1")], "w1") == jobs[0]
+    both = [old.model_copy(update={"job_id": "a"}), worker("w1", "a")]
+    assert find_move(jobs[1:], both, "w0") is None
+    assert find_move(jobs, both, "w1") == jobs[0]
+
+
+def test_rollout_that_waits_for_its_paused_job_holds_up_no_other() -> None:
+    jobs, old = [job("a", is_paused=True), job("b"), job("new")], worker("w0")
+    served = [worker("w1", "b"), worker("w2", "b")]
+    assert find_move(jobs, [old, *served], "w1") is None  # w0 will serve it
+    assert find_move(jobs, [old.model_copy(update={"unsuited_for": ["new"]}), *served], "w1") == jobs[2]
+
+
 def test_a_rollout_that_can_serve_the_other_job_moves() -> None:
     jobs = [job("a"), job("b", dtype="bfloat16")]
     old, new = (

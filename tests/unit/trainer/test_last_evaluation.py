@@ -8,9 +8,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from onbeat.loop_thread import LoopThread
 from onbeat.types import EvaluationState, JobState
 from services.trainer.job import session
-from services.trainer.job.background import Background
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.session import JobSession
 
@@ -48,7 +48,7 @@ def at_its_end(monkeypatch, state, is_last_done, open_ones):
     ledger = SimpleNamespace(trainer=trainer, evaluations=evaluations, event_log=events)
     schedule = SimpleNamespace(num_iterations=3, iteration_deadline_s=DEADLINE_S)
     config = SimpleNamespace(max_staleness=0, evaluation=True, schedule=schedule, training=SimpleNamespace())
-    job = JobSession(Lease(Background(), ledger, ClaimedJob("j", "1", config, 30.0), threading.Event()))
+    job = JobSession(Lease(LoopThread("trainer"), ledger, ClaimedJob("j", "1", config, 30.0), threading.Event()))
     try:
         while job.check() is not state:
             time.sleep(0.01)

@@ -1,0 +1,42 @@
+"""The loop of a thread, as the trainer uses it; tests/unit/client has the blocking client's promises."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from onbeat.loop_thread import LoopThread
+
+
+@pytest.fixture
+def background() -> Iterator[LoopThread]:
+    background = LoopThread("test")
+    yield background
+    background.close(asyncio.sleep(0))
+
+
+def test_call_that_takes_too_long_is_cancelled(background: LoopThread) -> None:
+    is_cancelled = threading.Event()
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    with pytest.raises(TimeoutError):
+        background.run(wait_for_ever(), timeout_s=0.1)
+    assert is_cancelled.wait(10)
+
+
+def test_failure_that_no_caller_waits_for_is_logged(background: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise KeyError("no such field")
+
+    background.start(fail())
+    background.start(asyncio.sleep(3600)).cancel()  # no failure
+    background.run(asyncio.sleep(0.1))
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert repr(record.exc_info[1]) == "KeyError('no such field')"
