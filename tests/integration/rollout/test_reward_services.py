@@ -134,8 +134,8 @@ async def score(scorer: Scorer, request: RewardRequest, deadline_s: float = 60.0
     return await scorer.score(request, asyncio.get_running_loop().time() + deadline_s)
 
 
-def num_tries(outcome: str) -> float:
-    return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": outcome}) or 0.0
+def num_unreachable() -> float:
+    return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": "unreachable"}) or 0.0
 
 
 # ---- one call ------------------------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ async def test_file_without_exactly_one_token_is_refused_not_quoted(service, tmp
 )
 async def test_service_that_cannot_answer_is_asked_until_the_deadline(scorer, service, behaviour, words):
     service.will(behaviour)
-    before = num_tries("unreachable")
+    before = num_unreachable()
     with pytest.raises(RewardUnavailable, match=words):
         await score(scorer, request("a"), deadline_s=1.5)
     assert len(service.calls) >= 3
-    assert num_tries("unreachable") == before + len(service.calls)
+    assert num_unreachable() == before + len(service.calls)
     service.will(behaviour, score_by_length)
     assert await score(scorer, request("bb")) == [Score(2.0, {})]
 
@@ -389,14 +389,14 @@ def test_service_that_cannot_be_meant_is_refused_at_the_start(monkeypatch, servi
 
 @pytest.mark.parametrize("options", [{}, {"service": "http://judge"}, {"service": ""}, {"service": ["judge"]}])
 def test_broker_refuses_a_job_that_names_no_service(options):
-    ((field, message),) = review_reward(use_of("http", options))
+    ((field, message),) = review_reward(use_of(options))
     assert field == "reward.options.service"
     assert "ONBEAT_REWARD_SERVICES of the rollouts" in message
-    assert review_reward(use_of("http", {"service": "judge-2.eu"})) == []
+    assert review_reward(use_of({"service": "judge-2.eu"})) == []
 
 
-def use_of(name: str, options: dict) -> RewardUse:
-    return RewardUse("reward", RewardConfig(name=name, options=options), [])
+def use_of(options: dict) -> RewardUse:
+    return RewardUse("reward", RewardConfig(name="http", options=options), [])
 
 
 # ---- what a rollout makes of it ------------------------------------------------------------------------------------

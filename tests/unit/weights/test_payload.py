@@ -59,8 +59,8 @@ def test_slices_are_the_bytes_wherever_the_segments_are_cut(parts, data):
     assert b"".join(payload.slices(start, end)) == whole[start:end]
 
 
-def growing(size=10):
-    return Payload(KEY, Plan.of([(0, Encoding.RAW, size)]), [memoryview(bytearray(size))], available=0)
+def growing():
+    return Payload(KEY, Plan.of([(0, Encoding.RAW, 10)]), [memoryview(bytearray(10))], available=0)
 
 
 async def test_readers_wait_for_exactly_the_bytes_that_they_want():
@@ -406,14 +406,14 @@ def test_there_is_no_delta_without_a_base_or_from_another_model():
     assert take_snapshot(2, cast.items(), base=base).delta is None
 
 
-def published(store, num_versions, share, num_items=4000):
-    tensors, base = weights(num_items=num_items), None
+def published(store, num_versions, share):
+    tensors, base = weights(), None
     for version in range(num_versions):
         base = take_snapshot(version, tensors.items(), base=base)
         store.add(base)
         generator = torch.Generator().manual_seed(version)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        is_moved = torch.rand(num_items, generator=generator) < share
+        is_moved = torch.rand(len(tensors["w"]), generator=generator) < share
         tensors["w"][is_moved] = tensors["w"][is_moved] * 1.01 + 0.01
     return base
 
