@@ -42,7 +42,7 @@ from tests.broker_fixtures import (
     tasks_for,
     write_prompts,
 )
-from tests.conftest import free_port, start_redis
+from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
 
 LATER_S = 30.0  # in which a slow machine gets anywhere
@@ -388,11 +388,9 @@ async def test_doctor_reports_what_redis_lets_it_know(tmp_path):
 
 
 async def test_password_that_was_changed_is_named_as_such(tmp_path):
-    port = free_port()
-    process = start_redis(port, str(tmp_path))
-    ledger = Ledger(connect(f"redis://:before@127.0.0.1:{port}", retry_s=60))
-    admin = connect(f"redis://127.0.0.1:{port}", retry_s=1)
-    try:
+    with own_redis(tmp_path) as url:
+        ledger = Ledger(connect(url.replace("//", "//:before@"), retry_s=60))
+        admin = connect(url, retry_s=1)
         await admin.config_set("requirepass", "before")
         await ledger.now()
         await admin.config_set("requirepass", "after")
@@ -402,11 +400,8 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
         assert "refuses the user or the password" in finding.sentence
         assert "correct ONBEAT_REDIS_PASSWORD_FILE or ONBEAT_REDIS_URL" in finding.sentence
         assert "before" not in finding.sentence
-    finally:
         await admin.aclose()
         await ledger.redis.aclose()
-        process.terminate()
-        process.wait(10)
 
 
 async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
