@@ -23,6 +23,7 @@ from tests.tiny_models import build_tokenizer
 
 VERSION = 7
 Run = Callable[[Task, Session], Awaitable[Outcome]]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 QWEN_LIKE = """
 {%- if tools %}<|im_start|>system

@@ -24,10 +24,6 @@ QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
 KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
 
 
-def first_line(block: Block) -> tuple[str, str]:
-    return block.page, block.text.splitlines()[0]
-
-
 NEED_A_RUNNING_JOB = {"docs/chat.md"}
 
 
@@ -73,7 +69,10 @@ def test_default_address_is_the_documented_one() -> None:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [b for b in all_blocks("toml") if first_line(b) not in NOT_A_JOB], ids=str)
+TOML = [block for block in all_blocks("toml") if (block.page, block.text.splitlines()[0]) not in NOT_A_JOB]
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
 def test_toml_is_a_job_or_a_part_of_one(block: Block) -> None:
     given = tomllib.loads(block.text)
     job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else quickstart_with(given)

@@ -27,7 +27,7 @@ from services.rollout.rewards.service import MAX_RETRY_AFTER_S, ServiceAnswer, r
 from services.rollout.settings import RewardServiceSettings, Settings
 from tests.conftest import free_port
 from tests.integration.rollout.rollout_rig import G
-from tests.integration.rollout.test_rewards import installed_reward  # noqa: F401, fixture
+from tests.integration.rollout.test_rewards import installed_reward, score  # noqa: F401, fixture
 from tests.rollout_fakes import FakeEngine
 
 
@@ -128,10 +128,6 @@ async def scorer(service: Service, monkeypatch: pytest.MonkeyPatch):
 def request(*responses: str, max_attempts: int = 1, timeout_s: float = 30.0, **options: object) -> RewardRequest:
     options = {"service": "judge"} | options
     return RewardRequest("http", options, {"answer": "4"}, list(responses), timeout_s, 512, max_attempts)
-
-
-async def score(scorer: Scorer, request: RewardRequest, deadline_s: float = 60.0) -> list[Score]:
-    return await scorer.score(request, asyncio.get_running_loop().time() + deadline_s)
 
 
 def num_unreachable() -> float:

@@ -33,6 +33,7 @@ from onbeat.weights.wire import (
 )
 from services.trainer.weights import store
 from services.trainer.weights.store import HostMemory, SnapshotWriter, WeightStore, take_snapshot
+from tests.weight_plane import bits
 
 SOON_S = 5.0
 KEY = PayloadKey(1)
@@ -259,10 +260,6 @@ def weights(seed=0, num_items=4000):
         "empty": torch.zeros(0, 4),
         "scalar": torch.tensor(1.5, dtype=torch.float16),
     }
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_a_snapshot_does_not_change_when_training_goes_on(monkeypatch):
