@@ -239,15 +239,15 @@ async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) 
             elif event["kind"] == "bench.end":
                 return
 
-    async def spent_share(seconds: float) -> float:
+    async def spent_share() -> float:
         before = processor_s(pid)
-        await asyncio.sleep(seconds)
-        return (processor_s(pid) - before) / seconds
+        await asyncio.sleep(10)
+        return (processor_s(pid) - before) / 10
 
-    alone = await spent_share(10)
+    alone = await spent_share()
     watching = [asyncio.create_task(watch()) for _ in range(NUM_WATCHERS)]
     await asyncio.sleep(3)
-    watched = await spent_share(10)
+    watched = await spent_share()
     for _ in range(20):
         await ledger.event_log.emit("live", "bench.tick", "tick", {"sent_at": time.time()})
         await asyncio.sleep(0.3)

@@ -8,14 +8,12 @@ Figures are medians over the rounds. The result of every delta is compared with 
 
 import os
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from harness import save
+from harness import save, seconds
 
 from onbeat.weights.delta import Encoding, apply, encode
 
@@ -56,12 +54,6 @@ def stepped(weights: Weights, share: float, generator: np.random.Generator) -> W
 
 def random_bits(weights: Weights, generator: np.random.Generator) -> Weights:
     return [generator.integers(0, 1 << 16, len(tensor), np.uint16) for tensor in weights]
-
-
-def seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 def measure(base: Weights, new: Weights) -> dict:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -83,9 +83,16 @@ def run_job(
         return json.loads(report.read_text())
 
 
-def median_of(report: dict[str, Any], name: str, warmup: int = 2) -> float:
+def median_of(report: dict[str, Any], name: str, warmup: int) -> float:
     """Return the median over the iterations after `warmup`."""
     return statistics.median(iteration[name] for iteration in report["iterations"][warmup:])
+
+
+def seconds(run: Callable[..., object], *arguments: object) -> float:
+    """Return how long a call took."""
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
 
 
 def machine() -> dict[str, Any]:

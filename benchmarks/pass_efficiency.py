@@ -5,12 +5,11 @@ matrices reaches on the same threads, between the passes, in the same dtype.
 """
 
 import statistics
-import time
 from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import ROOT, own_dtype, save
+from harness import ROOT, own_dtype, save, seconds
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
@@ -27,12 +26,6 @@ NUM_THREADS = 2
 def run_pass(model, batch) -> None:
     response_logprobs(model, batch, 1.0)[0].sum().backward()
     model.zero_grad(set_to_none=True)
-
-
-def seconds(run, *arguments) -> float:
-    started = time.perf_counter()
-    run(*arguments)
-    return time.perf_counter() - started
 
 
 def count_operations(model, batch) -> int:

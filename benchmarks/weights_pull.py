@@ -20,13 +20,12 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from harness import save, temporary_folder
+from harness import save, seconds, temporary_folder
 from weights_peer import BARE_METHOD, JOB, Process
 from xxhash import xxh3_128_digest
 
@@ -114,12 +113,6 @@ async def wait_until_quiet() -> None:
 def idle_ticks() -> int:
     """Return the idle ticks of all cores since the start of the system."""
     return int(Path("/proc/stat").read_text().split()[4])
-
-
-def seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:

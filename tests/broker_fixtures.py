@@ -56,8 +56,8 @@ def job_body(**sections: Any) -> dict[str, Any]:
     return body
 
 
-def write_prompts(data_dir: Path, num_rows: int = 5) -> None:
-    rows = [{"prompt": f"say {i}", "answer": str(i), "level": i} for i in range(num_rows)]
+def write_prompts(data_dir: Path) -> None:
+    rows = [{"prompt": f"say {i}", "answer": str(i), "level": i} for i in range(5)]
     (data_dir / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -215,7 +215,7 @@ async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
     return job_id, epoch
 
 
-def make_group(task: PromptTask, worker: str = "w1", version: int | None = None, num_samples: int = 2) -> RolloutGroup:
+def make_group(task: PromptTask, worker: str = "w1", version: int | None = None) -> RolloutGroup:
     version = task.policy_version if version is None else version
     return RolloutGroup(
         group_id=task.group_id,
@@ -233,7 +233,7 @@ def make_group(task: PromptTask, worker: str = "w1", version: int | None = None,
                 reward=float(sample),
                 text=f"response {sample}",
             )
-            for sample in range(num_samples)
+            for sample in range(2)
         ],
         timings=Timings(generate_s=0.1, score_s=0.1, worker_busy_s=0.2),
         worker_id=worker,
@@ -261,11 +261,11 @@ async def submit_groups(ledger: Ledger, job_id: str, claims: Iterable[Claim], wo
         assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
 
 
-async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptTask]:
+async def drain(ledger: Ledger, job_id: str) -> list[PromptTask]:
     """Be a rollout: claim and submit whatever is there; returns the tasks."""
-    claims = await claim_all(ledger, job_id, worker)
+    claims = await claim_all(ledger, job_id)
     for claim in claims:
-        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     return [claim.task for claim in claims]
 
 

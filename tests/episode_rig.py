@@ -23,6 +23,7 @@ from tests.tiny_models import build_tokenizer
 
 VERSION = 7
 Run = Callable[[Task, Session], Awaitable[Outcome]]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 QWEN_LIKE = """
 {%- if tools %}<|im_start|>system
@@ -275,7 +276,7 @@ def paths_of(group: RolloutGroup, response: Any) -> list[tuple[list[int], list[i
     return found
 
 
-def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
+def flight_of(num_samples: int = 1, **fields: Any) -> Flight:
     environment = {"name": "test", "options_json": "{}", "max_turns": 8, "timeout_s": 60.0, "memory_limit_mb": 512}
     environment |= {name: fields.pop(name) for name in list(fields) if name in environment}
     defaults = {
@@ -291,10 +292,10 @@ def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
         "reward_context_json": '{"question": "2+2=", "answer": "4", "metadata": {"level": 1}}',
         "environment": Environment(**environment),
     }
-    return Flight(Claim("0-1", attempt, PromptTask(**(defaults | fields))))
+    return Flight(Claim("0-1", 1, PromptTask(**(defaults | fields))))
 
 
-async def post(session: Session, path: str = "/chat/completions", **body: Any) -> httpx.Response:
+async def post(session: Session, path: str, **body: Any) -> httpx.Response:
     """Call the session without the help of its client."""
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {session.key}"}, timeout=60) as http:
         return await http.post(f"{session.url}{path}", json=body)

@@ -83,8 +83,8 @@ class Receiver:
         """How often the span came that came most often."""
         return max(Counter((span.trace_id, span.id) for span in list(self.spans)).values(), default=0)
 
-    def wait(self, is_true: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
-        wait_until(is_true, f"{what}; {len(self.spans)} spans came", deadline_s, poll_s=0.02)
+    def wait(self, is_true: Callable[[], bool], what: str) -> None:
+        wait_until(is_true, f"{what}; {len(self.spans)} spans came", 60.0, poll_s=0.02)
 
     def _handler(receiver) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):

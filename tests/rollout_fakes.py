@@ -1,7 +1,7 @@
 """Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,6 +29,13 @@ def manifest_of(version: int) -> Manifest:
 
 def read_weights(path: Path) -> int:
     return int.from_bytes(path.read_bytes()[-8:], "little", signed=True)
+
+
+async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
+    """The names of tensors as they arrive during a load."""
+    for names in batches:
+        yield names
+        await asyncio.sleep(0)
 
 
 class FakeEngine:

@@ -26,34 +26,34 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tied_model(model_dir: Path, seed: int = 0) -> Path:
+def write_tied_model(model_dir: Path) -> Path:
     """A model whose output head is its embedding."""
-    return _write_model(model_dir, seed, LlamaConfig, tie_word_embeddings=True)
+    return _write_model(model_dir, LlamaConfig, tie_word_embeddings=True)
 
 
-def write_untied_model(model_dir: Path, seed: int = 0) -> Path:
+def write_untied_model(model_dir: Path) -> Path:
     """A model with an output head of its own, and with attention biases, which vLLM reloads differently."""
-    return _write_model(model_dir, seed, LlamaConfig, tie_word_embeddings=False, attention_bias=True)
+    return _write_model(model_dir, LlamaConfig, tie_word_embeddings=False, attention_bias=True)
 
 
-def write_qwen3_moe_model(model_dir: Path, seed: int = 0) -> Path:
+def write_qwen3_moe_model(model_dir: Path) -> Path:
     """A mixture of experts, whose routers are beside them."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return _write_model(model_dir, seed, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
+    return _write_model(model_dir, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
 
 
-def write_mixtral_model(model_dir: Path, seed: int = 0) -> Path:
+def write_mixtral_model(model_dir: Path) -> Path:
     """Another mixture of experts, whose size (80) a kernel may have to pad."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 80}
-    return _write_model(model_dir, seed, MixtralConfig, tie_word_embeddings=False, **experts)
+    return _write_model(model_dir, MixtralConfig, tie_word_embeddings=False, **experts)
 
 
-def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int, scale: float = 0.02) -> Path:
-    """The weights of `model_dir` plus normal noise of standard deviation `scale`, as one safetensors file."""
+def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int) -> Path:
+    """The weights of `model_dir` plus normal noise, as one safetensors file."""
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(model_dir / "model.safetensors")
     perturbed = {
-        name: (weight.float() + scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+        name: (weight.float() + 0.02 * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
         for name, weight in weights.items()
     }
     weights_file.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _write_model(model_dir: Path, seed: int, config_class: type[PreTrainedConfig], **options: Any) -> Path:
+def _write_model(model_dir: Path, config_class: type[PreTrainedConfig], **options: Any) -> Path:
     tokenizer = build_tokenizer()
     sizes = {
         "vocab_size": VOCAB_SIZE,
@@ -96,7 +96,7 @@ def _write_model(model_dir: Path, seed: int, config_class: type[PreTrainedConfig
         "pad_token_id": tokenizer.pad_token_id,
     }
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_class(**(sizes | options))).to(torch.bfloat16)
     # Sampling defaults that an engine must not take over from the model.
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True, top_k=2, top_p=0.5)

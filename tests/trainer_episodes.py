@@ -23,7 +23,7 @@ SHAPES = {
 MIXED = [*SHAPES.values(), 3, 1]  # a number: a response of so many tokens that has no turns
 
 
-def make_episodes(group_id="0-0", prompt_length=5, shapes=MIXED, version=0, seed=0, rewards=None, is_unique=False):
+def make_episodes(group_id="0-0", prompt_length=5, shapes=MIXED, version=0, seed=0, is_unique=False):
     """Create a group with a response of each shape. `is_unique`: no token id comes twice in it."""
     rng = random.Random(f"{seed}-{group_id}")
     numbers = iter(range(1_000_000))
@@ -33,7 +33,7 @@ def make_episodes(group_id="0-0", prompt_length=5, shapes=MIXED, version=0, seed
 
     prompt = tokens(prompt_length)
     responses = []
-    for index, shape in enumerate(shapes):
+    for shape in shapes:
         turns = [] if isinstance(shape, int) else shape
         length = shape if isinstance(shape, int) else sum(sampled for *_, sampled in turns)
         responses.append(
@@ -42,7 +42,7 @@ def make_episodes(group_id="0-0", prompt_length=5, shapes=MIXED, version=0, seed
                 rollout_logprobs=[-rng.random() for _ in range(length)],
                 version_spans=[VersionSpan(policy_version=version, start=0, end=length)],
                 finish_reason="stop",
-                reward=rewards[index] if rewards else rng.random(),
+                reward=rng.random(),
                 turns=[
                     Turn(
                         parent=parent,
@@ -69,10 +69,10 @@ def make_episodes(group_id="0-0", prompt_length=5, shapes=MIXED, version=0, seed
 
 
 @st.composite
-def random_turns(draw, max_turns=6):
+def random_turns(draw):
     """Draw the turns of an episode: each may continue any earlier one, from any place of its path on."""
     turns, lengths = [], []
-    for index in range(draw(st.integers(1, max_turns))):
+    for index in range(draw(st.integers(1, 6))):
         parent = draw(st.one_of(st.none(), st.integers(0, index - 1))) if index else None
         longest = 0 if parent is None else lengths[parent]
         kept = draw(st.one_of(st.just(longest), st.integers(0, longest)))

@@ -239,17 +239,17 @@ def train(config, groups, tmp_path, model=None, resume_from=None, job=None, worl
     return model, job
 
 
-def recorded_iterations(num_iterations=3, num_groups=4, num_samples=3, seed=0):
+def recorded_iterations(num_iterations=3, seed=0):
     """Groups of whole iterations with unequal lengths, versions as in strict mode."""
     rng = random.Random(seed)
     return [
         make_group(
             f"{iteration}-{index}",
             prompt_length=rng.randrange(1, 9),
-            response_lengths=[rng.randrange(1, 8) for _ in range(num_samples)],
+            response_lengths=[rng.randrange(1, 8) for _ in range(3)],
             version=iteration,
             seed=seed,
         )
         for iteration in range(num_iterations)
-        for index in range(num_groups)
+        for index in range(4)
     ]

@@ -93,9 +93,9 @@ class SpoilingRelay(Spoiling, PayloadServer):
 class Trainer:
     """Its weights by version; a restart has another address unless a port is given, and no deltas."""
 
-    def __init__(self, egress: int, fanout: int, security: WireSecurity, max_calls: int) -> None:
+    def __init__(self, egress: int, security: WireSecurity, max_calls: int) -> None:
         self.address, self.tensors = "", dict[int, Tensors]()
-        self._egress, self._fanout, self._security, self._max_calls = egress, fanout, security, max_calls
+        self._egress, self._security, self._max_calls = egress, security, max_calls
         self.store = WeightStore()
         self.server = self._create_server()
         self._published: Snapshot | None = None
@@ -109,7 +109,7 @@ class Trainer:
         port = await self.server.start("127.0.0.1", port)
         self.address = f"127.0.0.1:{port}"
         root = Peer(address=self.address, host_id="trainer's host")
-        self.server.sources = Sources([root], self._egress, self._fanout)
+        self.server.sources = Sources([root], self._egress)
 
     async def restart(self, port: int = 0) -> None:
         await self.server.stop()
@@ -203,11 +203,11 @@ class Rollout:
 
 
 class Plane:
-    """`egress` and `fanout` as in `Sources`. Ends with its context."""
+    """`egress` as in `Sources`. Ends with its context."""
 
-    def __init__(self, egress: int = 1, fanout: int = 1, security: WireSecurity = PLAIN, max_calls: int = 1024) -> None:
+    def __init__(self, egress: int = 1, security: WireSecurity = PLAIN, max_calls: int = 1024) -> None:
         self._security = security
-        self.trainer = Trainer(egress, fanout, security, max_calls)
+        self.trainer = Trainer(egress, security, max_calls)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Plane":

@@ -37,15 +37,14 @@ def random_config(size: str) -> Qwen2Config:
     )
 
 
-def random_model(size: str, device: torch.device, dtype: torch.dtype, is_checkpointed: bool = True):
+def random_model(size: str, device: torch.device, dtype: torch.dtype):
     """Return a decoder that attends by packed layouts, as the trainer has it."""
     register_attention()
     with device:
         model = AutoModelForCausalLM.from_config(random_config(size), dtype=dtype).eval()
     use_attention(model, PACKED_ATTENTION)
     model.config.use_cache = False
-    if is_checkpointed:
-        enable_gradient_checkpointing(model)
+    enable_gradient_checkpointing(model)
     return model
 
 

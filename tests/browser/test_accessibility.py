@@ -87,15 +87,15 @@ async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit: Visit
     assert await other.evaluate(background) == light
 
 
-async def tab_to(page: Page, selector: str, most: int = 60) -> None:
+async def tab_to(page: Page, selector: str) -> None:
     """As one does who has no mouse; each stop can be seen."""
-    for _ in range(most):
+    for _ in range(60):
         await page.keyboard.press("Tab")
         if await page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
             outline = await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
             assert outline != "none", f"{selector} has the focus, and nothing shows it"
             return
-    raise AssertionError(f"{selector} was not reached in {most} steps")
+    raise AssertionError(f"{selector} was not reached in 60 steps")
 
 
 async def test_job_is_opened_and_its_chart_read_by_keyboard_alone(visit: Visitor, gallery: Gallery) -> None:

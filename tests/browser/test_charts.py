@@ -49,8 +49,8 @@ async def call(page: Page, module: str, body: str, argument: Any = None) -> Any:
     return await page.evaluate(script, argument)
 
 
-def walk(number: int, seed: int = 0) -> list[list[float]]:
-    dice = random.Random(seed)
+def walk(number: int) -> list[list[float]]:
+    dice = random.Random(0)
     return [[x, dice.gauss(0, 1)] for x in range(number)]
 
 
@@ -146,10 +146,10 @@ async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
 # ---- timeline ----------------------------------------------------------------------------------------------------
 
 
-def lane_spans(number: int) -> list[dict[str, Any]]:
+def lane_spans() -> list[dict[str, Any]]:
     """Groups that overlap, each generated and then scored; now and then weights are loaded."""
     dice, spans = random.Random(2), []
-    for index in range(number):
+    for index in range(80):
         start, took = dice.uniform(0, 100), dice.uniform(0.1, 6)
         about = {"lane": "w", "iteration": index // 10, "group_id": f"g{index}"}
         spans.append({"kind": "generate", "start": start, "end": start + took, **about})
@@ -158,7 +158,7 @@ def lane_spans(number: int) -> list[dict[str, Any]]:
 
 
 async def test_groups_that_overlap_get_rows_of_their_own(modules: Page) -> None:
-    packed = await call(modules, "spans.js", "(m, a) => m.packLane(a)", lane_spans(80))
+    packed = await call(modules, "spans.js", "(m, a) => m.packLane(a)", lane_spans())
     rows: dict[int, list[dict[str, Any]]] = {}
     rows_of_group: dict[str, set[int]] = {}
     for item in packed["items"]:
@@ -167,7 +167,7 @@ async def test_groups_that_overlap_get_rows_of_their_own(modules: Page) -> None:
             continue
         rows.setdefault(item["row"], []).append(item["span"])
         rows_of_group.setdefault(item["span"]["group_id"], set()).add(item["row"])
-    assert len(packed["items"]) == len(lane_spans(80))
+    assert len(packed["items"]) == len(lane_spans())
     assert set(rows) == set(range(packed["numRows"]))
     assert all(len(found) == 1 for found in rows_of_group.values())  # generated and scored in one row
     for spans in rows.values():
@@ -180,7 +180,7 @@ async def test_span_under_the_pointer_is_found(modules: Page) -> None:
         const { items } = m.packLane(a);
         return items.map(({ span, row }) => m.itemAt(items, (span.start + span.end) / 2, row).span);
     }"""
-    spans = [span for span in lane_spans(80) if span["kind"] != "load"]
+    spans = [span for span in lane_spans() if span["kind"] != "load"]
     found = await call(modules, "spans.js", script, spans)
     assert sorted(json.dumps(span) for span in found) == sorted(json.dumps(span) for span in spans)
     nothing = "(m, a) => m.itemAt(m.packLane(a).items, 1000, 0)"

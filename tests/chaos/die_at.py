@@ -68,7 +68,7 @@ class Orders:
 
     folder: Path
 
-    def give(self, point: str, action: str = "kill", nth: int = 1) -> None:
+    def give(self, point: str, action: str, nth: int = 1) -> None:
         draft = self.folder / f"{point}.new"
         draft.write_text(json.dumps({"action": action, "nth": nth}))
         draft.rename(self.folder / point)

@@ -59,7 +59,7 @@ def images(engine: None) -> Images:
 
 def redis_image() -> str:
     """The public one if it is here or can be pulled, else one of Debian's package."""
-    if has_image(PUBLIC_REDIS):
+    if run(["docker", "image", "inspect", PUBLIC_REDIS]).returncode == 0:
         return PUBLIC_REDIS
     base = checked("the base image", run([str(SCRIPTS / "base-image.sh")], timeout_s=BUILD_S)).strip()
     if not base.startswith("onbeat-base") and run(["docker", "pull", "-q", PUBLIC_REDIS], PULL_S).returncode == 0:
@@ -68,10 +68,6 @@ def redis_image() -> str:
     build = ["docker", "build", "-q", "-t", OWN_REDIS, "--build-arg", f"BASE_IMAGE={base}", "-f", dockerfile]
     checked("building Redis", run([*build, str(Path(__file__).parent)], timeout_s=BUILD_S))
     return OWN_REDIS
-
-
-def has_image(name: str) -> bool:
-    return run(["docker", "image", "inspect", name]).returncode == 0
 
 
 def run(

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -77,15 +76,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     # What a page installs is installed by being there: rollouts, broker and commands look for it each time.
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
     with patch.dict(os.environ, {"PYTHONPATH": path}), running(folder) as stack:
-        job = tiny_job(folder, schedule={"num_iterations": 3}, evaluation=evaluation(folder))
+        data = {"type": "jsonl", "path": str(folder / "data" / "prompts.jsonl")}
+        evaluation = {"data": data, "num_prompts": 2, "every_iterations": 2}
+        job = tiny_job(folder, schedule={"num_iterations": 3}, evaluation=evaluation)
         finished = stack.client.jobs.create(job).id
         assert stack.wait(finished).state is JobState.SUCCEEDED
         yield Workplace(stack, folder, finished)
-
-
-def evaluation(folder: Path) -> dict[str, Any]:
-    data = {"type": "jsonl", "path": str(folder / "data" / "prompts.jsonl")}
-    return {"data": data, "num_prompts": 2, "every_iterations": 2}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from onbeat.types import JobState
 from services.rollout.settings import Settings as RolloutSettings
 from tests.docs.conftest import Workplace
 from tests.docs.pages import blocks_of, text_of
-from tests.docs.test_snippets import QUICKSTART, put_into
+from tests.docs.test_snippets import quickstart_with
 from tests.e2e.stack import tiny_job
 
 RUN_S = 150.0
@@ -42,7 +42,7 @@ def install(page: str, module: str, folder: Path) -> None:
 def test_own_reward_scores_a_job(workplace: Workplace) -> None:
     install("docs/rewards.md", "brevity.py", workplace.folder)
     section = tomllib.loads(block_after("docs/rewards.md", "toml", '[reward]\nname = "brevity"'))
-    job = put_into(QUICKSTART, section | {"model": {"path": str(workplace.folder / "model"), "dtype": "float32"}})
+    job = quickstart_with(section | {"model": {"path": str(workplace.folder / "model"), "dtype": "float32"}})
     job["schedule"] = {"num_iterations": 1}
     created = workplace.stack.client.jobs.create(job)
     assert workplace.stack.wait(created.id).state is JobState.SUCCEEDED

@@ -24,10 +24,6 @@ QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
 KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
 
 
-def first_line(block: Block) -> tuple[str, str]:
-    return block.page, block.text.splitlines()[0]
-
-
 NEED_A_RUNNING_JOB = {"docs/chat.md"}
 
 
@@ -73,18 +69,21 @@ def test_default_address_is_the_documented_one() -> None:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [b for b in all_blocks("toml") if first_line(b) not in NOT_A_JOB], ids=str)
+TOML = [block for block in all_blocks("toml") if (block.page, block.text.splitlines()[0]) not in NOT_A_JOB]
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
 def test_toml_is_a_job_or_a_part_of_one(block: Block) -> None:
     given = tomllib.loads(block.text)
-    job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else put_into(QUICKSTART, given)
+    job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else quickstart_with(given)
     JobConfig.model_validate(job)
 
 
-def put_into(job: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
     """The quick start with these keys. A section of another kind is replaced, but for the counts of a schedule."""
-    merged = {name: value for name, value in job.items() if name != "reward" or "environment" not in given}
+    merged = {name: value for name, value in QUICKSTART.items() if name != "reward" or "environment" not in given}
     for name, value in given.items():
-        old = job.get(name)
+        old = QUICKSTART.get(name)
         if not isinstance(value, dict) or not isinstance(old, dict):
             merged[name] = value
             continue
@@ -97,7 +96,7 @@ def put_into(job: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 def test_json_is_json(block: Block) -> None:
     found = json.loads(block.text)
     if isinstance(found, dict) and {"model", "rollout"} & found.keys():
-        JobConfig.model_validate(put_into(QUICKSTART, found))
+        JobConfig.model_validate(quickstart_with(found))
 
 
 def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page_folder: Callable[[str], Path]) -> None:
@@ -112,7 +111,7 @@ def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page
             exec(compile(block.text, str(block), "exec"), namespace)
     sections = [tomllib.loads(block.text) for block in blocks_of("docs/data.md") if block.language == "toml"]
     for section in sections:
-        config = JobConfig.model_validate(put_into(QUICKSTART, {"data": section["data"]}))
+        config = JobConfig.model_validate(quickstart_with({"data": section["data"]}))
         if config.data.type == "hf":  # a hub is not always there
             continue
         item = open_dataset(DatasetSpec(data=config.data, seed=0, num_items=4), folder).item(0)

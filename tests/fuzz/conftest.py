@@ -14,7 +14,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
 from tests.broker_fixtures import broker_process, commit, drain, job_body, start_training, wait_open
-from tests.conftest import free_port, start_redis
+from tests.conftest import own_redis
 from tests.waiting import eventually
 
 LONG_S = 3600.0
@@ -42,15 +42,9 @@ class LiveBroker:
 @pytest.fixture(scope="package")
 def live_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBroker]:
     folder = tmp_path_factory.mktemp("broker")
-    redis = start_redis(redis_port := free_port(), str(folder))
-    redis_url = f"redis://127.0.0.1:{redis_port}"
-    try:
-        with broker_process(folder, redis_url) as (url, process):
-            asyncio.run(seed(redis_url))
-            yield LiveBroker(url, int(url.rpartition(":")[2]), process, folder / "log")
-    finally:
-        redis.terminate()
-        redis.wait(30)
+    with own_redis(folder) as redis_url, broker_process(folder, redis_url) as (url, process):
+        asyncio.run(seed(redis_url))
+        yield LiveBroker(url, int(url.rpartition(":")[2]), process, folder / "log")
 
 
 async def seed(redis_url: str) -> None:

@@ -29,14 +29,11 @@ def unharmed(live_broker: LiveBroker) -> Iterator[None]:
     live_broker.assert_unharmed()
 
 
-def connected(broker: LiveBroker) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", broker.port), timeout=DEADLINE_S)
-
-
 def exchange(broker: LiveBroker, request: bytes, timeout_s: float = DEADLINE_S) -> bytes:
     """All that comes back for these bytes. A server that waits for more of them sees their end after `timeout_s`."""
     answer = b""
-    with connected(broker) as stream, contextlib.suppress(ConnectionError):
+    opened = socket.create_connection(("127.0.0.1", broker.port), timeout=DEADLINE_S)
+    with opened as stream, contextlib.suppress(ConnectionError):
         stream.sendall(request)
         stream.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError):

@@ -17,8 +17,8 @@ from tests.fuzz import FUZZ_FACTOR
 LARGE = 2**31 - 1
 
 
-async def number(ledger: Ledger, job_id: str, name: str) -> int:
-    return int((await ledger.jobs.fields(job_id)).get(name, 0))
+async def num_foreign(ledger: Ledger, job_id: str) -> int:
+    return int((await ledger.jobs.fields(job_id)).get("num_foreign", 0))
 
 
 async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
@@ -46,7 +46,7 @@ async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger) ->
         await ledger.redis.xadd(JobKeys(job_id).rollouts, entry)
     taken = await take_all(ledger, job_id)
     assert sorted(group.group_id for group in taken) == ["0-0", "0-1"]
-    assert await number(ledger, job_id, "num_foreign") == len(entries)
+    assert await num_foreign(ledger, job_id) == len(entries)
     events = await ledger.event_log.read(job_id)
     assert sum(event.data["num"] for event in events if event.kind == "stream.foreign") == len(entries)
     assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 0)] == [
@@ -73,7 +73,7 @@ async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger
         await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
     await drain(ledger, job_id)
     assert {group.iteration for group in await take_all(ledger, job_id)} == {1}
-    assert await number(ledger, job_id, "num_foreign") == 4
+    assert await num_foreign(ledger, job_id) == 4
 
 
 async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) -> None:
@@ -86,7 +86,7 @@ async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) 
     claims = await claim_all(ledger, job_id)
     assert sorted(claim.task.group_id for claim in claims) == ["0-0", "0-1"]
     assert await claim_all(ledger, job_id, "w2") == []
-    assert await number(ledger, job_id, "num_foreign") == len(entries)
+    assert await num_foreign(ledger, job_id) == len(entries)
     assert (await ledger.redis.xpending(JobKeys(job_id).prompts, ROLLOUT_GROUP))["pending"] == len(claims)
     await submit_groups(ledger, job_id, claims)
 

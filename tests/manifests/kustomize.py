@@ -76,8 +76,8 @@ class Manifests:
             for item in self.of("Secret")
         }
 
-    def environment(self, service: str, fields: dict[str, str]) -> dict[str, str]:
-        return environment_of(self.pod(service).container, self.config_maps(), self.secrets(), fields)
+    def environment(self, service: str) -> dict[str, str]:
+        return environment_of(self.pod(service).container, self.config_maps(), self.secrets(), FIELDS)
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:

@@ -91,10 +91,10 @@ class ContainerRun:
 
 
 def docker_run_arguments(
-    pod_spec: Object, container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str] | None = None
+    pod_spec: Object, container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]
 ) -> ContainerRun:
     """`fields`: values of the pod's own fields, such as status.podIP. Raises ValueError for what does not exist."""
-    environment = environment_of(container, config_maps, secrets, fields or {})
+    environment = environment_of(container, config_maps, secrets, fields)
     ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
     pod_security, own_security = pod_spec.get("securityContext", {}), container.get("securityContext", {})
     security = pod_security | own_security

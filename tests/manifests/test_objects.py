@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from tests.manifests.kustomize import (
-    FIELDS,
     KUBERNETES,
     Manifests,
     Pod,
@@ -261,7 +260,7 @@ def test_ranks_of_several_nodes_find_each_other(manifests: Manifests):
     if "command" not in pod.container:
         assert workload["replicas"] == 1
         return
-    environment = manifests.environment("trainer", FIELDS)
+    environment = manifests.environment("trainer")
     arguments = " ".join(pod.container["command"] + pod.container["args"])
     assert environment["NUM_NODES"] == str(workload["replicas"])
     assert "--nnodes=$(NUM_NODES) " in arguments

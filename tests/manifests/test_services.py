@@ -63,7 +63,7 @@ def settings_of(
         (folder / name).write_text(text)
     for name in list(SETTINGS[service].model_fields):
         monkeypatch.delenv(f"ONBEAT_{name}".upper(), raising=False)
-    for name, value in manifests.environment(service, FIELDS).items():
+    for name, value in manifests.environment(service).items():
         monkeypatch.setenv(name, value.replace(SECRETS_FOLDER, str(folder)))
     return SETTINGS[service]()
 
@@ -77,7 +77,7 @@ GOOD_SECRETS = {"redis-password": "secret", "weights-key": "key", "api-keys.json
 @pytest.mark.parametrize("service", SETTINGS)
 def test_every_variable_is_a_setting(manifests: Manifests, service: str):
     known = {f"ONBEAT_{name}".upper() for name in SETTINGS[service].model_fields}
-    given = manifests.environment(service, FIELDS).keys()
+    given = manifests.environment(service).keys()
     assert {name for name in given - known if not FOREIGN.fullmatch(name)} == set()
 
 
@@ -112,7 +112,7 @@ def test_the_settings_are_what_the_pod_is(
 
 
 def test_ranks_on_one_node_have_ports_of_their_own(manifests: Manifests):
-    environment = manifests.environment("trainer", FIELDS)
+    environment = manifests.environment("trainer")
     ports = [int(environment[f"ONBEAT_{name}_PORT"]) for name in ("WEIGHTS", "METRICS")]
     if "NUM_NODES" in environment:
         assert ports[1] not in range(ports[0], ports[0] + 1024), "rank r serves its shard at weights_port + r"
@@ -166,7 +166,7 @@ def test_the_scaler_asks_what_the_broker_answers():
     assert address == f"{service['metadata']['name']}.{service['metadata']['namespace']}:{port}"
     app = create_app(BrokerSettings(), Ledger(connect("redis://127.0.0.1:1")))
     assert "/v1/pools/{pool}" in {getattr(route, "path", "") for route in app.routes}
-    assert path == f"v1/pools/{manifests.environment('rollout', FIELDS)['ONBEAT_POOL']}"
+    assert path == f"v1/pools/{manifests.environment('rollout')['ONBEAT_POOL']}"
     assert required_role("GET", f"/{path}") is Role.READ
     assert PoolStatus.model_fields[trigger["metadata"]["valueLocation"]].annotation is int
 
@@ -228,7 +228,7 @@ def test_images_of_a_platform_have_its_tag(overlay: str):
 @pytest.mark.parametrize("service", SETTINGS)
 def test_the_environment_is_that_of_compose(cpu: Manifests, compose: dict[str, Any], service: str):
     theirs = {name: str(value) for name, value in compose[service]["environment"].items()}
-    ours = cpu.environment(service, FIELDS)
+    ours = cpu.environment(service)
     assert {k: v for k, v in ours.items() if k not in OWN_OF_KUBERNETES} == {
         k: v for k, v in theirs.items() if k not in OWN_OF_COMPOSE | OWN_OF_KUBERNETES
     }
@@ -241,7 +241,7 @@ def test_data_of_jobs_fits_into_the_brokers_container(cpu: Manifests, compose: d
 
 def test_rollouts_on_npus_have_the_engine_of_compose(compose: dict[str, Any]):
     ascend = build(KUBERNETES / "overlays" / "ascend")
-    engine = ascend.environment("rollout", FIELDS)["ONBEAT_ENGINE"]
+    engine = ascend.environment("rollout")["ONBEAT_ENGINE"]
     assert engine == compose["rollout-npu"]["environment"]["ONBEAT_ENGINE"]
 
 

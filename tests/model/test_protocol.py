@@ -4,12 +4,11 @@ Larger bounds: `python -m tests.model`.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
 
-from tests.conftest import free_port, start_redis
+from tests.conftest import own_redis
 from tests.model.bounds import SMALL, Bounds
 from tests.model.search import Search
 
@@ -17,12 +16,8 @@ from tests.model.search import Search
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
     """A Redis of its own: jobs are taken out and put back there."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    port = free_port()
-    server = start_redis(port, str(folder))
-    yield redis.Redis(port=port)
-    server.terminate()
-    server.wait(10)
+    with own_redis(tmp_path_factory.mktemp("model")) as url:
+        yield redis.Redis.from_url(url)
 
 
 @pytest.mark.parametrize("name", list(SMALL))

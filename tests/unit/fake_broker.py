@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from onbeat.types import MAX_LISTED_ITERATIONS, MAX_LISTED_JOBS
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.05"))
-API_KEY = "secret"
 
 
 def problem(status: int, title: str, detail: str = "", errors: list[dict[str, str]] | None = None) -> JSONResponse:
@@ -294,7 +293,7 @@ def make_app(fake: FakeJobs) -> FastAPI:
         return {"pool": pool, "num_jobs": 1, "num_prompts": 5, "num_trainers": 1, "num_rollouts": len(fake.workers)}
 
     @app.get("/v1/workers")
-    async def workers(pool: str | None = None) -> Any:
+    async def workers() -> Any:
         return {"workers": [{"last_seen_at": time.time()} | worker for worker in fake.workers]}
 
     return app

@@ -149,11 +149,11 @@ async def test_prompts_are_the_same_whichever_broker_opens(ledger, process):
 # ---- opening ahead -----------------------------------------------------------------------------------------------
 
 
-async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> list[Claim]:
+async def wait_claimable(ledger: Ledger, job_id: str) -> list[Claim]:
     """What is or becomes free to claim."""
 
     async def claim() -> list[Claim]:
-        return await claim_all(ledger, job_id, worker)
+        return await claim_all(ledger, job_id)
 
     claims: list[Claim] = await eventually("prompts", claim)
     return claims

@@ -10,8 +10,8 @@ LENGTHS = {"say 0": 3, "say 1": 40, "say 2": 7, "say 3": 25, "say 4": 12}  # tok
 NUM_ROWS = len(LENGTHS)
 
 
-async def start(ledger: Ledger, dispatch: str, num_prompts: int = NUM_ROWS) -> tuple[str, str]:
-    rollout = {"num_prompts_per_iteration": num_prompts, "dispatch": dispatch}
+async def start(ledger: Ledger, dispatch: str) -> tuple[str, str]:
+    rollout = {"num_prompts_per_iteration": NUM_ROWS, "dispatch": dispatch}
     return await started_job(ledger, rollout=rollout, pool=dispatch.replace("_", "-"))
 
 

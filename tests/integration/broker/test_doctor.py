@@ -42,7 +42,7 @@ from tests.broker_fixtures import (
     tasks_for,
     write_prompts,
 )
-from tests.conftest import free_port, start_redis
+from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
 
 LATER_S = 30.0  # in which a slow machine gets anywhere
@@ -58,8 +58,8 @@ async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fie
     await ledger.workers.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
 
 
-async def open_iteration(ledger: Ledger, job_id: str, iteration: int, num_groups: int = 8) -> None:
-    assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups))
+async def open_iteration(ledger: Ledger, job_id: str, num_groups: int = 8) -> None:
+    assert not await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups))
 
 
 def sentence_of(finding: Finding) -> str:
@@ -128,7 +128,7 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, po
 
 async def test_open_iteration_says_where_every_group_is(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
-    await open_iteration(ledger, job_id, 0)
+    await open_iteration(ledger, job_id)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     claims = await claim_all(ledger, job_id, "rollout-a", 6)
     await submit_groups(ledger, job_id, claims[:3], "rollout-a")
@@ -171,7 +171,7 @@ async def test_open_iteration_says_which_groups_do_not_count(ledger, pool):
 
 async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool)
-    await open_iteration(ledger, job_id, 0)
+    await open_iteration(ledger, job_id)
     await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
     place = {"group_id": "0-5", "episode": 5}
     wait = EpisodeWait(**place, waits_for="tool `search`", waited_s=41.0, left_s=19.0)
@@ -209,7 +209,7 @@ async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, pool):
 )
 async def test_unclaimed_prompts_say_why(ledger, pool, rollouts, reason):
     job_id, _ = await started_job(ledger, pool=pool)
-    await open_iteration(ledger, job_id, 0)
+    await open_iteration(ledger, job_id)
     for worker, state, is_ours in rollouts:
         await beat_rollout(ledger, pool, worker, state, job_id=job_id if is_ours else "job-other")
     findings = await explain_job(ledger, job_id)
@@ -220,7 +220,7 @@ async def test_unclaimed_prompts_say_why(ledger, pool, rollouts, reason):
 
 async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool)
-    await open_iteration(ledger, job_id, 0)
+    await open_iteration(ledger, job_id)
     await claim_all(ledger, job_id, "rollout-gone", 1)
     *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
     await ledger.rollout.release(job_id, "rollout-b", [handed_back.entry_id])
@@ -238,7 +238,7 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
 
 async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
     job_id, epoch = await started_job(ledger, pool=pool)
-    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await open_iteration(ledger, job_id, num_groups=2)
     await drain(ledger, job_id)
     await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
     findings = await explain_job(ledger, job_id)
@@ -253,7 +253,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
 
 async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, pool):
     job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 1})
-    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await open_iteration(ledger, job_id, num_groups=2)
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
     tasks = tasks_for(1)
@@ -285,7 +285,7 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
 
 async def test_job_that_is_near_its_deadline_is_a_problem(ledger, pool):
     job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
-    await open_iteration(ledger, job_id, 0)
+    await open_iteration(ledger, job_id)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     assert problems(await explain_job(ledger, job_id)) == []
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", await ledger.now() - 600)
@@ -388,11 +388,9 @@ async def test_doctor_reports_what_redis_lets_it_know(tmp_path):
 
 
 async def test_password_that_was_changed_is_named_as_such(tmp_path):
-    port = free_port()
-    process = start_redis(port, str(tmp_path))
-    ledger = Ledger(connect(f"redis://:before@127.0.0.1:{port}", retry_s=60))
-    admin = connect(f"redis://127.0.0.1:{port}", retry_s=1)
-    try:
+    with own_redis(tmp_path) as url:
+        ledger = Ledger(connect(url.replace("//", "//:before@"), retry_s=60))
+        admin = connect(url, retry_s=1)
         await admin.config_set("requirepass", "before")
         await ledger.now()
         await admin.config_set("requirepass", "after")
@@ -402,11 +400,8 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
         assert "refuses the user or the password" in finding.sentence
         assert "correct ONBEAT_REDIS_PASSWORD_FILE or ONBEAT_REDIS_URL" in finding.sentence
         assert "before" not in finding.sentence
-    finally:
         await admin.aclose()
         await ledger.redis.aclose()
-        process.terminate()
-        process.wait(10)
 
 
 async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
@@ -507,7 +502,7 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, po
 
     try:
         await reports("loading the model")
-        await open_iteration(ledger, job_id, 0, num_groups=2)
+        await open_iteration(ledger, job_id, num_groups=2)
         feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
         await reports("waiting for groups of iteration 0: 2 missing")

@@ -10,7 +10,7 @@ import pytest
 
 from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
-from onbeat.streams.codec import PromptTask, RolloutGroup
+from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.audit_log import AuditLog
@@ -52,13 +52,9 @@ async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGrou
     """Whatever is there to be claimed, each group with the text of its prompt."""
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         group = make_group(claim.task)
-        group.prompt_text = text_of(claim.task)
+        group.prompt_text = claim.task.messages[0].content if claim.task.messages else claim.task.text
         change(group)
         assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.ACCEPTED
-
-
-def text_of(task: PromptTask) -> str:
-    return task.messages[0].content if task.messages else task.text
 
 
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from services.broker.watcher import fail_if_nobody_comes
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
 from tests.broker_fixtures import Keys, bearer, create_job, job_body, running_broker, write_prompts
-from tests.conftest import free_port, start_redis
+from tests.conftest import own_redis
 from tests.waiting import eventually
 
 HARDWARE = Hardware("a test's processor", "", "native")
@@ -33,12 +33,9 @@ HARDWARE = Hardware("a test's processor", "", "native")
 @pytest_asyncio.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
     """A Redis where nobody else counts."""
-    port = free_port()
-    process = start_redis(port, str(tmp_path))
-    async with connect(f"redis://127.0.0.1:{port}", retry_s=5) as redis:
-        yield Ledger(redis)
-    process.terminate()
-    process.wait(10)
+    with own_redis(tmp_path) as url:
+        async with connect(url, retry_s=5) as redis:
+            yield Ledger(redis)
 
 
 # ---- what they cost ----------------------------------------------------------------------------------------------

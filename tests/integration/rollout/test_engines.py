@@ -36,6 +36,7 @@ from services.rollout.engines.interface import (
 from services.rollout.engines.registry import EngineDied
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
+from tests.rollout_fakes import arriving
 from tests.tiny_models import (
     build_tokenizer,
     write_mixtral_model,
@@ -78,12 +79,6 @@ class Subject:
 
     def names(self) -> list[str]:
         return list(read_shapes(self.first_weights))
-
-
-async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
-    for names in batches:
-        yield names
-        await asyncio.sleep(0)
 
 
 @contextmanager

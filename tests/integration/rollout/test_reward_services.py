@@ -27,7 +27,7 @@ from services.rollout.rewards.service import MAX_RETRY_AFTER_S, ServiceAnswer, r
 from services.rollout.settings import RewardServiceSettings, Settings
 from tests.conftest import free_port
 from tests.integration.rollout.rollout_rig import G
-from tests.integration.rollout.test_rewards import installed_reward  # noqa: F401, fixture
+from tests.integration.rollout.test_rewards import installed_reward, score  # noqa: F401, fixture
 from tests.rollout_fakes import FakeEngine
 
 
@@ -130,12 +130,8 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 30.0, **o
     return RewardRequest("http", options, {"answer": "4"}, list(responses), timeout_s, 512, max_attempts)
 
 
-async def score(scorer: Scorer, request: RewardRequest, deadline_s: float = 60.0) -> list[Score]:
-    return await scorer.score(request, asyncio.get_running_loop().time() + deadline_s)
-
-
-def num_tries(outcome: str) -> float:
-    return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": outcome}) or 0.0
+def num_unreachable() -> float:
+    return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": "unreachable"}) or 0.0
 
 
 # ---- one call ------------------------------------------------------------------------------------------------------
@@ -207,11 +203,11 @@ async def test_file_without_exactly_one_token_is_refused_not_quoted(service, tmp
 )
 async def test_service_that_cannot_answer_is_asked_until_the_deadline(scorer, service, behaviour, words):
     service.will(behaviour)
-    before = num_tries("unreachable")
+    before = num_unreachable()
     with pytest.raises(RewardUnavailable, match=words):
         await score(scorer, request("a"), deadline_s=1.5)
     assert len(service.calls) >= 3
-    assert num_tries("unreachable") == before + len(service.calls)
+    assert num_unreachable() == before + len(service.calls)
     service.will(behaviour, score_by_length)
     assert await score(scorer, request("bb")) == [Score(2.0, {})]
 
@@ -389,14 +385,14 @@ def test_service_that_cannot_be_meant_is_refused_at_the_start(monkeypatch, servi
 
 @pytest.mark.parametrize("options", [{}, {"service": "http://judge"}, {"service": ""}, {"service": ["judge"]}])
 def test_broker_refuses_a_job_that_names_no_service(options):
-    ((field, message),) = review_reward(use_of("http", options))
+    ((field, message),) = review_reward(use_of(options))
     assert field == "reward.options.service"
     assert "ONBEAT_REWARD_SERVICES of the rollouts" in message
-    assert review_reward(use_of("http", {"service": "judge-2.eu"})) == []
+    assert review_reward(use_of({"service": "judge-2.eu"})) == []
 
 
-def use_of(name: str, options: dict) -> RewardUse:
-    return RewardUse("reward", RewardConfig(name=name, options=options), [])
+def use_of(options: dict) -> RewardUse:
+    return RewardUse("reward", RewardConfig(name="http", options=options), [])
 
 
 # ---- what a rollout makes of it ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from redis.exceptions import DataError
 from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
-from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import group_states
 from onbeat.types import (
@@ -292,15 +292,6 @@ async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> No
 # ---- leases of groups --------------------------------------------------------------------------------------------
 
 
-async def make_idle(ledger: Ledger, job_id: str, worker: str, claims: list[Claim], idle_s: float = 60.0) -> None:
-    """Let the leases run out, as if nobody had renewed them for so many seconds."""
-    entries = [claim.entry_id for claim in claims]
-    milliseconds = int(idle_s * 1000)
-    await ledger.redis.xclaim(
-        JobKeys(job_id).prompts, ROLLOUT_GROUP, worker, 0, entries, idle=milliseconds, justid=True
-    )
-
-
 async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> None:
     """Redis looks at ten held entries for each one that is asked for, and says where to go on."""
     job_id, _ = await open_job(ledger, num_groups=30)
@@ -315,7 +306,8 @@ async def test_lease_that_runs_out_is_taken_over_unless_it_is_renewed(ledger: Le
     job_id, _ = await open_job(ledger)
     first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
     assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=30) == []
-    await make_idle(ledger, job_id, "w1", [first, second])
+    held = [first.entry_id, second.entry_id]  # as if nobody had renewed them for a minute:
+    await ledger.redis.xclaim(JobKeys(job_id).prompts, ROLLOUT_GROUP, "w1", 0, held, idle=60_000, justid=True)
     assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
     (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=30)
     assert (stolen.entry_id, stolen.attempt) == (second.entry_id, 2)

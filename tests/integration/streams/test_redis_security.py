@@ -29,7 +29,7 @@ from tests.broker_fixtures import (
     wait_open,
     write_prompts,
 )
-from tests.conftest import free_port, start_redis
+from tests.conftest import free_port, own_redis
 from tests.integration.authority import Authority
 from tests.waiting import eventually
 
@@ -45,17 +45,14 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     rules = EXAMPLE.read_text()
     for name, password in (("ADMIN_PASSWORD", ADMIN_PASSWORD), ("PASSWORD", PASSWORD)):
         rules = rules.replace(f"SHA256_OF_THE_{name}", hashlib.sha256(password.encode()).hexdigest())
-    port = free_port()
-    process = start_redis(port, str(tmp_path_factory.mktemp("redis")))
-    with sync_redis.Redis(port=port) as opened:
-        for line in rules.splitlines():
-            if not line.startswith("user default"):
-                opened.execute_command("ACL", "SETUSER", *line.split()[1:])
-        default = next(line for line in rules.splitlines() if line.startswith("user default"))
-        opened.execute_command("ACL", "SETUSER", *default.split()[1:])
-    yield port
-    process.terminate()
-    process.wait(DEADLINE_S)
+    with own_redis(tmp_path_factory.mktemp("redis")) as url:
+        with sync_redis.Redis.from_url(url) as opened:
+            for line in rules.splitlines():
+                if not line.startswith("user default"):
+                    opened.execute_command("ACL", "SETUSER", *line.split()[1:])
+            default = next(line for line in rules.splitlines() if line.startswith("user default"))
+            opened.execute_command("ACL", "SETUSER", *default.split()[1:])
+        yield int(url.rpartition(":")[2])
 
 
 @pytest.fixture
@@ -206,23 +203,19 @@ async def test_user_can_do_no_more(port: int, password_file: Path, command: tupl
 
 
 async def test_changed_password_is_read_for_the_next_connection(tmp_path: Path) -> None:
-    port, file = free_port(), tmp_path / "password"
-    process = start_redis(port, str(tmp_path))
-    with sync_redis.Redis(port=port) as admin:
-        admin.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+old"])
-    try:
+    file = tmp_path / "password"
+    with own_redis(tmp_path) as url:
+        with sync_redis.Redis.from_url(url) as admin:
+            admin.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+old"])
         file.write_text("old")
-        client = RedisSettings(redis_url=f"redis://127.0.0.1:{port}", redis_password_file=file).connect_redis(30)
+        client = RedisSettings(redis_url=url, redis_password_file=file).connect_redis(30)
         assert await client.ping()
-        with sync_redis.Redis(port=port, password="old") as admin:
+        with sync_redis.Redis.from_url(url, password="old") as admin:
             admin.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+new"])
             admin.client_kill_filter(_type="normal", skipme=True)
         file.write_text("new")
         assert await client.ping()
         await client.aclose()
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
 
 
 def test_user_may_stand_in_the_url_and_the_password_in_a_file(password_file: Path) -> None:

@@ -18,20 +18,20 @@ from tests.trainer_fixtures import tiny_config, tiny_model
 PROJECT = Path(__file__).parents[3]
 
 
-def launch(module: str, *arguments: str, num_ranks: int = 2, timeout_s: float = 150.0) -> str:
-    """Run a module on some ranks of this machine, one thread each; returns what they wrote. Ends with all of them.
+def launch(folder: Path) -> str:
+    """Run all checks on two ranks of this machine, one thread each; returns what they wrote. Ends with all of them.
 
     Tensors of 256 KiB and more are given back to the system when they are freed, so that a peak is of what is held.
     """
-    options = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments]
+    worker = ["tests.integration.trainer.distributed_worker", ",".join(CHECKS), str(folder)]
     ranks = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *worker],
         cwd=PROJECT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
+        timeout=150,
     )
     return ranks.stdout
 
@@ -55,7 +55,7 @@ def checked(tmp_path_factory) -> tuple[Path, str]:
     store = CheckpointStore(folder / "load_whole" / "checkpoints", keep=1)
     store.save(STATE, [], written_alone, {})
     store.wait()
-    return folder, launch("tests.integration.trainer.distributed_worker", ",".join(CHECKS), str(folder))
+    return folder, launch(folder)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -119,7 +119,7 @@ def trainer(
             raise
 
 
-async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None, on_version=None) -> None:
+async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_version) -> None:
     """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over.
 
     A trainer with all groups of an iteration goes on to the next version at once: they are held back until the

@@ -14,7 +14,7 @@ from tests.broker_fixtures import job_body
 DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}
 
 
-def iteration(number: int, reward: float, mismatch: float = 0.01, **metrics: float) -> IterationRecord:
+def iteration(number: int, reward: float, **metrics: float) -> IterationRecord:
     return IterationRecord(
         iteration=number,
         state=IterationState.COMMITTED,
@@ -22,7 +22,7 @@ def iteration(number: int, reward: float, mismatch: float = 0.01, **metrics: flo
         num_groups=4,
         opened_at=0.0,
         reward_mean=reward,
-        mismatch_mean=mismatch,
+        mismatch_mean=0.01,
         metrics=metrics,
     )
 
@@ -51,12 +51,12 @@ def course_of(num: int, **metrics: float) -> list[IterationRecord]:
     return [iteration(number, 0.0, **(DULL | metrics)) for number in range(num)]
 
 
-def learning(num: int = 40, start: float = 0.3, end: float = 0.98, **metrics: float) -> list[IterationRecord]:
+def learning(num: int = 40, **metrics: float) -> list[IterationRecord]:
     """The course of a quick start: noise, and most groups solved at the end."""
     rng, records = random.Random(0), []
     for number in range(num):
         share = min(1.0, number / (0.5 * num))
-        reward = min(1.0, max(0.0, start + (end - start) * share + rng.gauss(0, 0.05)))
+        reward = min(1.0, max(0.0, 0.3 + 0.68 * share + rng.gauss(0, 0.05)))
         values = {"rollout/uniform_groups": float(round(4 * share)), "rollout/solved_all_frac": share}
         values |= {"train/entropy": 2.1 * (1 - share) + 0.02, "rollout/truncated_frac": 0.47 - 0.3 * share}
         records.append(iteration(number, reward, **(values | metrics)))

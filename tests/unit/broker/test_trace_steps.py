@@ -15,9 +15,9 @@ def spans(*kinds: str) -> list[Span]:
     ]
 
 
-def starts(told, recorded, num_updates=1, num_groups=4, num_replicas=1):
+def starts(told, recorded, num_updates=1, num_replicas=1):
     """The starts of each group's micro-batch and optimizer step; None where they are unknown."""
-    steps = find_steps(told, recorded, num_updates, num_groups, num_replicas)
+    steps = find_steps(told, recorded, num_updates, 4, num_replicas)
     return {
         group_id: tuple(span.start if span else None for span in (step.micro_batch, step.optimizer))
         for group_id, step in steps.items()

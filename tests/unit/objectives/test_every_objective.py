@@ -21,13 +21,13 @@ LENGTHS = [(3, 1, 4), (2, 5, 2)]
 REWARDS = [[0.0, 1.0, 0.25], [1.0, 1.0, 0.0]]
 
 
-def example(seed=0, spread=0.4):
+def example():
     """Two groups of three responses with policy, old, reference and rollout log-probabilities per token."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     groups = [make_group(f"0-{i}", 4, LENGTHS[i], rewards=REWARDS[i]) for i in range(2)]
 
     def near(values):
-        return [value + rng.uniform(-spread, spread) for value in values]
+        return [value + rng.uniform(-0.4, 0.4) for value in values]
 
     trainer = [[[-rng.uniform(0.1, 2.0) for _ in range(n)] for n in lengths] for lengths in LENGTHS]
     others = [[[near(tokens) for tokens in group] for group in trainer] for _ in range(3)]

@@ -153,10 +153,10 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # its share is 4
 
 
-def claims_until_full(flights: list[Flight], capacity: int, evaluation: Load, num_workers: int, **task) -> int:
+def claims_until_full(flights: list[Flight], evaluation: Load, num_workers: int, **task) -> int:
     """Groups of this kind that a worker claims one claim after the other."""
     before = len(flights)
-    while count := num_claimable(flights, capacity, TRAINING, evaluation, num_workers):
+    while count := num_claimable(flights, 64, TRAINING, evaluation, num_workers):
         add_flights(flights, *[GENERATING] * count, **task)
     return len(flights) - before
 
@@ -164,11 +164,11 @@ def claims_until_full(flights: list[Flight], capacity: int, evaluation: Load, nu
 def test_evaluation_of_single_samples_fills_the_engine_as_well():
     evaluation = Load(num_prompts=100, num_samples=1)
     single = {"num_samples": 1, "is_evaluation": True}
-    assert claims_until_full(flights_of(), 64, evaluation, 1, **single) == 65  # full, and something waits
-    assert claims_until_full(flights_of(), 64, evaluation, 2, **single) == 50  # its share
-    assert claims_until_full(flights_of(*[GENERATING] * 3), 64, evaluation, 1, **single) == 41  # 24 + 41 responses
+    assert claims_until_full(flights_of(), evaluation, 1, **single) == 65  # full, and something waits
+    assert claims_until_full(flights_of(), evaluation, 2, **single) == 50  # its share
+    assert claims_until_full(flights_of(*[GENERATING] * 3), evaluation, 1, **single) == 41  # 24 + 41 responses
     flights = flights_of(GENERATING, num_samples=1, is_evaluation=True)
-    assert claims_until_full(flights, 64, evaluation, 2, num_samples=8) == 4  # training's share is training's
+    assert claims_until_full(flights, evaluation, 2, num_samples=8) == 4  # training's share is training's
 
 
 def test_engine_gets_the_options_that_it_knows(monkeypatch):

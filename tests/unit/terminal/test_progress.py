@@ -159,7 +159,7 @@ class Scripted:
     The question for the rollouts fails as often as `num_losses` says.
     """
 
-    def __init__(self, num_losses: int = 0) -> None:
+    def __init__(self, num_losses: int) -> None:
         self.jobs, self.num_losses, self.num_looks = self, num_losses, 0
         self.iterations_after: list[int] = []
 

@@ -58,13 +58,9 @@ def process_families():
     }
 
 
-def scraped_name(name, kind):
-    return f"{name}_total" if kind == "counter" else name
-
-
 async def test_documented_table_is_complete_and_true(ledger):
     registered = {
-        (scraped_name(name, kind), kind, tuple(sorted(labels)))
+        (f"{name}_total" if kind == "counter" else name, kind, tuple(sorted(labels)))
         for name, kind, labels in await broker_families(ledger) | process_families()
     }
     documented = {

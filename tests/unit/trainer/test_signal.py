@@ -161,10 +161,6 @@ def record_passes(monkeypatch, kind):
     return passes
 
 
-def compute_every_group(monkeypatch, kind):
-    monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, monkeypatch):
     """A row for each response, so that leaving some out moves no other: what is left out adds exact zeros."""
@@ -178,7 +174,7 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
     assert metrics["train/skipped_groups"] == metrics["rollout/uniform_groups"] == 2
     assert (metrics["num_responses"], metrics["response_tokens"]) == (12, 36)
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
-    compute_every_group(monkeypatch, kind)
+    monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)  # none is left out
     _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
     digests = [[digest for _, digest, _ in each.commits] for each in (job, job_of_all)]
     assert digests[0] == digests[1]

@@ -35,7 +35,7 @@ def retries(monkeypatch):
 class LedgerOf:
     """Hands out what is after the cursor, a few points at a time."""
 
-    def __init__(self, num_iterations=0, evaluations=()):
+    def __init__(self, num_iterations, evaluations=()):
         self.num_iterations, self.evaluations, self.warnings = num_iterations, evaluations, []
 
     def read(self, cursor):

@@ -24,18 +24,18 @@ SIZE = SIZE_A + SIZE_B
 SOON_S = 10.0
 
 
-def weights(seed, names=("a", "b")):
-    generator = torch.Generator().manual_seed(seed)
+def weights():
+    generator = torch.Generator().manual_seed(0)
     sizes = {"a": SIZE_A, "b": SIZE_B}
-    return {name: torch.randn(sizes[name] // 2, generator=generator).bfloat16() for name in names}
+    return {name: torch.randn(size // 2, generator=generator).bfloat16() for name, size in sizes.items()}
 
 
 def content_of(snapshot):
     return b"".join(bytes(buffer) for buffer in snapshot.buffers)
 
 
-def inverted(content, start, end):
-    return content[:start] + bytes(255 ^ byte for byte in content[start:end]) + content[end:]
+def inverted(start, end):
+    return TRUE[:start] + bytes(255 ^ byte for byte in TRUE[start:end]) + TRUE[end:]
 
 
 def with_checksums(manifest, checksums):
@@ -51,9 +51,9 @@ def with_checksums_of(manifest, content):
     return with_checksums(manifest, map(xxh3_128_digest, parts))
 
 
-SNAPSHOT = take_snapshot(1, weights(0).items())
+SNAPSHOT = take_snapshot(1, weights().items())
 TRUE = content_of(SNAPSHOT)
-FORGED = inverted(TRUE, 0, SIZE_A)  # all of the first tensor
+FORGED = inverted(0, SIZE_A)  # all of the first tensor
 COLLIDING = with_checksums_of(SNAPSHOT.manifest, FORGED)
 
 
@@ -151,7 +151,7 @@ async def test_bytes_of_the_trainer_are_checked_by_checksum_alone(pulled):
 
 @pytest.mark.parametrize("position", [0, SIZE_A - 1, SIZE_A, SIZE - 1])
 async def test_a_corrupt_byte_from_the_trainer_is_noticed_and_cured(pulled, position):
-    corrupt = inverted(TRUE, position, position + 1)
+    corrupt = inverted(position, position + 1)
     network = in_full(Sent(TRAINER, corrupt), Sent(TRAINER, TRUE), manifest=SNAPSHOT.manifest)
     held, pull = await pulled(network)
     assert held == TRUE
@@ -165,7 +165,7 @@ async def test_trainer_that_resumes_where_it_broke_is_still_trusted(pulled):
 
 
 async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
-    damaged = with_checksums_of(SNAPSHOT.manifest, inverted(TRUE, 0, SIZE))
+    damaged = with_checksums_of(SNAPSHOT.manifest, inverted(0, SIZE))
     network = in_full(Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), manifest=damaged)
     network.itineraries.append(Itinerary(SNAPSHOT.manifest))
     held, pull = await pulled(network)
@@ -208,7 +208,7 @@ async def test_relay_bytes_with_only_the_checksum_right_are_refused(pulled, of_t
 @pytest.mark.parametrize("forged", ["a", "b"])
 async def test_only_the_trainers_own_shard_is_checked_by_checksums(pulled, forged):
     start, end = (0, SIZE_A) if forged == "a" else (SIZE_A, SIZE)
-    content = inverted(TRUE, start, end)
+    content = inverted(start, end)
     manifest = with_checksums_of(replace(SNAPSHOT.manifest, shard_starts=(1,)), content)
     other_rank = [Sent("rank:1", content[SIZE_A:]), Sent(PEER, TRUE[SIZE_A:])]
     sources = {PayloadKey(1): [Sent(TRAINER, content[:SIZE_A])], PayloadKey(1, None, 1): other_rank}
@@ -231,7 +231,7 @@ def moved(tensors, names, places):
 
 def chain(first_from, then_from, then_changes):
     """Version 0 is held; two true steps lead to 2, whose checksum of `a` is damaged. Also the bytes of version 2."""
-    tensors = [weights(0)]
+    tensors = [weights()]
     tensors += [moved(tensors[0], ["a"], slice(0, 20))]
     tensors += [moved(tensors[1], then_changes, slice(50, 90))]
     snapshots = [take_snapshot(0, tensors[0].items())]

@@ -33,6 +33,7 @@ from onbeat.weights.wire import (
 )
 from services.trainer.weights import store
 from services.trainer.weights.store import HostMemory, SnapshotWriter, WeightStore, take_snapshot
+from tests.weight_plane import bits
 
 SOON_S = 5.0
 KEY = PayloadKey(1)
@@ -59,8 +60,8 @@ def test_slices_are_the_bytes_wherever_the_segments_are_cut(parts, data):
     assert b"".join(payload.slices(start, end)) == whole[start:end]
 
 
-def growing(size=10):
-    return Payload(KEY, Plan.of([(0, Encoding.RAW, size)]), [memoryview(bytearray(size))], available=0)
+def growing():
+    return Payload(KEY, Plan.of([(0, Encoding.RAW, 10)]), [memoryview(bytearray(10))], available=0)
 
 
 async def test_readers_wait_for_exactly_the_bytes_that_they_want():
@@ -261,10 +262,6 @@ def weights(seed=0, num_items=4000):
     }
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def test_a_snapshot_does_not_change_when_training_goes_on(monkeypatch):
     monkeypatch.setattr(store, "CORES_PER_ENCODER", 10_000)  # one thread
     live = weights()
@@ -406,14 +403,14 @@ def test_there_is_no_delta_without_a_base_or_from_another_model():
     assert take_snapshot(2, cast.items(), base=base).delta is None
 
 
-def published(store, num_versions, share, num_items=4000):
-    tensors, base = weights(num_items=num_items), None
+def published(store, num_versions, share):
+    tensors, base = weights(), None
     for version in range(num_versions):
         base = take_snapshot(version, tensors.items(), base=base)
         store.add(base)
         generator = torch.Generator().manual_seed(version)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        is_moved = torch.rand(num_items, generator=generator) < share
+        is_moved = torch.rand(len(tensors["w"]), generator=generator) < share
         tensors["w"][is_moved] = tensors["w"][is_moved] * 1.01 + 0.01
     return base
 

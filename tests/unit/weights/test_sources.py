@@ -30,10 +30,10 @@ def located(sources, puller, key=FULL, failed=()):
     return sources.locate(key, puller, set(failed))
 
 
-def completed(sources, puller, key=FULL):
+def completed(sources, puller):
     """Its source when it began; it is through now."""
-    source = located(sources, puller, key)
-    sources.finish(key, puller.worker_id, is_complete=True)
+    source = located(sources, puller)
+    sources.finish(FULL, puller.worker_id, is_complete=True)
     return source
 
 

@@ -1,7 +1,7 @@
 """What arrives during a load is gathered, whole modules are distinguished from parts, and errors come at the end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.rollout.engines.arrivals import BadWeightFile, check_weight_file, gathered, whole_modules
+from tests.rollout_fakes import arriving
 
 LAYERS = [
     f"model.layers.{layer}.{name}"
@@ -50,12 +51,6 @@ def test_a_changed_tensor_brings_what_it_may_be_fused_with(changed: str, sibling
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
 def test_modules_outside_the_layers_stand_alone(name: str) -> None:
     assert whole_modules([name], NAMES) == {name}
-
-
-async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
-    for names in batches:
-        yield names
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from services.rollout.engines.cpu_sampling import BLOCK, NUM_SEEDS, sample
 NUM_DRAWS = 20_000
 
 
-def evenly_spread_seeds(count: int = NUM_DRAWS) -> torch.Tensor:
-    return (torch.arange(count, dtype=torch.float64) * (NUM_SEEDS / count)).long()
+def evenly_spread_seeds() -> torch.Tensor:
+    return (torch.arange(NUM_DRAWS, dtype=torch.float64) * (NUM_SEEDS / NUM_DRAWS)).long()
 
 
 @pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])

@@ -13,11 +13,10 @@ from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
 from services.rollout.episodes import server as server_module
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES
-from tests.episode_rig import playing, post
+from tests.episode_rig import TOOL, playing, post
 from tests.waiting import until
 
 USER = {"role": "user", "content": "2+2="}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 async def ask(*bodies, path="/chat/completions", **options):

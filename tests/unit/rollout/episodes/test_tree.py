@@ -17,10 +17,9 @@ from services.rollout.episodes.episode import Episode, GroupContext, Vocabulary
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.token_text import TokenText
-from tests.episode_rig import QWEN_LIKE, VERSION, WITHOUT_SYSTEM, ScriptedEngine, paths_of, tokenizer_of
+from tests.episode_rig import QWEN_LIKE, TOOL, VERSION, WITHOUT_SYSTEM, ScriptedEngine, paths_of, tokenizer_of
 
 SEED = 5
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 TEMPLATES = {"plain": None, "qwen-like": QWEN_LIKE, "without system": WITHOUT_SYSTEM}
 TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items()}
 SAMPLES = st.one_of(

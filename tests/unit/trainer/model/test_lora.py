@@ -27,7 +27,7 @@ def test_a_model_without_adapters_needs_no_peft(monkeypatch):
     assert published == parameters
 
 
-def adapted(dtype, config=CONFIG, config_class=LlamaConfig, scale=0.2):
+def adapted(dtype, config=CONFIG, config_class=LlamaConfig):
     """A tiny model whose adapters have been moved away from zero."""
     model = tiny_model(tiny_config(config_class), dtype)
     add_adapters(model, config, seed=1)
@@ -35,7 +35,7 @@ def adapted(dtype, config=CONFIG, config_class=LlamaConfig, scale=0.2):
     with torch.no_grad():
         for layer in adapted_layers(model).values():
             weight = layer.lora_B["default"].weight
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
     return model
 
 
