@@ -57,7 +57,7 @@ async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
     assert group.worker_id == "w1"
 
 
-async def test_a_rollout_reports_the_job_of_a_newer_version_while_it_serves(rig):
+async def test_rollout_reports_a_newer_versions_job_while_it_serves(rig):
     newer_id = rig.job_id
     config = json.loads((await rig.ledger.jobs.fields(newer_id))["config"]) | {"of_a_newer_version": 1}
     await rig.ledger.redis.hset(JobKeys(newer_id).job, "config", json.dumps(config))
