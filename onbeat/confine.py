@@ -49,12 +49,6 @@ def lower_limits(most: Mapping[int, int]) -> None:
         lower_limit(kind, value, value)
 
 
-def become_expendable() -> None:
-    """Let the kernel's out-of-memory killer take this process, and what it starts, before any other."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # /proc may be read-only
-        file.write("1000")
-
-
 def leave_network() -> bool:
     """Go on without any network, in a process space of its own that ends with this program. Return whether it worked:
     many containers do not permit it."""

@@ -120,8 +120,6 @@ class DatasetProcess:
         await self.close()
         if is_late or code == -signal.SIGALRM:
             return f"takes longer than {self._timeout_s:g} s; choose something cheaper or less"
-        if code == -signal.SIGKILL:  # the kernel's out-of-memory killer takes this process first
-            return "cannot be read: the process was killed, probably for lack of memory where the broker runs"
         why = last_words[0] if last_words else f"exit code {code}"
         if "MemoryError" in why:
             return f"needs more than {self._memory_mb} MB; choose something smaller"

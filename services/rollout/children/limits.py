@@ -1,15 +1,19 @@
 """The limits of all child processes, which a child sets on itself before it imports foreign code."""
 
+import contextlib
 import json
 import os
 import resource
+import sys
+from pathlib import Path
 from typing import Any, TextIO
 
-from onbeat.confine import MEBIBYTE, become_expendable, lower_limits
+from onbeat.confine import MEBIBYTE, lower_limits
 
 LOAD_S = 120.0  # start of Python and import of the foreign code: not counted as its work
 MAX_FILE_BYTES = 256 * MEBIBYTE  # size of one file
 NICENESS = 5  # the engine goes first
+MOST_EXPENDABLE = "1000"  # the kernel's out-of-memory killer takes this process rather than the engine
 MAX_ANSWER_BYTES = MEBIBYTE  # size of a line of a child
 MAX_MESSAGE = 500  # characters of an error message, which foreign code writes
 MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # bytes printed between two answers; the parent kills a child that prints more
@@ -25,7 +29,9 @@ def restrict_this_process(memory_mb: int, max_open_files: int) -> None:
         }
     )
     os.nice(NICENESS)
-    become_expendable()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # /proc may be read-only: then the kernel chooses by size
+            Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
 
 
 class Answers:

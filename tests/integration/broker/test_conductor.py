@@ -604,20 +604,6 @@ async def test_idle_data_process_ends_and_starts_again(tmp_path):
     await process.close()
 
 
-async def test_kernel_without_memory_kills_the_data_process_first(process):
-    await process.read(file_spec(), 0, 1)
-    child = process._child
-    assert child
-    score = await asyncio.to_thread(Path(f"/proc/{child.pid}/oom_score_adj").read_text)
-    assert score == "1000\n"
-    child.send_signal(signal.SIGSTOP)
-    reading = asyncio.create_task(process.read(file_spec(), 0, 1))
-    await asyncio.sleep(0.1)
-    child.kill()
-    with pytest.raises(DatasetError, match="was killed, probably for lack of memory"):
-        await reading
-
-
 async def test_cancelled_request_does_not_answer_the_next_one(process):
     spec = file_spec()
     await process.read(spec, 0, 1)
