@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
+CLOSE_S = 10.0  # for the last coroutine, and for others that ignore that they are cancelled
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +60,10 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel all running coroutines, so that no caller waits for ever, and run `last`. Safe to repeat."""
+        """Cancel all running coroutines, so that no caller waits for ever, and run `last`. Safe to repeat.
+
+        Raise TimeoutError when they do not end within CLOSE_S.
+        """
         with self._lock:
             if self.is_closed:
                 last.close()
@@ -66,7 +71,7 @@ class LoopThread:
             self.is_closed = True
             ending = asyncio.run_coroutine_threadsafe(cancel_others_and(last), self._loop)
         try:
-            ending.result()
+            ending.result(CLOSE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -346,8 +346,10 @@ class ProcessRecord(Record):
 
     id: str
     job_id: str | None = None
+    # a trainer: "idle" (asks for jobs) | "training" | "stopped"
+    # a rollout: "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
     state: str
-    last_seen_at: float = 0.0  # by the Redis clock; 0: not written yet
+    last_seen_at: float = 0.0  # by the Redis clock, when it was written
     host: HostMemory | None = None
 
     def silence_s(self, now: float) -> float:
@@ -362,7 +364,6 @@ class ProcessRecord(Record):
 class WorkerRecord(ProcessRecord):
     """A rollout replica's last heartbeat."""
 
-    state: str  # "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
     doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
     waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
     policy_version: int | None = None
@@ -378,7 +379,6 @@ class WorkerRecord(ProcessRecord):
 class TrainerRecord(ProcessRecord):
     """A trainer's last heartbeat."""
 
-    state: str  # "idle" (asks for jobs) | "training" | "stopped"
     trackers: list[str] | None = None  # types of trackers that are installed there; None: not reported
 
 
@@ -444,6 +444,12 @@ class PoolStatus(Record):
     num_unclaimed_prompts: int = 0  # those without a rollout
     num_trainers: int  # seen within the last 10 s
     num_rollouts: int
+
+
+class MetricSeries(Record):
+    """The curves of a job: `area/name` -> [(iteration, value), ...]; for `eval/name`, (evaluation, value)."""
+
+    metrics: dict[str, list[tuple[int, float]]]
 
 
 class Diagnosis(Record):

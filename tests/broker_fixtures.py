@@ -19,6 +19,7 @@ import uvicorn
 
 from onbeat.api_keys import Role, keys_to_edit, new_key
 from onbeat.config import JobConfig
+from onbeat.streams import keys
 from onbeat.streams.codec import (
     GroupFailure,
     PromptTask,
@@ -30,7 +31,7 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import IterationState, Verdict
+from onbeat.types import IterationState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings
@@ -259,6 +260,13 @@ async def submit_groups(ledger: Ledger, job_id: str, claims: Iterable[Claim], wo
     """Submit a group for each claim; all of them are accepted."""
     for claim in claims:
         assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
+
+
+async def beat(ledger: Ledger, pool: str, record: TrainerRecord | WorkerRecord, ago_s: float = 0.0) -> None:
+    """Be a trainer or rollout that was last seen some time ago."""
+    key = keys.trainers(pool) if isinstance(record, TrainerRecord) else keys.workers(pool)
+    seen = record.model_copy(update={"last_seen_at": await ledger.now() - ago_s})
+    await ledger.redis.hset(key, record.id, seen.model_dump_json())
 
 
 async def drain(ledger: Ledger, job_id: str) -> list[PromptTask]:

@@ -21,7 +21,7 @@ from onbeat.types import (
     IterationUpdate,
     JobRecord,
     JobState,
-    Record,
+    MetricSeries,
     Sample,
     Timeline,
     WeightsRecord,
@@ -42,12 +42,6 @@ UPDATES: dict[str, type[Update]] = {
     "event": Event,
     "explain": Diagnosis,
 }
-
-
-class SeriesAnswer(Record):
-    """The answer of /v1/jobs/JOB/metrics."""
-
-    metrics: Series
 
 
 class AsyncJobs:
@@ -159,7 +153,7 @@ class AsyncJobs:
         while True:
             answer = await self._get(job_id, "/metrics", after=newest)
             seen = newest
-            for name, points in read_record(SeriesAnswer, answer).metrics.items():
+            for name, points in read_record(MetricSeries, answer).metrics.items():
                 found.setdefault(name, {}).update(points)
                 if points and not name.startswith("eval/"):
                     newest = max(newest, points[-1][0])

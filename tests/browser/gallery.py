@@ -37,11 +37,10 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         "stuck": await seed_job(ledger, "stuck", num_done=3, state=JobState.RUNNING),
         "queued": await create_job(ledger, name="queued", pool="nobody-there"),
     }
-    now = await ledger.now()
     for worker in WORKERS:
-        record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3, last_seen_at=now)
+        record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3)
         await ledger.workers.heartbeat("default", record)
-    trainer = TrainerRecord(id="trainer-0", job_id=ids["stuck"], state="training", last_seen_at=now)
+    trainer = TrainerRecord(id="trainer-0", job_id=ids["stuck"], state="training")
     await ledger.trainers.heartbeat("default", trainer)
     async with serving(ledger, folder) as broker:
         yield Gallery(broker.url, ids)

@@ -1,6 +1,5 @@
 """What a page does with its stream: let go while nobody looks, complete after a loss, and honest about defects."""
 
-import time
 from pathlib import Path
 
 from playwright.async_api import Page, Route, expect
@@ -8,7 +7,7 @@ from playwright.async_api import Page, Route, expect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
-from tests.broker_fixtures import Broker, create_job, started_job
+from tests.broker_fixtures import Broker, beat, create_job, started_job
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 from tests.browser.test_live import cursors, expect_progress
@@ -124,10 +123,9 @@ async def test_older_events_can_be_asked_for_again_after_a_failure(
 
 async def test_rollout_is_silent_by_the_clock_of_the_others(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    ahead = time.time() + 600
-    for name, seen_at in (("quick", ahead), ("slow", ahead - 30)):
-        worker = WorkerRecord(id=name, pool="default", state="generating", job_id=job_id, last_seen_at=seen_at)
-        await ledger.workers.heartbeat("default", worker)
+    for name, ago_s in (("quick", -600), ("slow", -570)):
+        worker = WorkerRecord(id=name, state="generating", job_id=job_id)
+        await beat(ledger, "default", worker, ago_s)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     chips = page.get_by_role("list", name="Rollouts of this job").get_by_role("listitem")
     await expect(chips.filter(has_text="slow")).to_contain_text("silent for 30 s")

@@ -59,7 +59,7 @@ async def seed(redis_url: str) -> None:
         for job_id in ("running", "over"):
             await train(ledger, job_id, await start_training(ledger, job_id, LONG_S))
         await ledger.jobs.move("over", JobState.FAILED, "out of memory")
-        await ledger.workers.heartbeat("default", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+        await ledger.workers.heartbeat("default", WorkerRecord(id="w1", state="idle"))
     finally:
         await client.aclose()
 

@@ -1,6 +1,7 @@
 """The loop of a thread, as the trainer uses it; tests/unit/client has the blocking client's promises."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -40,3 +41,20 @@ def test_failure_that_no_caller_waits_for_is_logged(background: LoopThread, capl
     (record,) = caplog.records
     assert record.exc_info is not None
     assert repr(record.exc_info[1]) == "KeyError('no such field')"
+
+
+def test_close_does_not_wait_for_a_coroutine_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.loop_thread.CLOSE_S", 0.2)
+    thread, is_there = LoopThread("client"), threading.Event()
+
+    async def stay() -> None:
+        is_there.set()
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    thread.start(stay())
+    assert is_there.wait(10)
+    with pytest.raises(TimeoutError):
+        thread.close(asyncio.sleep(0))
+    assert thread.is_closed

@@ -32,10 +32,9 @@ class Processes(LedgerPart, Generic[RecordT]):
         self._key_of = key_of
 
     async def heartbeat(self, pool: str, record: RecordT) -> None:
-        """Write a heartbeat. It gets the time of Redis, unless it has one: clocks of machines differ."""
-        if not record.last_seen_at:
-            record = record.model_copy(update={"last_seen_at": await self._scripts.now()})
-        await self.redis.hset(self._key_of(pool), record.id, record.model_dump_json())
+        """Write a heartbeat with the time of Redis: clocks of machines differ."""
+        seen = record.model_copy(update={"last_seen_at": await self._scripts.now()})
+        await self.redis.hset(self._key_of(pool), record.id, seen.model_dump_json())
 
     async def remove(self, pool: str, *ids: str) -> None:
         await self.redis.hdel(self._key_of(pool), *ids)

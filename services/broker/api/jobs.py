@@ -25,6 +25,7 @@ from onbeat.types import (
     IterationRecord,
     JobRecord,
     JobState,
+    MetricSeries,
     WeightsRecord,
     WorkerRecord,
 )
@@ -65,10 +66,6 @@ class EvaluationList(BaseModel):
 
 class WeightsList(BaseModel):
     weights: list[WeightsRecord]
-
-
-class MetricSeries(BaseModel):
-    metrics: dict[str, list[tuple[int, float]]]
 
 
 class EventList(BaseModel):

@@ -181,8 +181,8 @@ class MasterAdamW:
 
 
 def add_by_blocks(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add a bfloat16 tensor to a float32 one. On a CPU, PyTorch first makes a float32 copy of what is added: by blocks
-    that stay in the cache, this takes half as long."""
+    """Add a bfloat16 tensor to a float32 one. On a CPU, PyTorch first makes a float32 copy of what is added, which
+    stays in the cache if it is of a block."""
     if total.device.type != "cpu" or total.numel() <= BLOCK_NUMEL:
         total.add_(addend)
         return

@@ -20,6 +20,7 @@ from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention
 from services.trainer.__main__ import candidates
 from tests.broker_fixtures import (
+    beat,
     commit,
     create_job,
     drain,
@@ -408,11 +409,10 @@ async def test_what_a_pool_has_to_do(broker, ledger):
 
     nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
     assert await status("scaled") == nothing
-    now = await ledger.now()
-    await ledger.workers.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
-    await ledger.workers.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
-    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t1", state="idle", last_seen_at=now))
-    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t2", state="stopped", last_seen_at=now))
+    await beat(ledger, "scaled", WorkerRecord(id="w1", state="idle"))
+    await beat(ledger, "scaled", WorkerRecord(id="dead", state="idle"), ago_s=60)
+    await beat(ledger, "scaled", TrainerRecord(id="t1", state="idle"))
+    await beat(ledger, "scaled", TrainerRecord(id="t2", state="stopped"))
     job_id = await submit(broker, pool="scaled")
     there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
     assert await status("scaled") == nothing | there

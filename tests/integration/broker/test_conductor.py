@@ -16,7 +16,6 @@ import pytest_asyncio
 
 from onbeat.config import JobConfig, ReasoningGymData
 from onbeat.errors import StreamLost
-from onbeat.streams import keys
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.inspection import newest_events
@@ -31,6 +30,7 @@ from services.broker.doctor.explain import num_lost_trainers
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
 from tests.broker_fixtures import (
+    beat,
     broker_process,
     claim_all,
     commit,
@@ -350,8 +350,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, tmp_path):
 @pytest.mark.usefixtures("conductors", "eager")
 async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger):
     job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
-    lazy = WorkerRecord(id="w1", job_id=None, state="generating", last_seen_at=time.time() - 60, lease_s=90)
-    await ledger.workers.heartbeat("stuck", lazy)
+    await beat(ledger, "stuck", WorkerRecord(id="w1", state="generating", lease_s=90), ago_s=60)
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     claim, _ = await claim_all(ledger, job_id)
@@ -376,8 +375,7 @@ async def test_paused_and_pending_jobs_may_wait(ledger):
 
 
 async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
-    record = TrainerRecord(id="trainer-a", state="training", job_id="another", last_seen_at=await ledger.now() - ago_s)
-    await ledger.redis.hset(keys.trainers(pool), record.id, record.model_dump_json())
+    await beat(ledger, pool, TrainerRecord(id="trainer-a", state="training", job_id="another"), ago_s)
 
 
 @pytest.mark.usefixtures("conductors", "eager")

@@ -27,6 +27,7 @@ from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
 from tests.broker_fixtures import (
+    beat,
     claim_all,
     commit,
     create_job,
@@ -49,13 +50,12 @@ LATER_S = 30.0  # in which a slow machine gets anywhere
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
-    record = TrainerRecord(id=trainer, job_id=job_id, state=state, last_seen_at=await ledger.now())
-    await ledger.trainers.heartbeat(pool, record)
+    await beat(ledger, pool, TrainerRecord(id=trainer, job_id=job_id, state=state))
 
 
 async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
-    seen_at = await ledger.now() - fields.pop("ago_s", 0.0)
-    await ledger.workers.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
+    ago_s = fields.pop("ago_s", 0.0)
+    await beat(ledger, pool, WorkerRecord(id=worker, state=state, **fields), ago_s)
 
 
 async def open_iteration(ledger: Ledger, job_id: str, num_groups: int = 8) -> None:
@@ -469,8 +469,7 @@ async def connect_to(redis_url: str) -> Ledger:
 
 
 async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redis_url, pool):
-    old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
-    await ledger.trainers.heartbeat(pool, old)
+    await beat(ledger, pool, TrainerRecord(id="trainer-old", state="idle"), ago_s=2 * 86400)
     background = LoopThread("trainer")
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")

@@ -32,7 +32,7 @@ async def refusals(broker: httpx.AsyncClient, **sections: Any) -> list[dict[str,
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, trackers: list[str]) -> None:
-    record = TrainerRecord(id=trainer, state="idle", last_seen_at=await ledger.now(), trackers=trackers)
+    record = TrainerRecord(id=trainer, state="idle", trackers=trackers)
     await ledger.trainers.heartbeat(pool, record)
 
 

@@ -19,6 +19,7 @@ from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines.registry import EngineBroken, EngineDied
 from services.rollout.worker import FIND_JOB_S
+from tests.broker_fixtures import beat
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
 
@@ -156,8 +157,7 @@ async def test_engine_starts_on_its_version_and_then_gets_the_newest(rig):
 async def test_heartbeat_reports_job_state_and_version(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
-    long_ago = await rig.ledger.now() - 2 * 86_400
-    await rig.ledger.workers.heartbeat(rig.pool, WorkerRecord(id="long-dead", state="idle", last_seen_at=long_ago))
+    await beat(rig.ledger, rig.pool, WorkerRecord(id="long-dead", state="idle"), ago_s=2 * 86_400)
     rig.start_worker(engine, tensor_parallel_size=2)
     await rig.open(0, rig.task(0, 0))
 

@@ -28,6 +28,7 @@ from onbeat.types import (
     WorkerRecord,
 )
 from tests.broker_fixtures import (
+    beat,
     claim_all,
     commit,
     create_job,
@@ -574,7 +575,6 @@ async def test_liveness_does_not_depend_on_clocks_of_machines(ledger: Ledger, mo
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     await ledger.workers.heartbeat(pool, WorkerRecord(id="a", state="idle"))
     monkeypatch.setattr(time, "time", lambda: now + 3600)
-    silent = WorkerRecord(id="silent", state="idle", last_seen_at=await ledger.now() - SILENT_S - 1)
-    for other in (silent, WorkerRecord(id="ended", state="stopped")):
-        await ledger.workers.heartbeat(pool, other)
+    await beat(ledger, pool, WorkerRecord(id="silent", state="idle"), ago_s=SILENT_S + 1)
+    await ledger.workers.heartbeat(pool, WorkerRecord(id="ended", state="stopped"))
     assert [worker.id for worker in await ledger.workers.live(pool)] == ["a"]

@@ -1,6 +1,5 @@
 """The dtype of a job is resolved once, by what trainer and rollouts can multiply, and holds for all of them."""
 
-import time
 import uuid
 
 import pytest
@@ -12,7 +11,7 @@ from onbeat.types import WorkerRecord
 from services.trainer.__main__ import claim_next
 from services.trainer.job.precision import UnusableDtype, resolve_dtype
 from services.trainer.settings import Settings
-from tests.broker_fixtures import create_job
+from tests.broker_fixtures import beat, create_job
 
 NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
 OLD = Hardware("Older", "AVX2, no bfloat16", "emulated")
@@ -35,11 +34,10 @@ class Pool:
         record = WorkerRecord(
             id=worker_id,
             state="idle",
-            last_seen_at=time.time() - age_s,
             hardware=str(hardware),
             bfloat16=hardware.bfloat16,
         )
-        await self.ledger.workers.heartbeat(self.name, record)
+        await beat(self.ledger, self.name, record, age_s)
 
     async def resolve(self, trainer=NEW):
         fields = await self.ledger.jobs.fields(self.job_id)
