@@ -27,7 +27,6 @@ from services.trainer.model.rounding import spread_masters
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_NUMEL = 8 << 20  # elements stepped together
-BLOCK_NUMEL = 256 << 10  # elements of a gradient added together: 1 MB in float32
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class MasterAdamW:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                add_by_blocks(master.grad, parameter.grad)
+                master.grad.add_(parameter.grad)
             parameter.grad = None
 
         return hook
@@ -178,17 +177,6 @@ class MasterAdamW:
                     bucket.adamw.state[master] = {"step": step, **copies}
         self.num_steps = num_steps
         self.write_parameters(self.masters)
-
-
-def add_by_blocks(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add a bfloat16 tensor to a float32 one. On a CPU, PyTorch first makes a float32 copy of what is added, which
-    stays in the cache if it is of a block."""
-    if total.device.type != "cpu" or total.numel() <= BLOCK_NUMEL:
-        total.add_(addend)
-        return
-    num_rows = max(1, BLOCK_NUMEL * len(total) // total.numel())
-    for into, block in zip(total.split(num_rows), addend.split(num_rows), strict=True):
-        into.add_(block)
 
 
 def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup: int) -> float:
