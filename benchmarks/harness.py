@@ -83,7 +83,7 @@ def run_job(
         return json.loads(report.read_text())
 
 
-def median_of(report: dict[str, Any], name: str, warmup: int) -> float:
+def median_of(report: dict[str, Any], name: str, warmup: int = 0) -> float:
     """Return the median over the iterations after `warmup`."""
     return statistics.median(iteration[name] for iteration in report["iterations"][warmup:])
 

@@ -12,7 +12,14 @@ from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model.lora import add_adapters
-from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, tri_model_logprobs, use_attention
+from services.trainer.model.model import (
+    PACKED_ATTENTION,
+    Passes,
+    register_attention,
+    set_up,
+    tri_model_logprobs,
+    use_attention,
+)
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
 from services.trainer.session import restore
@@ -43,7 +50,7 @@ def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8.0)
-    model.passes = Passes(has_plain_head=is_head_plain(model))
+    set_up(model, Passes(has_plain_head=is_head_plain(model)), torch.device("cpu"))
     use_attention(model, attention)
     return model
 

@@ -7,9 +7,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from services.trainer.model.model import (
     PACKED_ATTENTION,
+    Passes,
     enable_gradient_checkpointing,
     register_attention,
-    use_attention,
+    set_up,
 )
 from tests.tiny_models import build_tokenizer
 
@@ -41,9 +42,8 @@ def random_model(size: str, device: torch.device, dtype: torch.dtype):
     """Return a decoder that attends by packed layouts, as the trainer has it."""
     register_attention()
     with device:
-        model = AutoModelForCausalLM.from_config(random_config(size), dtype=dtype).eval()
-    use_attention(model, PACKED_ATTENTION)
-    model.config.use_cache = False
+        model = AutoModelForCausalLM.from_config(random_config(size), dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    set_up(model, Passes(), device)
     enable_gradient_checkpointing(model)
     return model
 

@@ -36,6 +36,7 @@ from services.trainer.model.model import (
     enable_gradient_checkpointing,
     load_config,
     separate_inputs,
+    set_up,
     target_logprobs,
 )
 from services.trainer.passes.choice import choose_passes
@@ -135,12 +136,12 @@ def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
     dtype = DTYPES[config.model.dtype]
     with torch.device(META):
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=SIZES_ALONE)
-    model.passes, model.config.use_cache = passes, False
+    set_up(model, passes, torch.device(META))
     if config.training.has_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     if config.lora:
         add_adapters(model, config.lora, config.seed)
-    return model.eval()
+    return model
 
 
 def tracked_pass(model: Any, batch: MicroBatch) -> int:

@@ -15,6 +15,7 @@ import torch
 from onbeat.objectives.base import Logprobs
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
+from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
 from services.trainer.model.sharding import call
@@ -71,10 +72,13 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Pa
 
 
 def set_up(model: Any, passes: Passes, device: torch.device) -> Any:
-    """Prepare a transformers model that was built with the attention of these passes: device, no cache, no dropout."""
+    """Prepare a transformers model that was built with the attention of these passes: device, no cache, no dropout,
+    and layers that keep less for the backward pass."""
     model.passes = passes
     model.config.use_cache = False
-    return model.to(device).eval()
+    model.to(device).eval()
+    use_lean_layers(model)
+    return model
 
 
 def register_attention() -> None:

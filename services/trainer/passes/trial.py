@@ -17,7 +17,7 @@ from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import MicroBatch, pack
 from services.trainer.episode import turn_paths
 from services.trainer.model.lora import published_tensors
-from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs, set_up
 from services.trainer.passes.shrink import (
     MAX_PARAMETERS,
     NUM_LAYERS,
@@ -159,7 +159,7 @@ def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatc
     try:
         model = random_model(reference.config, passes.attention)  # some classes choose their attention when built
         model.load_state_dict(reference.model.state_dict())
-        model.passes = passes
+        set_up(model, passes, torch.device("cpu"))
         found = numbers_of(model, torch.cat([response_logprobs(model, batch, 1.0)[0] for batch in batches]))
     except TRIAL_ERRORS as error:
         return f"{what} fail: {describe(error)}"

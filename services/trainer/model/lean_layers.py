@@ -1,0 +1,146 @@
+"""Layers that keep less for the backward pass, and compute again what is cheap.
+
+    RMS norm     w * (x * r), r = 1 / sqrt(mean(x^2) + eps)     keeps x and r; transformers' keeps x r, too, and in
+                                                                bfloat16 also x in float32
+    gated MLP    down(silu(gate) * up)                          keeps gate and up; transformers' two more like these
+
+The results are those of transformers' own layers, bit for bit; gradients may be rounded otherwise. A layer is replaced
+only where a small copy of it, with random weights, has the same results: no list of model names is consulted. The trial
+of the architecture (`passes/trial.py`) compares the gradients of the whole model.
+"""
+
+import copy
+import inspect
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+from torch.nn.utils import skip_init
+
+WIDTH = 16  # of the small copies
+SCALES = (1e-2, 1.0, 1e2, 1e4)  # of the rows of their input; some layers clamp large values
+
+# What a layer may raise that only looks like one of these.
+UNLIKE = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class LeanRMSNorm(torch.autograd.Function):
+    """A function (x [..., D], weight [D], eps) -> [..., D]; inside it is float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        precise = x.to(torch.float32)
+        scale = torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * (precise * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        normed, grad_weight = x.to(torch.float32) * scale, None
+        if ctx.needs_input_grad[1]:  # a frozen norm (LoRA) has none
+            grad_weight = (grads[0] * normed.to(x.dtype)).flatten(0, -2).sum(0)
+        grad_normed = (grads[0] * weight).to(torch.float32)
+        along = (grad_normed * normed).mean(-1, keepdim=True)
+        return grad_normed.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
+
+
+class LeanGatedMLP(torch.autograd.Function):
+    """A function (gate [..., I], up [..., I], weight of the down projection [D, I]) -> [..., D]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up, weight)
+        return linear(silu(gate).mul_(up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        activated, grad_weight = silu(gate), None
+        grad_product = grads[0] @ weight
+        grad_up = grad_product * activated
+        if ctx.needs_input_grad[2]:  # a frozen projection (LoRA) has none
+            grad_weight = grads[0].flatten(0, -2).T @ activated.mul_(up).flatten(0, -2)
+        return torch.ops.aten.silu_backward(grad_product.mul_(up), gate), grad_up, grad_weight
+
+
+def use_lean_layers(model: nn.Module) -> None:
+    """Give each RMS norm and gated MLP of a model in eval mode a class that keeps less, where the results are the same
+    bits."""
+    for module in model.modules():
+        for small_copy, lean_class in ((small_norm, lean_norm), (small_mlp, lean_mlp)):
+            small = small_copy(module)
+            if small is not None and has_same_results(small, lean := lean_class(type(module))):
+                module.__class__ = lean
+
+
+def lean_norm(own: type[Any]) -> type[Any]:
+    class LeanNorm(own):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return LeanRMSNorm.apply(x, self.weight, self.variance_epsilon)
+
+    return LeanNorm
+
+
+def lean_mlp(own: type[Any]) -> type[Any]:
+    class LeanMLP(own):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if type(self.down_proj) is not nn.Linear:  # it was given an adapter after `use_lean_layers`
+                return super().forward(x)
+            return LeanGatedMLP.apply(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
+
+    return LeanMLP
+
+
+def small_norm(module: Any) -> Any | None:
+    """Return a narrow copy, on the CPU, of a module that looks like an RMS norm."""
+    if [*tensors_of(module)] != ["weight"] or not hasattr(module, "variance_epsilon"):
+        return None
+    return copy_with(module, weight=nn.Parameter(torch.empty(WIDTH)))
+
+
+def small_mlp(module: Any) -> Any | None:
+    """Return a narrow copy, on the CPU, of a module that looks like a gated MLP whose last projection has no bias."""
+    projections: dict[str, Any] = {name: getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
+    if not all(type(each) is nn.Linear for each in projections.values()):
+        return None
+    has_bias = {name: each.bias is not None for name, each in projections.items()}
+    if has_bias["down_proj"] or len(tensors_of(module)) > len(projections) + sum(has_bias.values()):
+        return None
+    return copy_with(module, **{name: skip_init(nn.Linear, WIDTH, WIDTH, bias=has_bias[name]) for name in has_bias})
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(chain(module.named_parameters(), module.named_buffers()))
+
+
+def copy_with(module: nn.Module, **parts: Any) -> Any:
+    """Return a copy of the module with these in place of all that has tensors."""
+    copied = copy.copy(module)
+    copied._parameters, copied._buffers, copied._modules = {}, {}, dict(module._modules)
+    for name, part in parts.items():
+        setattr(copied, name, part)
+    return copied
+
+
+@torch.no_grad()
+def has_same_results(module: Any, lean: type[Any]) -> bool:
+    """Compare the results of both classes, bit for bit, for a random input. The module's parameters are overwritten."""
+    own = type(module)
+    if len(inspect.signature(own.forward).parameters) != 2:  # self and x
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, len(SCALES), WIDTH, generator=generator) * torch.tensor(SCALES)[:, None]
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    for dtype in (torch.float32, torch.bfloat16):
+        module.to(dtype)
+        try:
+            expected, found = own.forward(module, x.to(dtype)), lean.forward(module, x.to(dtype))
+        except UNLIKE:
+            return False
+        if found.dtype != expected.dtype or not torch.equal(found, expected):
+            return False
+    return True
