@@ -14,11 +14,11 @@ from services.broker.admission.review import Admission
 from services.broker.api import chat, dashboard, datasets, health, jobs, pools, problems, samples, stream
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
-from services.broker.chats import ChatDesk, ChatLimits
+from services.broker.chats import ChatDesk
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.metrics import Meters
-from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly
+from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.uploads import Uploads
@@ -68,7 +68,6 @@ def create_app(
             await admission_data.close()
             await admission_patterns.close()
 
-    limits = ChatLimits(settings.chat_queue, settings.chat_take_s, settings.chat_answer_s, settings.chat_max_tokens)
     refusals = problems.documented(401, 403, 429)
     app = FastAPI(
         title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, responses=refusals
@@ -82,7 +81,7 @@ def create_app(
         streams=streams,
         timelines=Timelines(ledger),
         alike=Alike(ledger),
-        chats=ChatDesk(ledger, limits, is_stopping),
+        chats=ChatDesk(ledger, settings, is_stopping),
         uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
     )
     add_middleware(app, settings, meters)
@@ -101,9 +100,8 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
     rule = BodyRule(settings.max_body_bytes, timeout_s)
     upload_rule = BodyRule(settings.max_dataset_bytes, settings.upload_timeout_s, timeout_s, remedy)
     app.add_middleware(BodyLimit, rule=rule, upload_rule=upload_rule)
-    app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
-    if settings.is_read_only:
-        app.add_middleware(ReadOnly)
+    is_local, is_read_only = not settings.allow_anonymous, settings.is_read_only
+    app.add_middleware(Gate, keys=keys, limit=limit, is_local=is_local, is_read_only=is_read_only)
     app.add_middleware(Envelope, meters=meters)
 
 

@@ -12,18 +12,11 @@ from onbeat.streams.chat import FIRST, Chats, Reply
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from services.broker.settings import Settings
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)  # a rollout stays with a paused job
 READ_S = 1.0  # the longest delay until a stopping broker ends a chat
 ROLLOUT_SILENT_S = 15.0  # a rollout that has taken a chat reports it every second
-
-
-@dataclass(frozen=True)
-class ChatLimits:
-    max_waiting: int  # requests of a job that no rollout has taken
-    take_s: float  # time for a rollout to take one
-    answer_s: float  # time for the whole answer
-    max_tokens: int  # the most that a request may ask for
 
 
 @dataclass(frozen=True)
@@ -37,8 +30,8 @@ class TrainedModel:
 class ChatDesk:
     """The chats of one broker."""
 
-    def __init__(self, ledger: Ledger, limits: ChatLimits, is_stopping: Callable[[], bool]) -> None:
-        self._ledger, self._limits, self._is_stopping = ledger, limits, is_stopping
+    def __init__(self, ledger: Ledger, settings: Settings, is_stopping: Callable[[], bool]) -> None:
+        self._ledger, self._settings, self._is_stopping = ledger, settings, is_stopping
 
     # ---- models --------------------------------------------------------------------------------------------------
 
@@ -84,14 +77,16 @@ class ChatDesk:
     async def converse(self, job_id: str, request: CompletionRequest) -> AsyncIterator[AsyncGenerator[Reply]]:
         """Ask the rollouts of a job, and yield the parts of the answer; the last may be an error. When this context
         ends, so does the generation. Raises ChatFailed; JobNotFound when the job was deleted meanwhile."""
-        limits, chat_id = self._limits, f"chatcmpl-{secrets.token_hex(12)}"
+        settings, chat_id = self._settings, f"chatcmpl-{secrets.token_hex(12)}"
         chats = Chats(self._ledger.redis, job_id)
-        if (request.wanted_tokens or 0) > limits.max_tokens:
-            message = f"max_tokens is {request.wanted_tokens}; at most {limits.max_tokens} (ONBEAT_CHAT_MAX_TOKENS)"
+        if (request.wanted_tokens or 0) > settings.chat_max_tokens:
+            message = (
+                f"max_tokens is {request.wanted_tokens}; at most {settings.chat_max_tokens} (ONBEAT_CHAT_MAX_TOKENS)"
+            )
             raise ChatFailed(400, "invalid_value", message, "max_tokens")
-        entry = await chats.ask(chat_id, request, limits.max_waiting)
+        entry = await chats.ask(chat_id, request, settings.chat_queue)
         if entry is None:
-            message = f"{limits.max_waiting} chats wait for the rollouts of {job_id} already; try again"
+            message = f"{settings.chat_queue} chats wait for the rollouts of {job_id} already; try again"
             raise ChatFailed(429, "queue_full", message)
         try:
             yield self._listen(chats, chat_id, entry)
@@ -101,14 +96,14 @@ class ChatDesk:
 
     async def _listen(self, chats: Chats, chat_id: str, entry: str) -> AsyncGenerator[Reply]:
         """Yield replies that have something to say, up to the last. Raises as `converse` does."""
-        limits, cursor, is_taken = self._limits, FIRST, False
-        answer_by, hear_by = time.monotonic() + limits.answer_s, time.monotonic() + limits.take_s
+        settings, cursor, is_taken = self._settings, FIRST, False
+        answer_by, hear_by = time.monotonic() + settings.chat_answer_s, time.monotonic() + settings.chat_take_s
         while True:
             now = time.monotonic()
             if self._is_stopping():
                 raise ChatFailed(503, "broker_stopping", "this broker ends; ask again")
             if now > answer_by:
-                message = f"the answer was not complete after {limits.answer_s:g} s (ONBEAT_CHAT_ANSWER_S); "
+                message = f"the answer was not complete after {settings.chat_answer_s:g} s (ONBEAT_CHAT_ANSWER_S); "
                 raise ChatFailed(504, "timeout", message + "ask for fewer tokens")
             if now > hear_by:
                 if is_taken:
@@ -125,7 +120,7 @@ class ChatDesk:
                     return
 
     async def _why_not_taken(self, job_id: str) -> str:
-        state, take_s = await self._ledger.jobs.state(job_id), self._limits.take_s
+        state, take_s = await self._ledger.jobs.state(job_id), self._settings.chat_take_s
         return (
             f"no rollout of job {job_id}, which is {state}, took it within {take_s:g} s: there is none, or all are "
             f"starting, busy or have ONBEAT_CHAT_SLOTS=0; `onbeat doctor {job_id}` says what it waits for"

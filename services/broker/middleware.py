@@ -33,11 +33,14 @@ class Gate:
     """A gate that admits a request if its key has the role that the route requires and has not called too often.
 
     `keys` None: every caller is an admin. `is_local`: then only programs of this machine are admitted, not requests
-    from a web page in its browser.
+    from a web page in its browser. `is_read_only`: only requests are admitted that change nothing.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None, limit: RateLimit, is_local: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing | None, limit: RateLimit, is_local: bool, is_read_only: bool
+    ) -> None:
         self._app, self._keys, self._limit, self._is_local = app, keys, limit, is_local
+        self._is_read_only = is_read_only
         self._failures = RateLimit(FAILURES_PER_S, FAILURE_BURST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,6 +50,9 @@ class Gate:
         await (self._refusal(scope) or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ProblemResponse | None:
+        if self._is_read_only and scope["method"] not in READING:
+            detail = "this broker only shows what was recorded; `onbeat up` in the same folder goes on with it"
+            return problem(403, "Forbidden", detail)
         if size_of_headers(scope) > MAX_HEADER_BYTES:
             detail = f"URL and headers together may have at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)
@@ -81,19 +87,6 @@ class Gate:
     def _refuse_haste(self, who: str) -> ProblemResponse | None:
         wait_s = self._limit.wait_s(who)
         return refuse_haste(wait_s, "more requests than this broker accepts from one caller") if wait_s else None
-
-
-class ReadOnly:
-    """A gate that lets only requests pass that change nothing."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in READING:
-            detail = "this broker only shows what was recorded; `onbeat up` in the same folder goes on with it"
-            return await problem(403, "Forbidden", detail)(scope, receive, send)
-        await self._app(scope, receive, send)
 
 
 def size_of_headers(scope: Scope) -> int:
