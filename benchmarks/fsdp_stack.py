@@ -14,7 +14,6 @@ have. Without instructions for bfloat16 a backward pass over a billion parameter
 
 import os
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -45,22 +44,6 @@ SECTIONS = {
 }
 
 
-class Watch(threading.Thread):
-    """A thread that notes the least memory that this machine has available, and sets `is_scarce` below LEAST_BYTES."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.least_bytes = self.first_bytes = read_memory().available_bytes
-        self.is_scarce = threading.Event()
-
-    def run(self) -> None:
-        while True:
-            self.least_bytes = min(self.least_bytes, read_memory().available_bytes)
-            if self.least_bytes < LEAST_BYTES:
-                self.is_scarce.set()
-            time.sleep(POLL_S / 5)
-
-
 def with_ranks(specs: list[ServiceSpec]) -> list[ServiceSpec]:
     """Let torchrun start the trainer, as two FSDP2 ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
@@ -70,19 +53,22 @@ def with_ranks(specs: list[ServiceSpec]) -> list[ServiceSpec]:
     return [ranks if spec is trainer else spec for spec in specs]
 
 
-def wait(stack: RunningStack, job_id: str, watch: Watch) -> list[float]:
-    """Return the peak of each rank, in GB, at the end of the job."""
+def wait(stack: RunningStack, job_id: str) -> tuple[list[float], int]:
+    """Return the peak of each rank, in GB, at the end of the job, and the least bytes that the machine had available
+    meanwhile."""
     (trainer,) = [service.pid for service in stack.services if service.spec.name == "trainer"]
     assert trainer is not None
     found: list[float] = []
+    least_bytes = read_memory().available_bytes
     deadline = time.monotonic() + DEADLINE_S
     while not (job := stack.job(job_id)).state.is_final:
         assert time.monotonic() < deadline, f"the job takes longer than {DEADLINE_S:.0f} s"
-        assert not watch.is_scarce.is_set(), f"less than {LEAST_BYTES / 1e9:.0f} GB are left"
+        least_bytes = min(least_bytes, read_memory().available_bytes)
+        assert least_bytes >= LEAST_BYTES, f"less than {LEAST_BYTES / 1e9:.0f} GB are left"
         found = peaks(trainer) or found
         time.sleep(POLL_S)
     assert job.state is JobState.SUCCEEDED, job.error
-    return peaks(trainer) or found
+    return peaks(trainer) or found, least_bytes
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -90,13 +76,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     model = {"dtype": case.dtype, "max_context_tokens": 64}
     job = tiny_job(folder, model=model, **SECTIONS, **case.sections)
     cores = {"rollout_cores": None, "trainer_cores": None}  # both have all
-    watch, sampler, started = Watch(), Sampler(os.getpid()), time.monotonic()
-    watch.start()
+    before_bytes = read_memory().available_bytes
+    sampler, started = Sampler(os.getpid()), time.monotonic()
     sampler.start()
     try:
         with running(folder, engine="vllm", lease_s=30.0, change=with_ranks, **cores) as stack:
             job_id = stack.client.jobs.create(job).id
-            ranks = wait(stack, job_id, watch)
+            ranks, least_bytes = wait(stack, job_id)
             iterations = stack.client.jobs.iterations(job_id)
     finally:
         sampler.stop()
@@ -108,7 +94,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "iterations": len(iterations),
         "ranks_gb": ranks,
         "peak_by_service_mb": {name: max(sample.get(name, 0) for sample in sizes) for name in services},
-        "available_gb": {"before": round(watch.first_bytes / 1e9, 1), "least": round(watch.least_bytes / 1e9, 1)},
+        "available_gb": {"before": round(before_bytes / 1e9, 1), "least": round(least_bytes / 1e9, 1)},
         "iteration_s": [round(each.wall_s or 0.0, 1) for each in iterations],
         "wall_s": round(time.monotonic() - started),
     }

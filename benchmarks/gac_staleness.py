@@ -8,7 +8,7 @@ of iterations take seconds and only staleness and GAC differ.
 """
 
 import statistics
-from collections.abc import Container
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from onbeat.types import JobState, PublishedWeights
+from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
+from services.trainer.replay import RecordedGroups, RecordedJob
 from services.trainer.weights.store import Snapshot
 
 NUM_DIGITS, NUM_TOKENS = 10, 8
@@ -74,11 +75,12 @@ def pretrain(model: Any) -> None:
         adam.zero_grad()
 
 
-class StaleRollouts:
+class StaleRollouts(RecordedGroups, RecordedJob):
     """A job and its groups in one; the groups are generated here, by the version of `staleness` iterations ago."""
 
     def __init__(self, model: Any, staleness: int, seed: int) -> None:
-        self.job_id, self.groups = "experiment", self
+        super().__init__([], defaultdict(list))  # nothing is recorded
+        self.job_id, self.doing, self.groups = "experiment", "", self
         self._staleness = staleness
         self._model = freeze_copy(model)
         use_attention(self._model, "sdpa")
@@ -122,9 +124,6 @@ class StaleRollouts:
             row = torch.cat([row, token], dim=1)
         return row[:, 1:], torch.cat(picked, dim=1)
 
-    def withdraw(self) -> None:
-        pass
-
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         self._snapshots[snapshot.policy_version] = snapshot
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)
@@ -136,38 +135,8 @@ class StaleRollouts:
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         return group_ids
 
-    def check(self) -> JobState:
-        return JobState.RUNNING
-
-    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
-        return []
-
-    def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
-        return []
-
-    def taken(self, iteration: int) -> set[str]:
-        return set()
-
     def policy_version(self, iteration: int) -> int:
         return max(0, iteration - self._staleness)
-
-    def dispatched(self, iteration: int) -> set[str]:
-        return set()
-
-    def is_drained(self, iteration: int) -> bool:
-        return True
-
-    def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
-        pass
-
-    def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
-        pass
-
-    def wait_for_evaluation(self) -> None:
-        pass
-
-    def emit(self, kind: str, message: str) -> None:
-        pass
 
 
 def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_rate: float) -> list[dict[str, float]]:

@@ -1,8 +1,10 @@
-"""Groups of random tokens, and the operations that a pass over one takes, for benchmarks of the trainer."""
+"""Groups of random tokens, and the operations that a pass over a group takes, for benchmarks of the trainer."""
 
 import torch
 
-from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup, Turn
+from services.trainer.batch import pack
+from services.trainer.episode import turn_paths
 
 
 def make_group(prompt_length: int, response_length: int, group_size: int) -> RolloutGroup:
@@ -17,18 +19,34 @@ def make_group(prompt_length: int, response_length: int, group_size: int) -> Rol
     return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(prompt_length), responses=responses)
 
 
-def counted_operations(model, prompt_length: int, response_length: int, group_size: int) -> tuple[int, int]:
-    """Return the multiplications and additions of a forward pass, (one-by-one, packed); backward has twice as many."""
+def separate_paths(group: RolloutGroup) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Return each path that nothing continues, and the spans of its sampled tokens that no path before it has."""
+    found: list[tuple[list[int], list[tuple[int, int]]]] = []
+    for response in group.responses:
+        paths: list[list[int]] = []
+        spans: list[list[tuple[int, int]]] = []  # sampled by the turn, and by those before it that it extends
+        turns = response.turns or [Turn()]
+        for turn, (before, sampled) in zip(turns, turn_paths(response, list(group.prompt_token_ids)), strict=True):
+            own = [(len(before), len(before) + len(sampled))]
+            is_extended = turn.HasField("parent") and turn.num_shared == len(paths[turn.parent])
+            if is_extended:
+                own = spans[turn.parent] + own
+                spans[turn.parent] = []
+            paths.append(before + sampled)
+            spans.append(own)
+        found += [(path, own) for path, own in zip(paths, spans, strict=True) if own]
+    return found
+
+
+def counted_operations(model, group: RolloutGroup) -> tuple[int, int]:
+    """Return the multiplications and additions of a forward pass, (by paths, packed); backward has twice as many."""
     config = model.config
-    head = config.vocab_size * config.hidden_size
     linear = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_hidden_layers * config.num_attention_heads * head_size
-    response_places = response_length - 1
-    row = prompt_length + response_places
-    packed_places = prompt_length + group_size * response_places
-    own_pairs = group_size * response_places * (2 * prompt_length + response_places)
-    logits = 2 * head * group_size * response_length
-    separate = 2 * linear * group_size * row + 2 * width * group_size * row * row + logits
-    together = 2 * linear * packed_places + 2 * width * (prompt_length**2 + own_pairs) + logits
-    return separate, together
+    logits = 2 * config.vocab_size * config.hidden_size * sum(len(response.token_ids) for response in group.responses)
+    lengths = [len(path) - 1 for path, _ in separate_paths(group)]
+    separate = 2 * linear * sum(lengths) + 2 * width * sum(length**2 for length in lengths) + logits
+    layout = pack([group], torch.device("cpu")).layout
+    pairs = sum(segment.length * (2 * segment.position + segment.length) for segment in layout.segments)
+    return separate, 2 * linear * layout.num_places + 2 * width * pairs + logits

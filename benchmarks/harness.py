@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -81,11 +80,6 @@ def run_job(
         if run.returncode != 0 and not (may_be_cut and report.is_file()):
             raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
         return json.loads(report.read_text())
-
-
-def median_of(report: dict[str, Any], name: str, warmup: int = 0) -> float:
-    """Return the median over the iterations after `warmup`."""
-    return statistics.median(iteration[name] for iteration in report["iterations"][warmup:])
 
 
 def seconds(run: Callable[..., object], *arguments: object) -> float:

@@ -65,7 +65,7 @@ def measure(packing, plain, shape: tuple[int, int, int]) -> dict:
         )
         rounds.append((separate_s, (before_s + after_s) / 2))
     ratio = statistics.median(separate_s / packed_s for separate_s, packed_s in rounds)
-    separate, together = counted_operations(packing, *shape)
+    separate, together = counted_operations(packing, group)
     share = ratio * together / separate
     goal = GOALS[shape]
     return {

@@ -8,15 +8,11 @@ median. vLLM is not available to it.
 
 import argparse
 import itertools
-import json
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from harness import ROOT, own_dtype, run_job, save, temporary_folder
-from vs_trl import quickstart_model
+from vs_trl import quickstart_model, run_trl
 
 from onbeat.config import JobConfig
 
@@ -55,17 +51,14 @@ def run_onbeat(seed: int) -> dict[str, Any]:
     }
 
 
-def run_trl(dtype: str, limit_s: float) -> dict[str, Any]:
+def train_with_trl(dtype: str, limit_s: float) -> dict[str, Any]:
     job = JobConfig.from_file(ROOT / QUICKSTART)
     rollout = job.rollout
     sizes = (MAX_TRL_STEPS, rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     with temporary_folder() as folder:
-        output = Path(folder) / "trl.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), str(quickstart_model())]
-        command += [*map(str, sizes), str(rollout.max_response_tokens), dtype, str(output)]
-        command += [str(job.optimizer.learning_rate), str(limit_s)]
-        subprocess.run(command, check=True, timeout=limit_s + 600)
-        result = json.loads(output.read_text())
+        arguments = (quickstart_model(), *sizes, rollout.max_response_tokens, dtype)
+        more = (job.optimizer.learning_rate, limit_s)
+        result = run_trl("trl_baseline.py", folder, arguments, more, timeout_s=limit_s + 600)
     first = first_window(result["rewards"])
     ends = list(itertools.accumulate(result["step_s"]))
     return {
@@ -88,7 +81,7 @@ def main() -> None:
     median_s = statistics.median(reached) if reached else None
     trl = None
     if arguments.times and median_s is not None:
-        trl = run_trl("mixed" if dtype == "bfloat16" else "float32", arguments.times * median_s)
+        trl = train_with_trl("mixed" if dtype == "bfloat16" else "float32", arguments.times * median_s)
     save(
         "time_to_reward",
         {

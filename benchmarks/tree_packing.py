@@ -20,12 +20,12 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from groups import counted_operations, separate_paths
 from harness import save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import num_places, pack
-from services.trainer.episode import turn_paths
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs, set_up
 
@@ -69,26 +69,6 @@ def make_conversations(num_turns: tuple[int, int], has_forks: bool) -> RolloutGr
     return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(PROMPT), responses=responses)
 
 
-def separate_paths(group: RolloutGroup) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Return each path that nothing continues, and the spans of its sampled tokens that no path before it has."""
-    found: list[tuple[list[int], list[tuple[int, int]]]] = []
-    for response in group.responses:
-        paths: list[list[int]] = []
-        spans: list[list[tuple[int, int]]] = []  # sampled by the turn, and by those before it that it extends
-        for turn, (before, sampled) in zip(
-            response.turns, turn_paths(response, list(group.prompt_token_ids)), strict=True
-        ):
-            own = [(len(before), len(before) + len(sampled))]
-            is_extended = turn.HasField("parent") and turn.num_shared == len(paths[turn.parent])
-            if is_extended:
-                own = spans[turn.parent] + own
-                spans[turn.parent] = []
-            paths.append(before + sampled)
-            spans.append(own)
-        found += [(path, own) for path, own in zip(paths, spans, strict=True) if own]
-    return found
-
-
 def packed(model, group: RolloutGroup) -> None:
     logprobs, _ = response_logprobs(model, pack([group], torch.device("cpu")), 1.0)
     logprobs.sum().backward()
@@ -110,19 +90,6 @@ def seconds(run, model, group: RolloutGroup) -> float:
     elapsed_s = time.process_time() - started
     model.zero_grad(set_to_none=True)
     return elapsed_s
-
-
-def counted_operations(model, group: RolloutGroup) -> tuple[int, int]:
-    """Return the multiplications and additions of a forward pass, (by paths, packed); backward has twice as many."""
-    config = model.config
-    linear = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
-    width = config.num_hidden_layers * config.hidden_size
-    logits = 2 * config.vocab_size * config.hidden_size * sum(len(response.token_ids) for response in group.responses)
-    lengths = [len(path) - 1 for path, _ in separate_paths(group)]
-    separate = 2 * linear * sum(lengths) + 2 * width * sum(length**2 for length in lengths) + logits
-    layout = pack([group], torch.device("cpu")).layout
-    pairs = sum(segment.length * (2 * segment.position + segment.length) for segment in layout.segments)
-    return separate, 2 * linear * layout.num_places + 2 * width * pairs + logits
 
 
 def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:

@@ -11,9 +11,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from harness import ROOT, median_of, own_dtype, run_job, save, temporary_folder
+from harness import ROOT, own_dtype, run_job, save, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
 NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
@@ -34,15 +36,41 @@ def copy_without_end(source: Path, target: Path) -> Path:
     return target
 
 
-def run_trl(model: Path, folder: Path, dtype: str) -> dict:
+def run_trl(
+    script: str, folder: Path, arguments: Iterable[object], more: Iterable[object] = (), timeout_s: float = 1800
+) -> dict[str, Any]:
+    """Run a script of this folder, whose last arguments are the file of its result and `more`; return the result."""
     output = folder / "trl.json"
-    sizes = [str(value) for value in (NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), str(model), *sizes, dtype, str(output)]
-    subprocess.run(command, check=True, timeout=1800)
+    command = [sys.executable, ROOT / "benchmarks" / script, *arguments, output, *more]
+    subprocess.run(list(map(str, command)), check=True, timeout=timeout_s)
     return json.loads(output.read_text())
 
 
-def run_onbeat(model: Path, dtype: str) -> dict:
+def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the figures of the steps after warm-up: TRL's, and those of Onbeat's runs before and after it."""
+    iterations = before["iterations"][WARMUP:] + after["iterations"][WARMUP:]
+    trl_steps, onbeat_steps = trl["step_s"][WARMUP:], [each["wall_s"] for each in iterations]
+    trl_s, onbeat_s = statistics.median(trl_steps), statistics.median(onbeat_steps)
+    return {
+        "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
+        "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
+        "times_fewer_seconds": trl_s / onbeat_s,
+        "medians_of_onbeat": {
+            name: statistics.median(each[name] for each in iterations) for name in ("generate_s", "train_s")
+        },
+        "mean_response_tokens": {
+            "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
+            "onbeat": statistics.fmean(each["response_tokens"] / each["num_responses"] for each in iterations),
+        },
+        "share_of_groups_without_gradient": statistics.fmean(
+            each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations
+        ),
+        "steps": {"trl": trl_steps, "onbeat": onbeat_steps},
+        "warmup_steps": WARMUP,
+    }
+
+
+def run_onbeat(model: Path, dtype: str) -> dict[str, Any]:
     return run_job(
         "examples/quickstart.toml",
         f"model.path={model}",
@@ -59,32 +87,12 @@ def main() -> None:
     dtype = own_dtype()
     with temporary_folder() as folder:
         model = copy_without_end(quickstart_model(), folder / "model")
-        before, trl, after = run_onbeat(model, dtype), run_trl(model, folder, dtype), run_onbeat(model, dtype)
-    report = {"iterations": before["iterations"][WARMUP:] + after["iterations"][WARMUP:]}
-    iterations, trl_steps = report["iterations"], trl["step_s"][WARMUP:]
-    trl_s, onbeat_s = statistics.median(trl_steps), median_of(report, "wall_s")
-    save(
-        "vs_trl",
-        {
-            "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
-            "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
-            "times_fewer_seconds": trl_s / onbeat_s,
-            "medians_of_onbeat": {name: median_of(report, name) for name in ("generate_s", "train_s")},
-            "mean_response_tokens": {
-                "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
-                "onbeat": statistics.fmean(each["response_tokens"] / each["num_responses"] for each in iterations),
-            },
-            "share_of_groups_without_gradient": statistics.fmean(
-                each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations
-            ),
-            "steps": {"trl": trl_steps, "onbeat": [each["wall_s"] for each in iterations]},
-            "num_prompts": NUM_PROMPTS,
-            "num_samples_per_prompt": GROUP_SIZE,
-            "response_tokens": NUM_TOKENS,
-            "warmup_steps": WARMUP,
-        },
-        dtype,
-    )
+        before = run_onbeat(model, dtype)
+        arguments = (model, NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS, dtype)
+        trl = run_trl("trl_baseline.py", folder, arguments)
+        after = run_onbeat(model, dtype)
+    sizes = {"num_prompts": NUM_PROMPTS, "num_samples_per_prompt": GROUP_SIZE, "response_tokens": NUM_TOKENS}
+    save("vs_trl", compare(before, trl, after, dtype) | sizes, dtype)
 
 
 if __name__ == "__main__":

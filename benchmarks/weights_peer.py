@@ -187,14 +187,14 @@ def stepped(tensor: "torch.Tensor", share: float, generator: "torch.Generator") 
 class Puller:
     """A host with its copy of the weights and, unless a pull asks for none, a relay."""
 
-    def __init__(self, worker_id: str, host: str, trainer: str) -> None:
+    def __init__(self, worker_id: str, host: str, trainer: str, security: WireSecurity = PLAIN) -> None:
         async def find_trainer() -> str:
             return trainer
 
         peer = Peer(worker_id=worker_id, host_id=worker_id)
         self._host = host
-        self._puller = WeightsPuller(connect, find_trainer, peer)
-        self._relay = PayloadServer(JOB, self._puller)
+        self.puller = WeightsPuller(lambda source: WeightsClient(source, JOB, security), find_trainer, peer)
+        self._relay = PayloadServer(JOB, self.puller)
         self._address = ""
 
     async def start(self) -> Answer:
@@ -203,19 +203,15 @@ class Puller:
 
     async def pull(self, version: int, is_full: bool, is_relay: bool) -> Answer:
         """Pull a version. `is_full`: without a copy to build on. `done_at` is on the machine's monotonic clock."""
-        if is_full and self._puller.host is not None:
-            self._puller.host.begin("the benchmark starts over")
-        self._puller.serve_at(self._address if is_relay else "")
-        pull = self._puller.start(version, PULL_DEADLINE_S)
+        if is_full and self.puller.host is not None:
+            self.puller.host.begin("the benchmark starts over")
+        self.puller.serve_at(self._address if is_relay else "")
+        pull = self.puller.start(version, PULL_DEADLINE_S)
         try:
             await pull.complete()
         except WeightsError as error:
             return {"error": str(error)}
         return {"done_at": time.monotonic(), **vars(pull.stats)}
-
-
-def connect(address: str) -> WeightsClient:
-    return WeightsClient(address, JOB)
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -26,57 +26,26 @@ from typing import Any
 
 from blake3 import blake3
 from harness import save, seconds, temporary_folder
-from weights_peer import BARE_METHOD, JOB, Process
+from weights_peer import BARE_METHOD, JOB, Answer, Process, Puller
 from xxhash import xxh3_128_digest
 
-from onbeat.weights.client import WeightsClient
-from onbeat.weights.pull import PullStats
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
-from onbeat.weights.wire import Peer
-from services.rollout.puller import WeightsPuller
 
 SERVER_CORE, PULLER_CORE = 0, 1
 ROUNDS = 9
 SHARES = (0.01, 0.04)  # of the weights that change
 GOAL = 0.6  # of the bare stream's speed, for a full pull
-DEADLINE_S = 60.0
 WAIT_S, MAX_WAITS, QUIET = 0.5, 60, 0.9  # a measurement waits until this share of the machine is idle
 
 Rounds = dict[str, list[float]]  # seconds of each kind
 
 
-class Host:
-    """A puller in this process, with a copy of its own."""
-
-    def __init__(self, address: str, security: WireSecurity = PLAIN) -> None:
-        async def find_trainer() -> str:
-            return address
-
-        peer = Peer(worker_id="bench", host_id="bench")
-        self._make = lambda: WeightsPuller(lambda source: WeightsClient(source, JOB, security), find_trainer, peer)
-        self.puller = self._make()
-        self.stats = PullStats()  # of the last pull
-
-    async def pull(self, version: int) -> float:
-        """Return the seconds until the version is here, as a delta if the previous one is here."""
-        started = time.perf_counter()
-        pull = self.puller.start(version, DEADLINE_S)
-        await pull.complete()
-        seconds = time.perf_counter() - started
-        self.stats = pull.stats
-        assert not pull.stats.faults, pull.stats.faults
-        return seconds
-
-    async def pull_full(self, version: int) -> float:
-        if self.puller.host is not None:
-            self.puller.host.begin("the benchmark starts over")
-        return await self.pull(version)
-
-    async def pull_first(self, version: int) -> float:
-        """Pull into new memory, as a new process would."""
-        await self.puller.close()
-        self.puller = self._make()
-        return await self.pull(version)
+async def timed(host: Puller, version: int, is_full: bool = False) -> tuple[float, Answer]:
+    """Return the seconds until the version is here, as a delta if the previous one is here, and the puller's answer."""
+    started = time.monotonic()
+    answer = await host.pull(version, is_full, is_relay=False)
+    assert answer.get("faults") == [], answer
+    return answer["done_at"] - started, answer
 
 
 class BareStream:
@@ -125,13 +94,14 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
     trainer, plain = await start("trainer")
     tls_trainer, tls = await start("trainer", "--tls", str(folder))
     security = WireSecurity(tls_ca=folder / "cert.pem")
-    host, first, tls_host = Host(plain["address"]), Host(plain["address"]), Host(tls["address"], security)
+    place = ("bench", "127.0.0.1", plain["address"])
+    host, tls_host = Puller(*place), Puller("bench", "127.0.0.1", tls["address"], security)
     stream, tls_stream = BareStream(plain["bare_address"]), BareStream(tls["bare_address"], security)
 
     published = await trainer.ask("publish")
     version = published["version"]
     await tls_trainer.ask("publish")
-    await host.pull(version)
+    await timed(host, version)
     target = memoryview(bytearray(published["full_bytes"]))
     rounds: Rounds = {}
     sizes: dict[str, int] = {}
@@ -142,19 +112,20 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
             version = published["version"]
             name = f"delta {share:.0%}"
             await wait_until_quiet()
-            taken[name] = await host.pull(version)
-            sizes[name] = host.stats.received_bytes
-            taken[f"apply {name}"] = host.stats.apply_s
+            taken[name], answer = await timed(host, version)
+            sizes[name], taken[f"apply {name}"] = answer["received_bytes"], answer["apply_s"]
             assert sizes[name] == published["delta_bytes"]
         full_bytes = published["full_bytes"]
         await wait_until_quiet()
         taken["bare"] = await stream.pull(full_bytes)
-        taken["full"] = await host.pull_full(version)
-        sizes["full"] = host.stats.received_bytes
-        taken["first"] = await first.pull_first(version)
+        taken["full"], answer = await timed(host, version, is_full=True)
+        sizes["full"] = answer["received_bytes"]
+        fresh = Puller(*place)  # its memory is new, as a new process's
+        taken["first"], _ = await timed(fresh, version)
+        await fresh.puller.close()
         await wait_until_quiet()
         taken["bare, tls"] = await tls_stream.pull(full_bytes)
-        taken["full, tls"] = await tls_host.pull_full(0)
+        taken["full, tls"], _ = await timed(tls_host, 0, is_full=True)
         assert host.puller.host is not None
         held = host.puller.host.data
         taken["hash"] = seconds(lambda held=held: blake3(held).digest())

@@ -124,7 +124,7 @@ def compare(
     size: str, model, shape: tuple[int, int, int], peak: float | None, place: Place, findings: Findings
 ) -> None:
     group, seconds, found = make_group(*shape), {}, {}
-    separate, together = counted_operations(model, *shape)
+    separate, together = counted_operations(model, group)
     what = f"{size}, prompt, response, group {shape}"
     for way, run in WAYS.items():
         if way == "varlen" and place.is_tiny:

@@ -1,14 +1,14 @@
-"""The way from an optimizer step to a version that rollouts can pull: copies to the host, digests, the delta, overlap.
+"""The way from an optimizer step to a version that rollouts can pull: copies to the host, the snapshot, what overlaps.
 
 The copy is timed as the trainer does it, into memory of an older version, and into pinned memory. Digests (BLAKE3),
-checksums (XXH3) and deltas are made by threads of the trainer while the device is at the next parameters.
+checksums (XXH3) and deltas are made by threads of the trainer while the device is at the next parameters; what one core
+does of them in a second is measured by weights_pull.py and delta_codec.py.
 """
 
 import time
 from functools import partial
 
 import torch
-from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from benchmarks.gpu_check.models import random_model
@@ -19,7 +19,6 @@ from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.weights.store import HostMemory, Snapshot, SnapshotWriter, take_snapshot
 
 LEARNING_RATE = 1e-6
-CODEC_BYTES = 256 << 20
 
 
 def measure(place: Place, findings: Findings) -> None:
@@ -86,24 +85,7 @@ def time_step_and_snapshot(optimizer: MasterAdamW, base: Snapshot, place: Place,
         encoding_thread_s=snapshot.encode_s,
         delta_share_of_bytes=snapshot.delta.plan.size_bytes / snapshot.manifest.size_bytes,
     )
-    time_codec(before, snapshot, findings)
     check_delta(before, snapshot, findings)
-
-
-def time_codec(before: Snapshot, after: Snapshot, findings: Findings) -> None:
-    """Measure the rates of one core on the largest tensor."""
-    index = max(range(len(after.buffers)), key=lambda index: len(after.buffers[index]))
-    old, new = (snapshot.buffers[index][:CODEC_BYTES] for snapshot in (before, after))
-    rates = {}
-    for name, run in {
-        "xxh3": lambda: xxh3_128_digest(new),
-        "blake3": lambda: blake3(new).digest(),
-        "delta": lambda: delta.encode(old, new, 2),
-    }.items():
-        started = time.perf_counter()
-        run()
-        rates[name] = len(new) / (time.perf_counter() - started) / 1e9
-    findings.figure("one core, GB/s", bytes=len(new), **rates)
 
 
 def check_delta(before: Snapshot, after: Snapshot, findings: Findings) -> None:
