@@ -19,6 +19,7 @@ from services.rollout.episodes.server import SessionServer
 from services.rollout.inflight import Flight
 from services.rollout.producer import Attempts, GroupProducer
 from services.rollout.prompts import PromptEncoder
+from services.trainer.episode import turn_paths
 from tests.tiny_models import build_tokenizer
 
 VERSION = 7
@@ -250,7 +251,7 @@ class Rig:
 
     def paths(self, group: RolloutGroup) -> list[list[tuple[list[int], list[int]]]]:
         """The prompt and the sample of each turn of each response, put together from the tree."""
-        return [paths_of(group, response) for response in group.responses]
+        return [list(turn_paths(response, list(group.prompt_token_ids))) for response in group.responses]
 
 
 @asynccontextmanager
@@ -261,19 +262,6 @@ async def playing(run: Run, *texts: str, **options: Any) -> AsyncIterator[Rig]:
         yield rig
     finally:
         await rig.server.stop()
-
-
-def paths_of(group: RolloutGroup, response: Any) -> list[tuple[list[int], list[int]]]:
-    paths: list[list[int]] = []
-    found, start = [], 0
-    for turn in response.turns:
-        parent = paths[turn.parent] if turn.HasField("parent") else list(group.prompt_token_ids)
-        prompt = [*parent[: turn.num_shared], *turn.observed_token_ids]
-        sampled = list(response.token_ids[start : start + turn.num_sampled])
-        start += turn.num_sampled
-        paths.append(prompt + sampled)
-        found.append((prompt, sampled))
-    return found
 
 
 def flight_of(num_samples: int = 1, **fields: Any) -> Flight:

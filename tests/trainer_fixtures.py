@@ -1,6 +1,7 @@
 """Tiny models, groups and a hand-written stand-in for the job, for tests of the trainer's mathematics."""
 
 import random
+from collections import defaultdict
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,6 +23,7 @@ from services.trainer.model.model import (
 )
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
+from services.trainer.replay import RecordedGroups
 from services.trainer.session import restore
 from services.trainer.world import ALONE
 
@@ -143,17 +145,17 @@ def gap(left, right):
     return torch.cat([(a - b).flatten() for a, b in zip(left.parameters(), right.parameters(), strict=True)]).abs()
 
 
-class RecordedJob:
+class RecordedJob(RecordedGroups):
     """A job and its groups in one: hands out prepared groups in a given order and records what the loop does.
 
     `arrivals` groups come at a time, with a pause after them unless `is_steady`.
     """
 
     def __init__(self, config, groups, arrivals=1, micro_batches=None, is_steady=False):
+        super().__init__(groups, defaultdict(list, micro_batches or {}))
         self.config, self.job_id, self.groups = config, "job", self
         self._is_steady, self._is_pause = is_steady, False
-        self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
-        self._micro_batches = micro_batches or {}
+        self._waiting, self._arrivals = list(self._groups), arrivals
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
         self.spans, self.advantages, self.events, self.doings = [], [], [], []
 
@@ -176,23 +178,11 @@ class RecordedJob:
             self._is_pause = False
             return []
         self._is_pause = not self._is_steady
-        taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
+        taken, self._waiting = self._waiting[: self._arrivals], self._waiting[self._arrivals :]
         return taken
 
-    def policy_version(self, iteration):
-        return next(group.policy_version for group in self._all if group.iteration == iteration)
-
-    def dispatched(self, iteration):
-        return {group.group_id for group in self._all if group.iteration == iteration}
-
     def is_drained(self, iteration):
-        return all(group.iteration != iteration for group in self._groups)
-
-    def recorded_micro_batches(self, iteration):
-        return self._micro_batches.get(iteration, [])
-
-    def taken(self, iteration):
-        return {group_id for batch in self._micro_batches.get(iteration, []) for group_id in batch}
+        return all(group.iteration != iteration for group in self._waiting)
 
     def record_micro_batch(self, iteration, group_ids):
         self.recorded.setdefault(iteration, []).append(group_ids)

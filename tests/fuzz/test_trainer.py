@@ -1,7 +1,8 @@
 """Groups that no engine of the job can have made: the trainer names group and worker, and its weights stay."""
 
-import math
 from collections.abc import Callable
+from math import inf, nan
+from operator import delitem, setitem
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,7 @@ import torch
 
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
-from tests.trainer_fixtures import job_config, recorded_iterations, tiny_config, tiny_model, train
-
-
-def set_prompt_token(group: RolloutGroup) -> None:
-    group.prompt_token_ids[0] = tiny_config().vocab_size
-
-
-def set_token(group: RolloutGroup) -> None:
-    group.responses[1].token_ids[-1] = 2**32 - 1
+from tests.trainer_fixtures import VOCAB, job_config, recorded_iterations, tiny_config, tiny_model, train
 
 
 def set_observed_token(group: RolloutGroup) -> None:
@@ -27,27 +20,15 @@ def set_observed_token(group: RolloutGroup) -> None:
     )
 
 
-def set_nan(group: RolloutGroup) -> None:
-    group.responses[1].rollout_logprobs[-1] = math.nan
-
-
-def set_infinite(group: RolloutGroup) -> None:
-    group.responses[1].rollout_logprobs[0] = -math.inf
-
-
-def drop_response(group: RolloutGroup) -> None:
-    del group.responses[1:]
-
-
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (drop_response, "1 responses, not "),
-        (set_prompt_token, f"token id {tiny_config().vocab_size}, the model has {tiny_config().vocab_size} tokens"),
-        (set_token, "token id 4294967295"),
+        (lambda group: delitem(group.responses, slice(1, None)), "1 responses, not "),
+        (lambda group: setitem(group.prompt_token_ids, 0, VOCAB), f"token id {VOCAB}, the model has {VOCAB} tokens"),
+        (lambda group: setitem(group.responses[1].token_ids, -1, 2**32 - 1), "token id 4294967295"),
         (set_observed_token, "token id 4294967295"),
-        (set_nan, "response 1: a logprob is not finite"),
-        (set_infinite, "response 1: a logprob is not finite"),
+        (lambda group: setitem(group.responses[1].rollout_logprobs, -1, nan), "response 1: a logprob is not finite"),
+        (lambda group: setitem(group.responses[1].rollout_logprobs, 0, -inf), "response 1: a logprob is not finite"),
     ],
 )
 def test_an_impossible_group_fails_the_job_by_name(

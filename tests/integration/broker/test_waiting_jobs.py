@@ -102,8 +102,12 @@ async def test_lists_follow_the_states(ledger, pool):
     assert await lists_of(ledger, job_id, pool) == {"started"}
     await ledger.jobs.move(job_id, JobState.PAUSED)
     assert await lists_of(ledger, job_id, pool) == {"started"}
-    await ledger.jobs.move(job_id, JobState.FAILED)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     assert await lists_of(ledger, job_id, pool) == {JobState.FAILED}
+    assert job_id in await ledger.jobs.ids()
+    fields = await ledger.jobs.fields(job_id)
+    assert fields["error"] == "no model"
+    assert float(fields["finished_at"]) >= float(fields["created_at"])
     await ledger.jobs.delete(job_id)
     assert await lists_of(ledger, job_id, pool) == set()
     cancelled = await create_job(ledger, pool=pool)

@@ -12,7 +12,8 @@ from onbeat.streams.codec import check_group, check_logprobs
 from services.rollout.engines.interface import Sampling
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.prompts import PromptEncoder
-from tests.episode_rig import VERSION, Rig, flight_of, paths_of
+from services.trainer.episode import turn_paths
+from tests.episode_rig import VERSION, Rig, flight_of
 from tests.tiny_models import write_untied_model
 from tests.waiting import until
 
@@ -54,9 +55,8 @@ async def test_logprobs_of_all_turns_are_those_of_a_fresh_pass(model_dir):
     assert len({tuple(response.token_ids) for response in group.responses}) == EPISODES
     for response in group.responses:
         assert [turn.parent if turn.HasField("parent") else None for turn in response.turns] == [None, 0, None]
-        logprobs = [
-            logprob for prompt, sampled in paths_of(group, response) for logprob in fresh(model, prompt, sampled)
-        ]
+        paths = turn_paths(response, list(group.prompt_token_ids))
+        logprobs = [logprob for prompt, sampled in paths for logprob in fresh(model, prompt, sampled)]
         torch.testing.assert_close(torch.tensor(list(response.rollout_logprobs)), torch.tensor(logprobs))
         assert "characters" in json.loads(response.turns[1].messages_json)[0]["content"]
 

@@ -104,24 +104,8 @@ async def lose_a_group(ledger: Ledger, job: JobKeys) -> None:
     await ledger.redis.xdel(job.rollouts, (await ledger.redis.xrange(job.rollouts))[-1][0])
 
 
-async def change_the_configuration(ledger: Ledger, job: JobKeys) -> None:
-    await ledger.redis.hset(job.job, "config", "{}")
-
-
-async def claim_other_weights(ledger: Ledger, job: JobKeys) -> None:
-    await ledger.redis.hset(job.job, "weights_digest", "d9")
-
-
-async def claim_fewer_iterations(ledger: Ledger, job: JobKeys) -> None:
-    await ledger.redis.hset(job.job, "num_iterations", "4")
-
-
 async def rewrite_a_committed_iteration(ledger: Ledger, job: JobKeys) -> None:
     await ledger.redis.hset(job.iteration(1), "policy_version", "0")
-
-
-async def forget_the_ledger_of_an_iteration(ledger: Ledger, job: JobKeys) -> None:
-    await ledger.redis.delete(job.groups(0))
 
 
 async def forget_the_log(ledger: Ledger, job: JobKeys) -> None:
@@ -129,16 +113,16 @@ async def forget_the_log(ledger: Ledger, job: JobKeys) -> None:
     await ledger.redis.hdel(job.job, "audit_link")
 
 
-CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[None]], str]] = [
+CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[object]], str]] = [
     (forget_an_acceptance, "link does not follow"),
     (cut_the_log, "the log ends with link"),
     (change_a_group, "was changed after its acceptance"),
     (lose_a_group, "lost: groups 2-1"),
-    (change_the_configuration, "configuration is not the one"),
-    (claim_other_weights, "weights_digest is 'd9', by the log 'd3'"),
-    (claim_fewer_iterations, "SUCCEEDED with 3 of 4"),
+    (lambda ledger, job: ledger.redis.hset(job.job, "config", "{}"), "configuration is not the one"),
+    (lambda ledger, job: ledger.redis.hset(job.job, "weights_digest", "d9"), "weights_digest is 'd9', by the log 'd3'"),
+    (lambda ledger, job: ledger.redis.hset(job.job, "num_iterations", "4"), "SUCCEEDED with 3 of 4"),
     (rewrite_a_committed_iteration, "iteration 1: its policy_version is '0', by the log '1'"),
-    (forget_the_ledger_of_an_iteration, "iteration 0: its ledger of groups"),
+    (lambda ledger, job: ledger.redis.delete(job.groups(0)), "iteration 0: its ledger of groups"),
     (forget_the_log, "has no audit log"),
 ]
 

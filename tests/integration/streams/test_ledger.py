@@ -41,7 +41,6 @@ from tests.broker_fixtures import (
     submit_groups,
     tasks_for,
 )
-from tests.conftest import unfinished
 
 # The shortest legal way into each state, from PENDING.
 WAY_TO = {
@@ -71,17 +70,6 @@ async def test_job_moves_along_its_table_and_nowhere_else(ledger: Ledger, curren
             with pytest.raises(IllegalTransition, match=f"is {current} and cannot become {wanted}"):
                 await ledger.jobs.move(job_id, wanted)
             assert await ledger.jobs.state(job_id) is current
-
-
-async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    assert job_id in await unfinished(ledger)
-    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
-    fields = await ledger.jobs.fields(job_id)
-    assert fields["error"] == "no model"
-    assert float(fields["finished_at"]) >= float(fields["created_at"])
-    assert job_id not in await unfinished(ledger)
-    assert job_id in await ledger.jobs.ids()
 
 
 async def test_job_is_created_once(ledger: Ledger) -> None:

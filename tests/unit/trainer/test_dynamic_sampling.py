@@ -20,9 +20,9 @@ class ReplacingJob(RecordedJob):
     """Dispatches the next group when one that does not count has been accepted, as the ledger does."""
 
     def dispatched(self, iteration):
-        own = sorted((group for group in self._all if group.iteration == iteration), key=index_of)
+        own = sorted((group for group in self._groups if group.iteration == iteration), key=index_of)
         taken = super().taken(iteration)
-        accepted = [group for group in own if group not in self._groups or group.group_id in taken]
+        accepted = [group for group in own if group not in self._waiting or group.group_id in taken]
         num_replaced = sum(not do_rewards_differ(group) for group in accepted)
         return {group.group_id for group in own[: NUM_PROMPTS + num_replaced]}
 
@@ -31,12 +31,12 @@ class ReplacingJob(RecordedJob):
 
     def take(self, count, timeout_s):
         """Hand out none that is not dispatched yet."""
-        waiting = self._groups
+        waiting = self._waiting
         known = set().union(*(self.dispatched(group.iteration) for group in waiting))
-        self._groups = [group for group in waiting if group.group_id in known]
+        self._waiting = [group for group in waiting if group.group_id in known]
         later = [group for group in waiting if group.group_id not in known]
         taken = super().take(count, timeout_s)
-        self._groups += later
+        self._waiting += later
         return taken
 
 
@@ -105,7 +105,7 @@ def test_periodic_equals_sync_with_dynamic_sampling(tmp_path):
 def test_replacing_groups_do_not_wait_for_a_slow_one():
     class SlowFirstGroup(ReplacingJob):
         def take(self, count, timeout_s):
-            self._groups.sort(key=lambda group: group.group_id == "0-0")
+            self._waiting.sort(key=lambda group: group.group_id == "0-0")
             return super().take(count, timeout_s)
 
     config = config_of(num_iterations=1)

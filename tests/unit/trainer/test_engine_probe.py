@@ -46,7 +46,7 @@ class EngineJob(RecordedJob):
             for i in range(config.rollout.num_prompts_per_iteration)
         ]
         super().__init__(config, groups, arrivals=4)
-        self._groups, self._keeps = [], keeps
+        self._waiting, self._keeps = [], keeps
         self._engine = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
         self._generator = torch.Generator().manual_seed(0)
 
@@ -57,10 +57,10 @@ class EngineJob(RecordedJob):
         for name, tensor in self.newest.items():
             if not self._keeps or self._keeps not in name:
                 self._engine.get_parameter(name).copy_(tensor)
-        for group in self._all:
+        for group in self._groups:
             if group.policy_version == snapshot.policy_version:
                 self._generate(group)
-                self._groups.append(group)
+                self._waiting.append(group)
 
     def _generate(self, group):
         logprobs, _ = response_logprobs(self._engine, pack([group], torch.device("cpu")), 1.0)
