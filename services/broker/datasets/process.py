@@ -120,6 +120,9 @@ class DatasetProcess:
         await self.close()
         if is_late or code == -signal.SIGALRM:
             return f"takes longer than {self._timeout_s:g} s; choose something cheaper or less"
+        if code < 0:
+            remedy = "if it was for want of memory, choose something smaller"
+            return f"cannot be read: {signal.Signals(-code).name} ended the process that reads it; {remedy}"
         why = last_words[0] if last_words else f"exit code {code}"
         if "MemoryError" in why:
             return f"needs more than {self._memory_mb} MB; choose something smaller"

@@ -48,7 +48,7 @@ from tests.broker_fixtures import (
     write_prompts,
 )
 from tests.conftest import free_port, start_redis, unfinished
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 SEVERAL_LOOKS_S = 0.4
 
@@ -577,19 +577,31 @@ def file_spec() -> DatasetSpec:
     return DatasetSpec.of_job(JobConfig.model_validate(job_body()))
 
 
+def endless_spec() -> DatasetSpec:
+    data = ReasoningGymData(task="chain_sum", options={"min_terms": 10**9, "max_terms": 10**9})
+    return DatasetSpec(data=data, seed=0, num_items=1)
+
+
 async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path):
     write_prompts(tmp_path)
     process = DatasetProcess(tmp_path, timeout_s=1.0, memory_mb=1024)
     assert len((await process.read(file_spec(), 0, 3))[0]) == 3
-    endless = ReasoningGymData(task="chain_sum", options={"min_terms": 10**9, "max_terms": 10**9})
     with pytest.raises(DatasetError, match=r"longer than 1 s|more than 1024 MB"):
-        await process.read(DatasetSpec(data=endless, seed=0, num_items=1), 0, 1)
+        await process.read(endless_spec(), 0, 1)
     assert len((await process.read(file_spec(), 3, 2))[0]) == 2
     assert process._child
     process._child.kill()
     await process._child.wait()
     assert len((await process.read(file_spec(), 5, 1))[0]) == 1
     await process.close()
+
+
+async def test_killed_data_process_is_named_and_not_its_data(process):
+    reading = asyncio.create_task(process.read(endless_spec(), 0, 1))
+    await until(lambda: process._child is not None)
+    process._child.kill()
+    with pytest.raises(DatasetError, match="SIGKILL ended the process that reads it; if it was for want of memory"):
+        await reading
 
 
 async def test_idle_data_process_ends_and_starts_again(tmp_path):
