@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from onbeat.client import AsyncClient, Series
-from onbeat.errors import OnbeatError
+from onbeat.errors import ApiError
 from onbeat.terminal.report import build_report
 from onbeat.terminal.summary import audit_text, examples, total_rows
 from onbeat.types import Sample
@@ -32,8 +32,9 @@ async def build_page(client: AsyncClient, job_id: str) -> str:
     for iteration in dict.fromkeys([*done[:1], *done[-1:]]):
         try:
             samples += await examples(client, job_id, iteration)
-        except OnbeatError:  # they are no longer kept
-            continue
+        except ApiError as error:
+            if error.status != 410:  # that is: they are no longer kept
+                raise
     return page_of(job.name, rows, series, samples, job.config)
 
 
