@@ -6,7 +6,8 @@
 
 The results are those of transformers' own layers, bit for bit; gradients may be rounded otherwise. A layer is replaced
 only where a small copy of it, with random weights, has the same results: no list of model names is consulted. The trial
-of the architecture (`passes/trial.py`) compares the gradients of the whole model.
+of the architecture (`passes/trial.py`) compares the gradients of the whole model. Measured in
+docs/decisions/2026-11-27-norms-and-mlps-keep-less.md.
 """
 
 import copy
