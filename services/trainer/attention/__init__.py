@@ -73,7 +73,8 @@ def packed_attention(
         raise ValueError("attention logits are soft-capped, which packed rows do not do")
     assert query.shape[0] == 1, "the packed row is the batch"
     query_HTD, key_KTD, value_KTD = (tensor.squeeze(0) for tensor in (query, key, value))
-    return layout_plan.attend(query_HTD, key_KTD, value_KTD, scaling)[None], None
+    output_THD = layout_plan.attend(query_HTD, key_KTD, value_KTD, scaling)
+    return output_THD.contiguous()[None], None  # some models view it as [T, H * D], and the others copy it anyway
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
