@@ -28,6 +28,7 @@ from services.trainer.attention import no_mask
 from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.checkpoints.disk_space import state_bytes
 from services.trainer.model.bundled import resolve_model
+from services.trainer.model.errors import TRIAL_ERRORS
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
@@ -40,7 +41,7 @@ from services.trainer.model.model import (
     target_logprobs,
 )
 from services.trainer.passes.choice import choose_passes
-from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name
+from services.trainer.passes.trial import architecture_name
 from services.trainer.policy import has_old_policies, is_served_in_place
 from services.trainer.settings import Settings
 from services.trainer.weights.store import num_served

@@ -20,11 +20,10 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from torch.nn.utils import skip_init
 
+from services.trainer.model.errors import TRIAL_ERRORS
+
 WIDTH = 16  # of the small copies
 SCALES = (1e-2, 1.0, 1e2, 1e4)  # of the rows of their input; some layers clamp large values
-
-# What a layer may raise that only looks like one of these.
-UNLIKE = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class LeanRMSNorm(torch.autograd.Function):
@@ -140,7 +139,7 @@ def has_same_results(module: Any, lean: type[Any]) -> bool:
         module.to(dtype)
         try:
             expected, found = own.forward(module, x.to(dtype)), lean.forward(module, x.to(dtype))
-        except UNLIKE:
+        except TRIAL_ERRORS:  # it only looked like one of these
             return False
         if found.dtype != expected.dtype or not torch.equal(found, expected):
             return False

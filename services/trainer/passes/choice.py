@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention import Tree, build_layout, dense_mask, packed_attention, plan_attention
+from services.trainer.model.errors import TRIAL_ERRORS
 from services.trainer.model.model import Passes
 from services.trainer.passes.shrink import rope_tables
-from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name, try_architecture
+from services.trainer.passes.trial import architecture_name, try_architecture
 
 PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
 PROBE_FORK = Tree((6, 5, 7, 3), (-1, 0, 0, -1), torch.arange(-1, 21))  # segments of an episode; targets do not matter

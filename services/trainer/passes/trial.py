@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import MicroBatch, pack
 from services.trainer.episode import turn_paths
+from services.trainer.model.errors import TRIAL_ERRORS
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs, set_up
 from services.trainer.passes.shrink import (
@@ -50,18 +50,6 @@ CANDIDATES = [  # the fastest first
     ("sdpa", False),
     ("eager", False),
 ]
-TRIAL_ERRORS = (  # models that are built in an unexpected way raise these
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
