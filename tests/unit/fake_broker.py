@@ -38,6 +38,7 @@ class FakeJobs:
         self.findings: list[dict[str, Any]] = []  # of the doctor
         self.workers: list[dict[str, Any]] = [{"id": "rollout-0", "state": "generating", "num_in_flight": 3}]
         self.begins_with_watch = False  # jobs wait until somebody asks what they wait for
+        self.refuses_samples = 0  # a status code, for questions for samples
         self.is_stopping = False
         self.uploads: dict[str, bytes] = {}
         self.num_at_once = MAX_LISTED_ITERATIONS  # iterations or versions in one answer
@@ -269,6 +270,8 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/samples")
     async def samples(job_id: str, iteration: int | None = None, limit: int = 10) -> Any:
+        if fake.refuses_samples:
+            return problem(fake.refuses_samples, "no samples")
         sample = {"policy_version": 0, "prompt": "What is [1] + 1?", "reward": 1, "num_tokens": 4}
         sample |= {"iteration": iteration or 0, "response": "[bold]\x1b[2J2", "finish_reason": "stop"}
         return {"samples": [sample | {"group_id": f"g{i // 4}"} for i in range(8)][:limit]}

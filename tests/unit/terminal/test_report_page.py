@@ -41,6 +41,17 @@ def test_report_is_written(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> N
     assert "smollm2" in page
 
 
+@pytest.mark.usefixtures("url")
+def test_report_lacks_samples_only_if_they_are_no_longer_kept(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> None:
+    onbeat("jobs", "create", str(QUICKSTART))
+    fake.jobs["job-1"]["created_at"] = 0.0
+    fake.refuses_samples = 410
+    onbeat("report", "job-1", "-o", str(tmp_path / "r.html"))
+    assert "What is [1] + 1?" not in (tmp_path / "r.html").read_text()
+    fake.refuses_samples = 403
+    assert "no samples (403)" in onbeat("report", "job-1", "-o", str(tmp_path / "other.html"), code=1).err
+
+
 def test_view_starts_only_a_broker_that_changes_nothing(tmp_path: Path) -> None:
     (broker,) = service_specs(StackOptions(tmp_path, is_view=True), "redis://127.0.0.1:1", 8800)
     assert (broker.name, broker.env["ONBEAT_IS_READ_ONLY"]) == ("broker", "true")
