@@ -12,7 +12,7 @@ from onbeat.config import LoraConfig
 from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.lora import add_adapters
 from services.trainer.passes.trial import gap_of_gradients
-from tests.trainer_fixtures import tiny_config
+from tests.trainer_fixtures import tiny_config, tiny_model
 
 TOKEN_IDS = torch.arange(40)[None]
 
@@ -70,6 +70,10 @@ def test_results_are_the_same_bits_and_gradients_nearly(config_class, dtype, tol
     (expected, gradients), (found, lean_gradients) = run(own), run(lean)
     assert torch.equal(found, expected)
     assert gap_of_gradients(lean_gradients, gradients) < tolerance
+
+
+def test_a_model_that_is_set_up_for_training_has_them():
+    assert lean_names(tiny_model(tiny_config())) == {"input_layernorm", "post_attention_layernorm", "norm", "mlp"}
 
 
 def test_a_model_keeps_its_weights_and_can_be_freed():
