@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.streams.codec import PromptTask
-from services.rollout.engines.imports import IMPORTING
+from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText
 
 MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
@@ -30,7 +30,7 @@ class PromptEncoder:
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
         """Load the model's tokenizer. That takes seconds (it imports transformers): not for the event loop."""
-        with IMPORTING:
+        with large_import():
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)  # this imports more

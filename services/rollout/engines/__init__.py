@@ -5,6 +5,7 @@ registry              the installed engines by name, and the deadlines of their 
 arrivals              the tensors of a version, checked and handed over as they arrive
 vllm_engine           vLLM; `vllm_platform` has what it needs on each device
 weight_transfer       its plug-in in vLLM's processes, with `vllm_kernels`, `cpu_sampling` and `vllm_mixtral`
+vllm_core             the process of its engine core
 vllm_isa              another plug-in there: the limits of the processor's instructions
 transformers_engine   the reference: a plain Hugging Face model
 """

@@ -1,6 +1,6 @@
 """The rollout engine over vLLM's AsyncLLM: continuous batching in processes of its own, weights replaced in place.
 
-vLLM is imported in a thread, once per process, after the environment that it reads while being imported has been set:
+vLLM is imported in a thread, once per service, after the environment that it reads while being imported has been set:
 from `prepare` on, or else in `start`.
 """
 
@@ -25,7 +25,7 @@ from services.rollout.engines.arrivals import (
     gathered,
     read_checkpoint_shapes,
 )
-from services.rollout.engines.imports import IMPORTING
+from services.rollout.engines.imports import large_import
 from services.rollout.engines.interface import (
     ChatSampling,
     GeneratedResponse,
@@ -35,6 +35,7 @@ from services.rollout.engines.interface import (
     VersionSpan,
 )
 from services.rollout.engines.registry import EngineDied, find_device
+from services.rollout.engines.vllm_core import fork_engine_cores
 from services.rollout.engines.vllm_platform import (
     check_vllm,
     engine_arguments,
@@ -171,6 +172,8 @@ class VllmEngine:
 
         from services.rollout.engines.weight_transfer import BACKEND
 
+        if self._device == "cpu":  # no accelerator survives a fork
+            fork_engine_cores()
         engine_args = AsyncEngineArgs(
             model=str(model_dir),
             # These are the logprobs of the sampled distribution, that is after temperature.
@@ -301,7 +304,7 @@ def importing() -> Future[None]:
 def import_vllm() -> None:
     """Import vLLM and its plug-in, which takes seconds. Any error of the imported libraries may be raised."""
     started, process_s, thread_s = time.monotonic(), time.process_time(), time.thread_time()
-    with IMPORTING:
+    with large_import():
         import vllm.v1.engine.async_llm  # noqa: F401
 
         import services.rollout.engines.weight_transfer  # noqa: F401

@@ -146,7 +146,7 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": present.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # A forked child of a process with gRPC and Redis threads can deadlock; and no accelerator survives a fork.
+        # On a CPU this is for workers only (vllm_core.py).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if device == "cpu":

@@ -7,10 +7,6 @@ experts. It also ends vLLM's processes when ours is killed.
 
 import logging
 import multiprocessing
-import os
-import signal
-import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +20,9 @@ from vllm.platforms import current_platform
 
 from onbeat.hardware.malloc import give_back_freed
 from services.rollout.engines import vllm_kernels
+from services.rollout.engines.vllm_core import end_with_parent
 
 BACKEND = "onbeat_safetensors"
-
-# Seconds that the engine core has to end its workers after its parent process has died.
-EXIT_GRACE_S = 10.0
 
 
 @dataclass
@@ -119,23 +113,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 
 def register() -> None:
-    """Register with vLLM. This entry point is called once or more in every vLLM process."""
-    if BACKEND in WeightTransferEngineFactory._registry:
-        return
-    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
-    ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.engines.vllm_mixtral:MixtralForCausalLM")
-    vllm_kernels.register()
+    """Register with vLLM. This entry point is called once or more in every vLLM process, a forked one included."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+        ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.engines.vllm_mixtral:MixtralForCausalLM")
+        vllm_kernels.register()
     # This logger warns at every load about layers that no checkpoint holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if multiprocessing.current_process().name.startswith("EngineCore"):
-        threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """End this engine core with its parent: it would outlive a killed one and keep the device. Workers follow it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(EXIT_GRACE_S)
-    os._exit(1)
+        end_with_parent()

@@ -517,7 +517,7 @@ async def test_killed_rollout_leaves_no_vllm_process(tmp_path: Path) -> None:
     while (line := await rollout.stdout.readline()) != b"started\n":
         assert line, "the rollout ended before its engine had started"
     processes = psutil.Process(rollout.pid).children(recursive=True)
-    assert len(processes) >= 2  # engine core and worker
+    assert processes  # the engine core
     rollout.kill()
     await rollout.wait()
     deadline = time.monotonic() + 20

@@ -1,0 +1,81 @@
+"""The process of vLLM's engine core. On a CPU it is a forked child of the service, so that vLLM is imported once, and
+both share the memory that this takes. vLLM itself would start a new process, which imports everything again.
+
+A forked child has all that the service has, and lets go of what is not its own:
+
+    wake-up descriptor    a signal to the core would wake the service's event loop, as if it were the service's own
+    other descriptors     connections, ports, locks and pulled weights would be held for as long as the core lives
+    garbage collection    it would write to the service's objects, and each page that is written to is copied
+"""
+
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.context import ForkContext, ForkProcess
+
+from services.rollout.engines.imports import IMPORTING
+
+# Seconds that the engine core has to end its workers after its parent process has died.
+EXIT_GRACE_S = 10.0
+
+STANDARD_STREAMS = range(3)
+
+
+class ForkedCore(ForkProcess):
+    def start(self) -> None:
+        with IMPORTING:  # in the child, a module that another thread is importing would stay locked
+            super().start()
+
+    def run(self) -> None:
+        from vllm import plugins
+
+        signal.set_wakeup_fd(-1)
+        gc.freeze()
+        let_go_of_descriptors()
+        plugins.plugins_loaded = False  # they set up this process, too
+        super().run()
+
+
+class CoreContext(ForkContext):
+    Process = ForkedCore  # type: ignore[assignment]
+
+
+def fork_engine_cores() -> None:
+    """Make vLLM fork the engine cores that this process starts."""
+    from vllm.v1.engine import core, utils  # noqa: F401, the child needs `core`
+
+    utils.get_mp_context = CoreContext
+
+
+def let_go_of_descriptors() -> None:
+    """Replace all descriptors but the standard streams, and the pipes through which parent and child watch each other.
+
+    They are not closed: the objects that own them still exist, and may close these numbers later.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {*STANDARD_STREAMS, nothing}:
+        with suppress(OSError):  # that of the listing itself is closed
+            if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """End this engine core with its parent: it would outlive a killed one and keep the device. Workers follow it."""
+    threading.Thread(target=wait_for_parents_end, name="end-with-parent", daemon=True).start()
+
+
+def wait_for_parents_end() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(EXIT_GRACE_S)
+    os._exit(1)

@@ -1,0 +1,91 @@
+"""A forked engine core lets go of what belongs to the service that forked it."""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from services.rollout.engines.imports import IMPORTING
+from services.rollout.engines.vllm_core import CoreContext
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand in for vLLM, whose import would take seconds; its plug-ins are already loaded."""
+    package, plugins = ModuleType("vllm"), SimpleNamespace(plugins_loaded=True)
+    package.plugins = plugins  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    return plugins
+
+
+def report_of_core(look) -> object:
+    """Return what `look` returns in a forked core."""
+    context = CoreContext()
+    ours, theirs = context.Pipe(duplex=False)
+
+    def target(answers: Connection) -> None:
+        answers.send(look())
+
+    core = context.Process(target=target, args=(theirs,), name="EngineCore")
+    core.start()
+    try:
+        assert ours.poll(DEADLINE_S), "the core did not answer"
+        return ours.recv()
+    finally:
+        core.kill()
+        core.join(DEADLINE_S)
+
+
+def test_a_core_holds_no_connection_or_file_of_the_service(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "weights").open("w") as weights:
+        held = [server.fileno(), weights.fileno()]
+        links = report_of_core(lambda: [os.readlink(f"/proc/self/fd/{each}") for each in held])
+        assert links == [os.devnull, os.devnull]
+        assert os.readlink(f"/proc/self/fd/{held[0]}").startswith("socket:"), "the service lost its own"
+
+
+def test_a_signal_to_the_core_does_not_wake_the_service() -> None:
+    def signal_itself() -> int:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return os.getpid()
+
+    woken, wakes = socket.socketpair()
+    with woken, wakes:
+        woken.setblocking(False)
+        wakes.setblocking(False)
+        before = signal.set_wakeup_fd(wakes.fileno())
+        try:
+            assert report_of_core(signal_itself) != os.getpid()
+        finally:
+            signal.set_wakeup_fd(before)
+        with pytest.raises(BlockingIOError):
+            woken.recv(1)
+
+
+def test_a_core_loads_the_plugins_again(vllm: SimpleNamespace) -> None:
+    assert report_of_core(lambda: sys.modules["vllm"].plugins.plugins_loaded) is False
+    assert vllm.plugins_loaded
+
+
+def test_a_core_collects_none_of_the_service_s_objects() -> None:
+    assert report_of_core(gc.get_freeze_count) > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_core_is_not_forked_during_a_large_import() -> None:
+    context = CoreContext()
+    core = context.Process(target=int)
+    is_locked = []
+    popen, core._Popen = core._Popen, lambda process: is_locked.append(IMPORTING.locked()) or popen(process)
+    core.start()
+    core.join(DEADLINE_S)
+    assert is_locked == [True]
+    assert not IMPORTING.locked()
