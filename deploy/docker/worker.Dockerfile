@@ -68,6 +68,7 @@ USER 10001:10001
 WORKDIR /data
 ENV PATH=/opt/onbeat/bin:$PATH \
     HOME=/tmp \
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296 \
     TMPDIR=/tmp \
     PYTHONUNBUFFERED=1 \
     ONBEAT_LOG_FORMAT=json \
@@ -86,11 +87,11 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --retries=6 CMD ["pyt
     "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"ONBEAT_METRICS_PORT\"]}/readyz', timeout=4)"]
 
 FROM worker AS trainer
-ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Takes jobs, trains the policy and serves its weights"
 
 FROM worker AS rollout
+ENV GRPC_ENABLE_FORK_SUPPORT=0
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.rollout"]
 LABEL org.opencontainers.image.description="Generates and scores responses with the newest weights"
 

@@ -2,12 +2,15 @@
 
 A pass of the trainer, and a load of weights into an engine, take about the same memory each time and give it back.
 Kept, and in huge pages, it need not be mapped and cleared anew. Tensors of a GiB and more are given back, and so is
-free memory above 4 GiB.
+free memory above 4 GiB. All threads use one arena: those of other threads than the first one keep no large tensors.
 """
 
 import ctypes
 
-KEEP_FREED = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={1 << 30}:glibc.malloc.trim_threshold={4 << 30}"
+KEEP_FREED = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
+    f"glibc.malloc.mmap_threshold={1 << 30}:glibc.malloc.trim_threshold={4 << 30}"
+)
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 LARGE_BYTES = 1 << 20

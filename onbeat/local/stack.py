@@ -164,19 +164,19 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         missing=partial(missing_answer, f"http://{HOST}:{port}/readyz"),
         ready_deadline_s=60.0,
     )
+    allocator = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED)}
     if options.is_view:
         return [replace(broker, env={**broker.env, "ONBEAT_IS_READ_ONLY": "true"})]
     trainer_env = {
         "ONBEAT_TRAINER_ID": "trainer-0",
         "ONBEAT_CPU_CORES": format_cores(plan.trainer),
         "ONBEAT_WEIGHTS_HOST": HOST,
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
     }
     trainer = ServiceSpec(
         "trainer",
         service_command("trainer"),
         wave=2,
-        env={**common, **data_dir, **wire, **kernels, **trainer_devices, **trainer_env},
+        env={**common, **data_dir, **wire, **kernels, **allocator, **trainer_devices, **trainer_env},
         grace_s=TRAINER_GRACE_S,
     )
     rollouts = [
@@ -188,7 +188,9 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
                 **common,
                 **wire,
                 **kernels,
+                **allocator,
                 **rollout_devices[index],
+                "GRPC_ENABLE_FORK_SUPPORT": "0",  # a forked engine core does not use gRPC
                 "ONBEAT_WORKER_ID": f"rollout-{index}",
                 "ONBEAT_ENGINE": options.engine,
                 "ONBEAT_CPU_CORES": format_cores(cores),

@@ -31,6 +31,7 @@ class GradientSum:
         self._device = next(policy.model.parameters()).device
         self._witness: RolloutGroup | None = None  # the first group with responses
         policy.optimizer.drop_gradients()
+        policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
         stats.start_update()
 
     def add(self, groups: list[RolloutGroup]) -> None:

@@ -19,11 +19,12 @@ SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM
 
 def inherited_environment() -> dict[str, str]:
     """Return this process's environment without what is for the service or its engine alone: its settings, an allocator
-    that keeps freed memory, and the engine's ban on downloads."""
+    that keeps freed memory, no preparation of gRPC for forks, and the engine's ban on downloads."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
     if inherited.get("GLIBC_TUNABLES") == KEEP_FREED:
         del inherited["GLIBC_TUNABLES"]
-    inherited.pop("HF_HUB_OFFLINE", None)
+    for name in ("GRPC_ENABLE_FORK_SUPPORT", "HF_HUB_OFFLINE"):
+        inherited.pop(name, None)
     return inherited if WAS_OFFLINE is None else inherited | {"HF_HUB_OFFLINE": WAS_OFFLINE}
 
 

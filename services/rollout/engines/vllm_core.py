@@ -3,9 +3,11 @@ both share the memory that this takes. vLLM itself would start a new process, wh
 
 A forked child has all that the service has, and lets go of what is not its own:
 
-    wake-up descriptor    a signal to the core would wake the service's event loop, as if it were the service's own
-    other descriptors     connections, ports, locks and pulled weights would be held for as long as the core lives
-    garbage collection    it would write to the service's objects, and each page that is written to is copied
+    descriptors    connections, ports and locks would be held for as long as the core lives, and a signal to the core
+                   would wake the service's event loop
+    handlers       until vLLM has its own, signals would be ignored
+
+While it serves, it collects no garbage among the service's objects: each page that this writes to would be copied.
 """
 
 import functools
@@ -16,6 +18,7 @@ import signal
 import stat
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.context import ForkContext, ForkProcess
 
@@ -29,15 +32,29 @@ STANDARD_STREAMS = range(3)
 
 class ForkedCore(ForkProcess):
     def start(self) -> None:
-        with IMPORTING:  # in the child, a module that another thread is importing would stay locked
-            super().start()
+        """Fork in a new thread. A core forked by a thread that has computed with OpenMP would wait for that thread's
+        helpers, which are not there; one forked by a thread of a pool would join itself at its end."""
+        forked: Future[None] = Future()
+        threading.Thread(target=self._fork, args=(forked,), name="fork-engine-core").start()
+        forked.result()
+
+    def _fork(self, forked: "Future[None]") -> None:
+        try:
+            with IMPORTING:  # in the child, a module that another thread is importing would stay locked
+                super().start()
+        except OSError as error:
+            forked.set_exception(error)
+        else:
+            forked.set_result(None)
 
     def run(self) -> None:
         from vllm import plugins
 
-        signal.set_wakeup_fd(-1)
-        gc.freeze()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, signal.SIG_DFL)
         let_go_of_descriptors()
+        end_with_parent()
+        gc.freeze()
         plugins.plugins_loaded = False  # they set up this process, too
         super().run()
 
@@ -48,13 +65,13 @@ class CoreContext(ForkContext):
 
 def fork_engine_cores() -> None:
     """Make vLLM fork the engine cores that this process starts."""
-    from vllm.v1.engine import core, utils  # noqa: F401, the child needs `core`
+    from vllm.v1.engine import core, utils  # noqa: F401, `core` is imported for the child
 
     utils.get_mp_context = CoreContext
 
 
 def let_go_of_descriptors() -> None:
-    """Replace all descriptors but the standard streams, and the pipes through which parent and child watch each other.
+    """Replace all descriptors but standard streams and pipes, through some of which parent and child watch each other.
 
     They are not closed: the objects that own them still exist, and may close these numbers later.
     """

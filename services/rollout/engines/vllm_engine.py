@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -172,7 +173,8 @@ class VllmEngine:
 
         from services.rollout.engines.weight_transfer import BACKEND
 
-        if self._device == "cpu":  # no accelerator survives a fork
+        # No accelerator survives a fork. On Arm, vLLM preloads libraries into a new process (not run).
+        if self._device == "cpu" and platform.machine() == "x86_64":
             fork_engine_cores()
         engine_args = AsyncEngineArgs(
             model=str(model_dir),

@@ -146,10 +146,11 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": present.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # On a CPU this is for workers only (vllm_core.py).
+        # No accelerator survives a fork. On a CPU only workers are spawned (vllm_core.py).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if device == "cpu":
+        # Read when a process is started: an engine core that is forked has what its service was started with.
         environment["GLIBC_TUNABLES"] = present.get("GLIBC_TUNABLES", KEEP_FREED)
         environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
         environment["VLLM_CPU_KVCACHE_SPACE"] = None  # whole GiB; would override kv_cache_memory_bytes

@@ -4,11 +4,15 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from services.rollout.engines.imports import IMPORTING
 from services.rollout.engines.vllm_core import CoreContext
@@ -78,6 +82,51 @@ def test_a_core_loads_the_plugins_again(vllm: SimpleNamespace) -> None:
 def test_a_core_collects_none_of_the_service_s_objects() -> None:
     assert report_of_core(gc.get_freeze_count) > 0
     assert gc.get_freeze_count() == 0
+
+
+def test_a_core_forked_by_a_pool_ends_cleanly() -> None:
+    core = CoreContext().Process(target=int)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(core.start).result(DEADLINE_S)
+    core.join(DEADLINE_S)
+    assert core.exitcode == 0
+
+
+def test_a_core_can_be_terminated_before_vllm_handles_signals() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert report_of_core(lambda: signal.getsignal(signal.SIGTERM)) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+FORK_AND_SLEEP = """
+import sys, time
+from types import ModuleType
+sys.modules["vllm"] = ModuleType("vllm")
+sys.modules["vllm"].plugins = ModuleType("plugins")
+from services.rollout.engines.vllm_core import CoreContext
+core = CoreContext().Process(target=time.sleep, args=(60,))
+core.start()
+print(core.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_core_that_hangs_at_its_start_ends_with_its_service() -> None:
+    with subprocess.Popen([sys.executable, "-c", FORK_AND_SLEEP], stdout=subprocess.PIPE) as service:
+        assert service.stdout is not None
+        core = psutil.Process(int(service.stdout.readline()))
+        service.kill()
+    core.wait(DEADLINE_S)
+
+
+def test_a_core_computes_in_parallel_though_the_service_did() -> None:
+    def add() -> float:
+        torch.set_num_threads(2)
+        return torch.ones(1 << 22).sum().item()
+
+    assert add() == report_of_core(add)
 
 
 def test_a_core_is_not_forked_during_a_large_import() -> None:
