@@ -18,7 +18,6 @@ import signal
 import stat
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.context import ForkContext, ForkProcess
 
@@ -34,18 +33,15 @@ class ForkedCore(ForkProcess):
     def start(self) -> None:
         """Fork in a new thread. A core forked by a thread that has computed with OpenMP would wait for that thread's
         helpers, which are not there; one forked by a thread of a pool would join itself at its end."""
-        forked: Future[None] = Future()
-        threading.Thread(target=self._fork, args=(forked,), name="fork-engine-core").start()
-        forked.result()
+        thread = threading.Thread(target=self._fork, name="fork-engine-core")
+        thread.start()
+        thread.join()
+        if self.pid is None:
+            raise RuntimeError("vLLM's engine core could not be forked; the log has the error")
 
-    def _fork(self, forked: "Future[None]") -> None:
-        try:
-            with IMPORTING:  # in the child, a module that another thread is importing would stay locked
-                super().start()
-        except OSError as error:
-            forked.set_exception(error)
-        else:
-            forked.set_result(None)
+    def _fork(self) -> None:
+        with IMPORTING:  # in the child, a module that another thread is importing would stay locked
+            super().start()
 
     def run(self) -> None:
         from vllm import plugins

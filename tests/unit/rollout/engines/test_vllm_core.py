@@ -1,5 +1,6 @@
 """A forked engine core lets go of what belongs to the service that forked it."""
 
+import errno
 import gc
 import os
 import signal
@@ -18,6 +19,10 @@ from services.rollout.engines.imports import IMPORTING
 from services.rollout.engines.vllm_core import CoreContext
 
 DEADLINE_S = 20.0
+
+
+def no_memory(_: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +116,14 @@ core.start()
 print(core.pid, flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_core_that_cannot_be_forked_is_an_error() -> None:
+    core = CoreContext().Process(target=int)
+    core._Popen = no_memory
+    with pytest.raises(RuntimeError, match="could not be forked"):
+        core.start()
 
 
 def test_a_core_that_hangs_at_its_start_ends_with_its_service() -> None:
