@@ -17,7 +17,7 @@ from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes, num_cach
 
 SERVICE_BYTES = 625_000_000  # the service without weights and tokenizers: it has imported vLLM
 TOKEN_BYTES = 3_200  # for each token of the vocabulary, in the tokenizers of the service and of its engine's client
-ENGINE_BYTES = 150_000_000  # the engine core without weights, cache and what it shares with the service
+ENGINE_BYTES = 300_000_000  # the engine core without weights, cache and what it shares with the service
 PACKED_EMBEDDINGS = 2  # the embedding's copy, which nothing reads, and the head's
 LOADED_EMBEDDINGS = 2  # while a version is loaded, the largest weight and its packed copy exist beside the former ones
 GAPS = 0.1  # of the layers: what they leave when they are packed one by one, as far as it is not given back
