@@ -150,11 +150,12 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
     max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared or trainer_devices else SPLIT_MAX_NUM_SEQS
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
-    # Other users of this machine reach the loopback interface, too.
-    wire = {"ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24)}
-    # By default compiled kernels are temporary files: they would go with the stack.
-    kernels = {
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(options.data_dir / "torchinductor")
+    workers = {
+        # Other users of this machine reach the loopback interface, too.
+        "ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24),
+        # By default compiled kernels are temporary files: they would go with the stack.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(options.data_dir / "torchinductor"),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
     }
     broker = ServiceSpec(
         "broker",
@@ -164,7 +165,6 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         missing=partial(missing_answer, f"http://{HOST}:{port}/readyz"),
         ready_deadline_s=60.0,
     )
-    allocator = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED)}
     if options.is_view:
         return [replace(broker, env={**broker.env, "ONBEAT_IS_READ_ONLY": "true"})]
     trainer_env = {
@@ -176,7 +176,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         "trainer",
         service_command("trainer"),
         wave=2,
-        env={**common, **data_dir, **wire, **kernels, **allocator, **trainer_devices, **trainer_env},
+        env={**common, **data_dir, **workers, **trainer_devices, **trainer_env},
         grace_s=TRAINER_GRACE_S,
     )
     rollouts = [
@@ -186,9 +186,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
             wave=2,
             env={
                 **common,
-                **wire,
-                **kernels,
-                **allocator,
+                **workers,
                 **rollout_devices[index],
                 "GRPC_ENABLE_FORK_SUPPORT": "0",  # a forked engine core does not use gRPC
                 "ONBEAT_WORKER_ID": f"rollout-{index}",

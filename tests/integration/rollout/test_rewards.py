@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards.child import MAX_OPEN_FILES
@@ -76,7 +77,7 @@ def behave(response, context, **options):
             marker.touch()
             os.abort()
     if response == "secrets":
-        return float("ONBEAT_REDIS_URL" in os.environ)
+        return float(not {"ONBEAT_REDIS_URL", "GLIBC_TUNABLES", "GRPC_ENABLE_FORK_SUPPORT"}.isdisjoint(os.environ))
     if response == "tree":
         fork_tree(Path(context["folder"]), levels=5)
     if response == "flood":
@@ -117,6 +118,8 @@ def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
+    monkeypatch.setenv("GLIBC_TUNABLES", KEEP_FREED)
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 @pytest.fixture

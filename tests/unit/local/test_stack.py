@@ -21,6 +21,7 @@ from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background
 from onbeat.local.redis_server import redis_service
@@ -242,7 +243,8 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Sup
 
 
 def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONBEAT_WEIGHTS_RELAY", raising=False)
+    for name in ("ONBEAT_WEIGHTS_RELAY", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
     options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
     broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
@@ -252,6 +254,9 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
+    # Both are read when a process is started, or gRPC imported: a forked engine core has them only from here.
+    assert {spec.env["GLIBC_TUNABLES"] for spec in (trainer, *rollouts)} == {KEEP_FREED}
+    assert {spec.env["GRPC_ENABLE_FORK_SUPPORT"] for spec in rollouts} == {"0"}
     assert broker.wave < trainer.wave == rollouts[0].wave
     assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {"True"}
     _, _, alone = service_specs(StackOptions(tmp_path), "redis://r", 8801)
