@@ -116,14 +116,12 @@ def get(broker: Broker, job_id: JobId) -> None:
 @app.command()
 def watch(broker: Broker, job_id: JobId) -> None:
     """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
-    from onbeat.cli.plan import job_memory_warning
     from onbeat.local.run import START_GRACE_S, terminations_as_interrupts
     from onbeat.terminal.follow import follow
     from onbeat.terminal.summary import print_summary
     from onbeat.types import JobState
 
     console = make_console()
-    job = broker.ask(lambda client: client.jobs.get(job_id))
     stack = broker.find_stack()
     grace_s = stack.started_at + START_GRACE_S - time.time() if stack is not None else 0.0
 
@@ -134,8 +132,7 @@ def watch(broker: Broker, job_id: JobId) -> None:
 
     with terminations_as_interrupts():
         try:
-            with job_memory_warning(job, broker, typer.echo):
-                state = broker.ask(show)
+            state = broker.ask(show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
             typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")

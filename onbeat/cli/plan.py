@@ -1,26 +1,18 @@
 """`onbeat plan`: what a job will need, before it runs."""
 
 import json
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import App, AsJson, Broker, Job, Overrides
-from onbeat.cli.service import CHILDREN, run_service
+from onbeat.cli.options import App, AsJson, Job, Overrides
+from onbeat.cli.service import run_service
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
-    from onbeat.local.stack import StackOptions
-    from onbeat.types import JobRecord
 
 app = App("Estimate what a job will need before it runs.")
 GB = 1e9
-TYPICAL_PROMPT_TOKENS = 128
 OTHERS_BYTES = 330_000_000  # measured for broker, Redis and the command together
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
@@ -109,88 +101,3 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
             "training.has_gradient_checkpointing, or add a [lora] section"
         )
     return lines
-
-
-def job_memory_warning(job: "JobRecord", broker: Broker, say: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Warn like `memory_warning` if the job belongs to the data folder's stack and has no committed iteration yet."""
-    from pydantic import ValidationError
-
-    from onbeat.config import JobConfig
-    from onbeat.local.stack import StackOptions
-    from onbeat.local.state import resolve_data_dir, running_stack
-
-    folder = resolve_data_dir(broker.data_dir)
-    stack = running_stack(folder)
-    if stack is None or (broker.url and broker.url != stack.url) or job.next_iteration > job.first_iteration:
-        return nullcontext()
-    try:
-        return memory_warning(JobConfig.model_validate(job.config), StackOptions(folder), say)
-    except ValidationError:  # the objective may be installed only where the broker runs
-        return nullcontext()
-
-
-@contextmanager
-def memory_warning(config: "JobConfig", options: "StackOptions", say: Callable[[str], None]) -> Iterator[None]:
-    """Print one warning if the job may need more memory than is free here. A thread plans it while the block runs.
-
-    Memory that a running stack of the data folder holds counts as free. There is no warning for a job that cannot be
-    planned, a bundled model that is not converted yet, another engine than vLLM, or a machine with accelerators.
-    """
-    from onbeat.hardware.accelerators import available_devices
-    from onbeat.local.state import held_bytes, running_stack
-    from onbeat.memory import read_memory
-
-    stack = running_stack(options.data_dir)
-    num_rollouts, engine = (stack or options).num_rollouts, (stack or options).engine
-    if available_devices(os.environ)[1] or engine != "vllm" or not is_converted(config.model.path):
-        yield
-        return
-    held, is_over = held_bytes(stack.pid) if stack else 0, threading.Event()
-    available = read_memory().available_bytes + held  # before anything is started
-
-    def compare() -> None:
-        try:
-            plan = plan_memory(with_dtype(config), TYPICAL_PROMPT_TOKENS, 1, is_on_gpu=False, max_num_seqs=64)
-        except (ValueError, OSError):
-            return
-        if (text := shortage_text(plan, num_rollouts, available)) and not is_over.is_set():
-            say(text)
-
-    thread = threading.Thread(target=compare, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        while thread.is_alive():  # it may start another child
-            for child in list(CHILDREN):
-                child.kill()
-            thread.join(0.05)
-
-
-def is_converted(model_path: str) -> bool:
-    """Return False for a bundled model that no trainer has converted yet, because planning would convert it, too."""
-    from onbeat.bundled import CACHE_DIR, is_complete, model_folder
-
-    if not model_path.startswith("bundled:"):
-        return True
-    cache_dir = Path(os.environ.get("ONBEAT_CACHE_DIR") or CACHE_DIR)
-    return is_complete(model_folder(cache_dir, model_path.removeprefix("bundled:")))
-
-
-def shortage_text(plan: Plan, num_rollouts: int, available_bytes: int) -> str:
-    """Return a warning for a job that needs more memory than is free; '' if it fits.
-
-    >>> shortage_text({"trainer": {"weights": 4_000_000_000}}, 1, 2_000_000_000).partition(":")[0]
-    'memory'
-    """
-    sizes = {name: sum(parts.values()) * (1 if name == "trainer" else num_rollouts) for name, parts in plan.items()}
-    total = OTHERS_BYTES + sum(sizes.values())
-    if total <= available_bytes:
-        return ""
-    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items())
-    return (
-        f"memory: at its peak the job may take {total / GB:.1f} GB ({parts}), and {available_bytes / GB:.1f} GB were "
-        "free before the start. If the machine becomes slow: lower training.max_tokens_per_micro_batch, set "
-        "training.has_gradient_checkpointing, or add a [lora] section (`onbeat plan memory` shows each part)"
-    )

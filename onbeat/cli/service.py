@@ -15,8 +15,6 @@ app = App("Manage models on this machine.")
 
 DEADLINE_S = 300.0
 
-CHILDREN: list["subprocess.Popen[str]"] = []  # that run just now
-
 
 def run_service(module: str, arguments: Sequence[str], given: str) -> str:
     """Run a module of a service with a text as its standard input, and return what it prints.
@@ -24,20 +22,15 @@ def run_service(module: str, arguments: Sequence[str], given: str) -> str:
     Raises ValueError if it prints nothing or takes too long.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
-        CHILDREN.append(child)
-        try:
-            printed, complaints = child.communicate(given, timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired as error:
-            child.kill()
-            text = f"{module} took longer than {DEADLINE_S:.0f} s; try again when this machine is less busy"
-            raise ValueError(text) from error
-        finally:
-            CHILDREN.remove(child)
-    if not printed:
-        raise ValueError(complaints.strip().splitlines()[-1] if complaints.strip() else f"{module} failed")
-    return printed
+    try:
+        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        text = f"{module} took longer than {DEADLINE_S:.0f} s; try again when this machine is less busy"
+        raise ValueError(text) from error
+    if not child.stdout:
+        complaints = child.stderr.strip()
+        raise ValueError(complaints.splitlines()[-1] if complaints else f"{module} failed")
+    return child.stdout
 
 
 @app.command()

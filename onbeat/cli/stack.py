@@ -34,15 +34,12 @@ def run(
     The exit code is 0 only if the job SUCCEEDED. Ctrl-C, SIGTERM and a closed terminal keep the work: the same command
     continues the job. If a stack of `onbeat up` is running, the job runs there.
     """
-    from onbeat.cli.plan import memory_warning
     from onbeat.config import JobConfig
     from onbeat.local.run import run_job
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     config = JobConfig.from_file(job, overrides)
-    with memory_warning(config, options, typer.echo):
-        exit_code = run_job(config, job.parent, options, report, is_fresh)
-    raise typer.Exit(exit_code)
+    raise typer.Exit(run_job(config, job.parent, options, report, is_fresh))
 
 
 def up(

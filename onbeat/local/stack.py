@@ -100,8 +100,6 @@ class LocalStack:
                 url=self.url,
                 redis_url=redis_url,
                 started_at=time.time(),
-                num_rollouts=options.num_rollouts,
-                engine=options.engine,
             )
         )
 

@@ -11,13 +11,11 @@ import fcntl
 import json
 import os
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from onbeat.errors import OnbeatError
-from onbeat.local.guard import children_of
 
 DEFAULT_DATA_DIR = ".onbeat"
 OWNER_LOCK, CHILDREN_LOCK = "stack.lock", "children.lock"
@@ -31,8 +29,6 @@ class StackState:
     url: str
     redis_url: str
     started_at: float
-    num_rollouts: int = 1
-    engine: str = "vllm"
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
@@ -121,16 +117,6 @@ def take_lock(path: Path, deadline_s: float) -> IO[str]:
             )
         time.sleep(0.05)
     return file
-
-
-def held_bytes(pid: int) -> int:
-    """Return the memory that a process and all that it has started hold, without files that can be read again."""
-    rollup = ""
-    with suppress(OSError):  # it has just ended, or is another user's
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(errors="replace")
-    fields = (line.split() for line in rollup.splitlines())
-    own = sum(int(words[1]) * 1024 for words in fields if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
-    return own + sum(map(held_bytes, children_of(pid)))
 
 
 def state_path(data_dir: Path) -> Path:

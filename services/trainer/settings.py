@@ -2,16 +2,19 @@
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from onbeat.bundled import CACHE_DIR
 from onbeat.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
+
+HOME = os.path.expanduser("~")  # stays "~" for a user without a home folder
+CACHE_DIR = Path(HOME if HOME != "~" else tempfile.gettempdir(), ".cache", "onbeat")
 
 
 class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):

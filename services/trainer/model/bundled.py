@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from onbeat.bundled import is_complete, model_folder
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ def prepare(name: str, cache_dir: Path) -> Path:
     """
     if name not in BUNDLED_MODELS:
         raise ValueError(f"bundled:{name} is not known; known: {', '.join(f'bundled:{n}' for n in BUNDLED_MODELS)}")
-    target = model_folder(cache_dir, name)
+    target = cache_dir / "models" / name
     if is_complete(target):
         return target
     package, file_name = BUNDLED_MODELS[name]
@@ -60,6 +59,10 @@ def prepare(name: str, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def find_gguf(folder: Path, file_name: str) -> Path:

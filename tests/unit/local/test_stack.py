@@ -117,11 +117,13 @@ def test_dead_service_leaves_nothing_and_is_restarted(
     assert [path == left for path in (tmp_path / "scratch" / "family").iterdir()] == [False]
 
 
-# As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1].
+# As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1]. Linux cuts
+# the child's own name after 15 bytes, here in the middle of a letter.
 SHARING = """
 import multiprocessing, os, sys, time
 from multiprocessing.shared_memory import SharedMemory
 def share(path):
+    open("/proc/self/comm", "w").write("x" * 14 + "\u044f")
     segment = SharedMemory(create=True, size=1000)
     open(path + ".new", "w").write(segment.name)
     os.rename(path + ".new", path)
