@@ -7,6 +7,8 @@ free memory above 4 GiB. All threads use one arena: those of other threads than 
 
 import ctypes
 
+from onbeat.memory import read_memory
+
 KEEP_FREED = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
     f"glibc.malloc.mmap_threshold={1 << 30}:glibc.malloc.trim_threshold={4 << 30}"
@@ -14,6 +16,7 @@ KEEP_FREED = (
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 LARGE_BYTES = 1 << 20
+PLENTY = 0.25  # of the memory of the machine, or container
 
 
 def give_back_large_at_once() -> None:
@@ -32,3 +35,10 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def give_back_if_scarce() -> None:
+    """Give back freed memory, unless the machine has plenty: a process that takes it again has to clear it first."""
+    memory = read_memory()
+    if memory.available_bytes < PLENTY * memory.total_bytes:
+        give_back_freed()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
-from onbeat.hardware.malloc import give_back_freed
+from onbeat.hardware.malloc import give_back_if_scarce
 from onbeat.response_stats import more_parts
 from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
@@ -95,7 +95,7 @@ class Publisher:
         self._job.doing = f"making policy version {version} of the weights"
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
-            give_back_freed()  # rollouts on this machine are about to take memory for the version
+            give_back_if_scarce()  # rollouts on this machine are about to take memory for the version
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
         num_without_signal = 0 if stats.has_signal else self.state.num_without_signal + 1
         parts = more_parts(self.state.reward_parts, stats.responses.parts)

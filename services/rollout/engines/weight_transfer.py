@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from onbeat.hardware.malloc import give_back_freed
+from onbeat.hardware.malloc import give_back_if_scarce
 from services.rollout.engines import vllm_kernels
 from services.rollout.engines.vllm_core import end_with_parent
 
@@ -83,7 +83,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._share_packed_embedding()
         self._file = None
-        give_back_freed()  # what the load took, and at first what vLLM took to start
+        give_back_if_scarce()  # what the load took, and at first what vLLM took to start
 
     def _take_expert_kernels(self) -> dict[Any, Any]:
         """Take the kernels away and return them. On the CPU vLLM packs experts' weights when it makes their kernel,

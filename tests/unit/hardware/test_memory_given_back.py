@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.hardware import malloc
 from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.types import HostMemory
 from services.rollout.children.process import ChildProcess
 from services.rollout.engines.vllm_platform import engine_environment
 
@@ -40,6 +42,16 @@ def test_freed_tensors_below_kept_ones_are_given_back(when: str, kept_mib: range
     command = [sys.executable, "-c", FREE_TENSORS, when]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) in kept_mib
+
+
+@pytest.mark.parametrize(("available", "is_given_back"), [(24, True), (26, False)])
+def test_freed_memory_is_kept_where_there_is_plenty(monkeypatch, available: int, is_given_back: bool):
+    calls: list[bool] = []
+    memory = HostMemory(name="box", available_bytes=available, total_bytes=100)
+    monkeypatch.setattr(malloc, "read_memory", lambda: memory)
+    monkeypatch.setattr(malloc, "give_back_freed", lambda: calls.append(True))
+    malloc.give_back_if_scarce()
+    assert calls == [True] * is_given_back
 
 
 FREE_ALL = """
