@@ -67,7 +67,7 @@ def num_devices(record: IterationRecord) -> int:
 
 
 def advise(work: Work) -> str:
-    """Return advice on worthwhile changes: `add 1 trainer device: about 6.4 s an iteration instead of 10.4`."""
+    """Return advice on worthwhile changes: `add 1 rollout on additional hardware: about 6.4 s an iteration ...`."""
     now = (work.num_rollouts, work.num_trainers)
     best = shrunk(work, grown(work, now), now)
     words = ("rollout", "trainer device")
@@ -76,7 +76,8 @@ def advise(work: Work) -> str:
     ]
     if not changes:
         return f"leave the split as it is: another device would save less than {WORTH:.0%} of the time"
-    return f"{', '.join(changes)}: about {work.wall_s(best):.1f} s an iteration instead of {work.wall_s(now):.1f}"
+    text = ", ".join(changes) + " on additional hardware" * (sum(best) > sum(now))
+    return f"{text}: about {work.wall_s(best):.1f} s an iteration instead of {work.wall_s(now):.1f}"
 
 
 def grown(work: Work, split: Split) -> Split:

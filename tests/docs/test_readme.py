@@ -1,4 +1,4 @@
-"""The README stays short; its figures, and those of the examples with episodes, are those that were measured."""
+"""The README stays short; its figures, and those of some other pages, are those that were measured."""
 
 import json
 import re
@@ -34,6 +34,14 @@ def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> No
     assert f"{found['seconds_to_reward']['median']:.0f} s" in row(start)
     assert isinstance(found["trl"], dict), "one run"
     assert re.search(rf"TRL.*one seed: {found['trl']['seconds_to_reward']:.0f} s", row(start))
+
+
+@pytest.mark.parametrize("name", ["vs_trl", "vs_trl_float32", "episodes", "episodes_float32"])
+def test_seconds_beside_trl_stand_on_the_page_of_comparison(name: str) -> None:
+    seconds = results(name)["seconds_per_step"]
+    (found,) = [line for line in text_of("docs/comparison.md").splitlines() if f"`{name}.json`" in line]
+    _, trl_s, onbeat_s = re.findall(r"\| ([^|]*?)(?: s)? (?=\|)", found)[:3]
+    assert [float(trl_s), float(onbeat_s)] == pytest.approx([seconds["trl"], seconds["onbeat"]], rel=0.03)
 
 
 def test_peak_memory_is_that_of_the_named_instructions() -> None:

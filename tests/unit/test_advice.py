@@ -30,7 +30,7 @@ def test_work_is_what_the_busy_shares_say() -> None:
     assert (work.generate_s, work.train_s, work.fixed_s) == pytest.approx((3.536, 7.904, 2.496))
     assert work.wall_s((1, 1)) == pytest.approx(10.4)
     assert work.wall_s((1, 2)) == pytest.approx(3.952 + 2.496)
-    assert advise(work) == "add 1 trainer device: about 6.4 s an iteration instead of 10.4"
+    assert advise(work) == "add 1 trainer device on additional hardware: about 6.4 s an iteration instead of 10.4"
 
 
 def test_in_sync_both_sides_take_their_turn() -> None:
@@ -45,7 +45,7 @@ def test_in_sync_both_sides_take_their_turn() -> None:
     [
         (6, 6.0, 3.0, 70.0, "remove 4 rollouts: about 73.0 s an iteration instead of 73.0"),  # they do nothing
         (2, 20.0, 10.0, 1.0, "leave the split as it is"),  # it is balanced
-        (1, 100.0, 1.0, 0.0, "add 2 rollouts: about 33.3 s"),  # at most twice as many devices as now
+        (1, 100.0, 1.0, 0.0, "add 2 rollouts on additional hardware: about 33.3 s"),  # at most twice as many
     ],
 )
 def test_advice_changes_what_is_worth_it(

@@ -133,11 +133,11 @@ def sum_up(c: Course) -> Finding:
 
 def look_at_truncation(c: Course) -> Finding | None:
     truncated, limit = c.mean("rollout/truncated_frac") or 0.0, c.config.rollout.max_response_tokens
-    if truncated <= TRUNCATED:
+    if truncated <= TRUNCATED or c.has_risen:
         return None
     sentence = f"{truncated:.0%} of the responses of {c.job_id} were truncated {c.lately}: raise "
     sentence += f"rollout.max_response_tokens above {limit}, or ask for short answers in data.system_prompt"
-    return c.find(sentence, "rollout.max_response_tokens", is_problem=not c.has_risen)
+    return c.find(sentence, "rollout.max_response_tokens", is_problem=True)
 
 
 def look_at_signal(c: Course) -> Finding | None:

@@ -124,7 +124,9 @@ def test_truncation_names_the_limit():
     assert key == "rollout.max_response_tokens"
     assert "71% of the responses of job-1 were truncated in the last 8 iterations: raise" in sentence
     assert "rollout.max_response_tokens above 8" in sentence
-    assert problems(find(learning(**{"rollout/truncated_frac": 0.6}))) == {}  # it learns in spite of it
+    found = find(learning(**{"rollout/truncated_frac": 0.6}))  # it learns in spite of it
+    assert "60% of the responses were truncated" in found[0].sentence
+    assert "rollout.max_response_tokens" not in [finding.key for finding in found]
 
 
 def test_a_solved_task_is_no_problem_unless_it_always_was():

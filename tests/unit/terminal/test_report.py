@@ -88,7 +88,7 @@ def test_totals_of_weights_by_hand() -> None:
 
 def test_report_and_summary_say_which_side_is_short_of_devices() -> None:
     report = make_report(JOB, records(12, rollout_idle_frac=0.1, trainer_idle_frac=0.9))
-    assert report["advice"].startswith("add 2 rollouts: about ")
+    assert report["advice"].startswith("add 2 rollouts on additional hardware: about ")
     assert dict(total_rows(report))["advice"] == report["advice"]
     assert make_report(JOB, records(3))["advice"] is None
 
