@@ -161,9 +161,9 @@ def run(*overrides: str) -> dict[str, Any]:
 
 
 @contextmanager
-def scarce_memory() -> Iterator[None]:
-    """Hold all memory that is available here but for LEFT_BYTES."""
-    size = max(0, read_memory().available_bytes - LEFT_BYTES)
+def scarce_memory(left_bytes: int) -> Iterator[None]:
+    """Hold all memory that is available here but for so much."""
+    size = max(0, read_memory().available_bytes - left_bytes)
     script = f"held = bytearray(b'x') * {size}; print(len(held), flush=True); input()"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -174,7 +174,7 @@ def scarce_memory() -> Iterator[None]:
 
 
 def measure_both(dtype: str) -> dict[str, Any]:
-    with scarce_memory():
+    with scarce_memory(LEFT_BYTES):
         scarce = run(f"model.dtype={dtype}")
     plenty = run(f"model.dtype={dtype}")
     return scarce | {"with_plenty": {name: plenty[name] for name in ("peak", "at_peak", "wall_s", "train_s")}}

@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdp_memory import write_model
 from harness import RESULTS, ROOT, save, temporary_folder
-from memory import run
+from memory import run, scarce_memory
 
 from onbeat.cli.plan import OTHERS_BYTES
 from onbeat.memory import read_memory
@@ -63,7 +63,8 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     needed = sum(size for parts in planned.values() for size in parts.values()) + OTHERS_BYTES + SPARE_BYTES
     if (available := read_memory().available_bytes) < needed:
         raise SystemExit(f"{name} needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} are available; end other programs")
-    measured = run(*overrides)
+    with scarce_memory(needed):
+        measured = run(*overrides)
     whole = {process: round(sum(parts.values()) / 1e6) for process, parts in planned.items()}
     expected = {each: sum(whole[name] for name in of) for each, of in SIDES.items()}
     by_service = measured["peak_by_service"]

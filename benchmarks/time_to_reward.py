@@ -56,9 +56,9 @@ def train_with_trl(dtype: str, limit_s: float) -> dict[str, Any]:
     job = JobConfig.from_file(ROOT / QUICKSTART)
     rollout = job.rollout
     sizes = (MAX_TRL_STEPS, rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
+    arguments = (quickstart_model(), *sizes, rollout.max_response_tokens, dtype)
     started = time.perf_counter()
     with temporary_folder() as folder:
-        arguments = (quickstart_model(), *sizes, rollout.max_response_tokens, dtype)
         more = (job.optimizer.learning_rate, limit_s)
         result = run_trl("trl_baseline.py", folder, arguments, more, timeout_s=limit_s + 600)
     first = first_window(result["rewards"])

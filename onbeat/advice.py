@@ -76,8 +76,7 @@ def advise(work: Work) -> str:
     ]
     if not changes:
         return f"leave the split as it is: another device would save less than {WORTH:.0%} of the time"
-    text = ", ".join(changes) + " on additional hardware" * (sum(best) > sum(now))
-    return f"{text}: about {work.wall_s(best):.1f} s an iteration instead of {work.wall_s(now):.1f}"
+    return f"{', '.join(changes)}: about {work.wall_s(best):.1f} s an iteration instead of {work.wall_s(now):.1f}"
 
 
 def grown(work: Work, split: Split) -> Split:
@@ -104,4 +103,5 @@ def shrunk(work: Work, split: Split, now: Split) -> Split:
 
 
 def change(number: int, word: str) -> str:
-    return f"{'add' if number > 0 else 'remove'} {abs(number)} {word}{'s' * (abs(number) != 1)}"
+    what = f"{abs(number)} {word}{'s' * (abs(number) != 1)}"
+    return f"add {what} on additional hardware" if number > 0 else f"remove {what}"

@@ -16,7 +16,7 @@ KEEP_FREED = (
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 LARGE_BYTES = 1 << 20
-PLENTY = 0.25  # of the memory of the machine, or container
+PLENTY = 1 / 3  # of the memory of the machine, or container
 
 
 def give_back_large_at_once() -> None:

@@ -34,6 +34,9 @@ def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> No
     assert f"{found['seconds_to_reward']['median']:.0f} s" in row(start)
     assert isinstance(found["trl"], dict), "one run"
     assert re.search(rf"TRL.*one seed: {found['trl']['seconds_to_reward']:.0f} s", row(start))
+    for page in ("comparison", "performance", "platforms"):
+        rows = [line for line in text_of(f"docs/{page}.md").splitlines() if f"`{name}.json`" in line]
+        assert any(f" {found['seconds_to_reward']['median']:.0f} s" in line for line in rows), page
 
 
 @pytest.mark.parametrize("name", ["vs_trl", "vs_trl_float32", "episodes", "episodes_float32"])

@@ -134,7 +134,7 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
     }
     now = await ledger.now()
     findings: list[Finding] = []
-    everywhere: list[ProcessRecord] = []
+    idle: list[ProcessRecord] = []
     for pool in sorted(pools):
         of_trainers, of_rollouts = await ledger.trainers.heartbeats(pool), await ledger.workers.heartbeats(pool)
         trainers, workers = of_trainers.records, of_rollouts.records
@@ -143,8 +143,8 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
         processes: list[ProcessRecord] = [*trainers, *workers]
         findings += [finding for process in processes if (finding := explain_silence(process, now))]
         findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
-        everywhere += processes
-    return findings + explain_memory(everywhere, now)
+        idle += [process for process in processes if process.job_id is None]  # a job's are explained with it
+    return findings + explain_memory(idle, now)
 
 
 def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:

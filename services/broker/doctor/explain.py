@@ -16,6 +16,7 @@ from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.doctor.learning import explain_learning
+from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
@@ -52,7 +53,7 @@ async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
 
 
 async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
-    """Explain who waits for whom in a job, problems first."""
+    """Explain who waits for whom in a job, and whose memory is short, problems first."""
     job_id, state = fields["id"], JobState(fields["state"])
     if state.is_final:
         return [explain_end(fields, state, await ledger.now())]
@@ -61,7 +62,9 @@ async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
     except ValidationError as error:
         sentence = f"this broker does not understand the configuration of {job_id}: {error.errors()[0]['msg']}; "
         return [Finding(sentence=sentence + "is it of another version of Onbeat?", job_id=job_id, is_problem=True)]
-    return sorted(EXPLANATIONS[state](situation), key=lambda finding: not finding.is_problem)
+    processes = [*situation.trainers.values(), *situation.workers.values()]
+    about_memory = explain_memory([process for process in processes if process.job_id == job_id], situation.now)
+    return sorted([*EXPLANATIONS[state](situation), *about_memory], key=lambda finding: not finding.is_problem)
 
 
 # ---- by state ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
-from services.broker.doctor.diagnosis import diagnose, explain_silence
+from onbeat.types import EpisodeWait, Finding, HostMemory, JobState, TrainerRecord, WorkerRecord
+from services.broker.doctor.diagnosis import diagnose, examine_pools, explain_silence
 from services.broker.doctor.explain import ARRIVAL_S, explain_job
 from services.trainer.feed import GroupFeed
 from services.trainer.job.lease import ClaimedJob, Lease
@@ -234,6 +234,21 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
     assert 900 < named.deadline_s <= 1000
     lost = "rollout-gone is no longer listed; others take over its 1 prompt when their leases run out"
     assert sentence_of(gone) == lost
+
+
+async def test_machine_without_memory_is_named_to_its_job(ledger, pool):
+    job_id, _ = await started_job(ledger, pool=pool)
+    for worker, state, of in (
+        ("rollout-a", "generating", job_id),
+        ("rollout-b", "generating", "job-x"),
+        ("c", "idle", None),
+    ):
+        host = HostMemory(name=f"box of {worker}", available_bytes=200_000_000, total_bytes=8_000_000_000)
+        await beat_rollout(ledger, pool, worker, state, job_id=of, host=host)
+    (low,) = [each for each in problems(await explain_job(ledger, job_id)) if "memory left" in each]
+    assert low.startswith("box of rollout-a has 0.2 of 8.0 GB of memory left, so rollout-a may become very slow")
+    (low,) = [each for each in problems(await examine_pools(ledger)) if "memory left" in each]
+    assert low.startswith("box of c has")
 
 
 async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
