@@ -181,6 +181,14 @@ def test_version_without_a_step_ends_the_pulls_of_the_one_before(tmp_path, monke
     assert job.events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
 
 
+def test_memory_is_given_back_before_rollouts_take_a_version(tmp_path, monkeypatch):
+    config, groups = job_config(), recorded_iterations()
+    job = ServingJob(config, groups)
+    monkeypatch.setattr(publisher, "give_back_if_scarce", lambda: job.events.append("given back"))
+    train(config, groups, tmp_path, job=job)
+    assert job.events == [0, *(event for version in (1, 2, 3) for event in ("withdrawn", "given back", version))]
+
+
 @pytest.mark.parametrize(
     "sections",
     [
