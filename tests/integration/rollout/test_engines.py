@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import platform
 import random
 import shutil
 import sys
@@ -282,6 +283,25 @@ def fails_half_way(names: list[str]) -> Iterator[list[str]]:
     """Ends within a fused layer."""
     yield names[: names.index("model.layers.1.self_attn.k_proj.weight") + 1]
     raise OSError("the stream broke")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the engine core is not forked, so it is not patched")
+async def test_core_gives_memory_back_after_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    VllmEngine.prepare("cpu", "0", 1)
+    vllm_engine.importing().result()
+    from services.rollout.engines import weight_transfer
+
+    monkeypatch.setattr(weight_transfer, "give_back_if_scarce", (tmp_path / "given back").touch)
+    model_dir = write_tied_model(tmp_path / "model")
+    weights = model_dir / "model.safetensors"
+    engine = new_vllm_engine(OWN_DTYPE)
+    await engine.start(model_dir, FIRST_VERSION)
+    try:
+        assert not (tmp_path / "given back").exists()
+        await engine.load(FRESH_VERSION, weights, arriving([list(read_shapes(weights))]))
+        assert (tmp_path / "given back").exists()
+    finally:
+        await engine.stop()
 
 
 async def test_load_that_fails_half_way_is_repaired_by_a_full_one(subject: Subject) -> None:
