@@ -85,7 +85,6 @@ def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:
         "memory_mb": memory_mb,
         "file_mb": MAX_FILE_MB,
         "cpu_s": math.ceil(timeout_s) + 1,
-        "is_offline": True,
     }
 
 

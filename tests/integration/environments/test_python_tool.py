@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.confine import landlock_version
+from onbeat.confine import SOCKET_CALLS, landlock_version
 from onbeat.environments import python_tool
 from onbeat.environments.python_tool import run_python
 from tests.waiting import wait_until_gone
 
-CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urnp", "true"], check=False).returncode == 0
+CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urp", "true"], check=False).returncode == 0
 HAS_LANDLOCK = landlock_version() >= 1
 
 
@@ -72,13 +74,26 @@ async def test_files_outside_the_folder_are_closed(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "secret"]
 
 
-@pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
-async def test_no_network_not_even_loopback():
+@pytest.mark.skipif(platform.machine() not in SOCKET_CALLS, reason="unknown numbers of system calls")
+async def test_no_socket_reaches_another_program(tmp_path):
+    """Neither loopback nor a UNIX socket with a path, by a stream or by datagrams."""
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    result = await run_python(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)")
-    assert "unreachable" in result.stderr or "PermissionError" in result.stderr
+    path = str(tmp_path / "log")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(path)
+        for code in (
+            f"socket.create_connection(('127.0.0.1', {port}), 2)",
+            f"socket.socket(socket.AF_UNIX).connect({path!r})",
+            f"socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {path!r})",
+        ):
+            assert "PermissionError" in (await run_python(f"import socket; {code}")).stderr
     server.close()
+
+
+async def test_asyncio_and_processes_work_without_sockets():
+    code = "import asyncio, subprocess\nasyncio.run(asyncio.sleep(0))\nprint(subprocess.check_output(['echo', 'x']))"
+    assert (await run_python(code, timeout_s=20.0)).stdout == "b'x\\n'\n"
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
