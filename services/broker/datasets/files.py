@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
-from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
 
@@ -28,12 +28,12 @@ NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 Row = dict[str, Any]
 
 
-class FileDataset:
+class FileDataset(PromptDataset):
     """A dataset of rows. The file is found or fetched, and its first rows are checked. Raises DatasetError."""
 
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
-        self._data, self.note = data, ""
+        self._data = data
         self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         self._identity = file_identity(self._path)
         try:
@@ -71,9 +71,6 @@ class FileDataset:
         except OSError as error:
             raise unreadable(self._data, error) from error
         return [found[row] for row in rows]
-
-    def item(self, index: int) -> PromptItem:
-        return self.items(range(index, index + 1))[0]
 
     def _row_of(self, index: int) -> int:
         epoch, position = divmod(index, len(self._rows))

@@ -5,18 +5,16 @@ from typing import Any
 
 from onbeat.config import ReasoningGymData
 from onbeat.task_options import find_code
-from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}
 
 
-class ReasoningGymDataset:
+class ReasoningGymDataset(PromptDataset):
     """A dataset of generated tasks. The unmodified question is the user message.
 
     Raises DatasetError for an unknown task or for options that the task refuses.
     """
-
-    note = ""
 
     def __init__(self, data: ReasoningGymData, spec: DatasetSpec) -> None:
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -40,13 +38,10 @@ class ReasoningGymDataset:
             message = f"task {data.task} refuses them: {str(error) or type(error).__name__}"
             raise DatasetError("data.options", f"{message}; options: {', '.join(known)}") from error
 
-    def is_current(self) -> bool:
-        return True
-
     def items(self, indices: range) -> list[PromptItem]:
-        return [self.item(index) for index in indices]
+        return [self._generate(index) for index in indices]
 
-    def item(self, index: int) -> PromptItem:
+    def _generate(self, index: int) -> PromptItem:
         entry = self._dataset[index]
         context = {name: entry[name] for name in ("question", "answer", "metadata")}
         # With these a scorer can build the same dataset and entry again, where JSON is not faithful enough.
