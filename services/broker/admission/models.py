@@ -3,7 +3,6 @@ for a hub's model, whether it is in this machine's cache or on the hub."""
 
 import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from services.broker.datasets.hub import HUB_ID
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
-MAX_HEADER_BYTES = 32 << 20  # of all files of a model; longer ones are left to the trainer
+MAX_HEADER_BYTES = 32 << 20  # of a file of a model; longer ones are left to the trainer
 MAX_JSON_BYTES = 16 << 20  # of a configuration
 HUB, HUB_S = "https://huggingface.co", 5.0
 OTHER_HEADS = ("ForMaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")  # ends of architectures' names
@@ -127,17 +126,20 @@ def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
         pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
         what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
         return wrong_model(f"{folder} {what}; save the model as safetensors")
-    shapes: dict[str, tuple[int, ...]] = {}
-    left_bytes = MAX_HEADER_BYTES
+    embedded: set[int] = set()  # numbers of tokens in embeddings
     for path in weights:
-        problem, found, header_bytes = read_header(path, left_bytes)
-        left_bytes -= header_bytes
+        problem, found = read_header(path)
         if problem:
             return wrong_model(f"{path} is not whole: {problem}; copy or download it again")
-        shapes |= found
+        embedded |= found
     if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
         return wrong_model(f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")
-    return review_vocabulary(folder, text_config(model).get("vocab_size"), shapes)
+    stated = text_config(model).get("vocab_size")
+    if not embedded or not isinstance(stated, int) or stated in embedded:
+        return []
+    found_tokens = " or ".join(map(str, sorted(embedded)))
+    message = f"has vocab_size = {stated}, but the embedding of the weights has {found_tokens} tokens"
+    return wrong_model(f"{folder}/config.json {message}; correct one of them")
 
 
 def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
@@ -156,38 +158,28 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
     return wrong_model(f"{message}data.as_chat = false for an environment that sends token ids only")
 
 
-def review_vocabulary(folder: Path, stated: object, shapes: dict[str, tuple[int, ...]]) -> list[Complaint]:
-    sizes = {shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS) and shape}
-    if not sizes or not isinstance(stated, int) or stated in sizes:
-        return []
-    found = " or ".join(map(str, sorted(sizes)))
-    message = f"{folder}/config.json has vocab_size = {stated}, but the embedding of the weights has {found} tokens"
-    return wrong_model(f"{message}; correct one of them")
-
-
-def read_header(path: Path, most_bytes: int) -> tuple[str, dict[str, tuple[int, ...]], int]:
-    """Return what is missing from a safetensors file ('' if nothing), the shapes of its tensors by name, and how many
-    bytes its header had, of which longer ones than `most_bytes` are not read.
+def read_header(path: Path) -> tuple[str, set[int]]:
+    """Return what is missing from a safetensors file ('' if nothing), and the numbers of tokens in its embeddings.
 
     The file has 8 bytes of length, a JSON header, and the tensors that it names.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        header_bytes = int.from_bytes(file.read(8), "little")
         if 8 + header_bytes > size:
-            return f"it ends after {size} bytes, within its header", {}, 0
-        if header_bytes > most_bytes:
-            return "", {}, 0
-        try:
-            tensors = json.loads(file.read(header_bytes))
-            tensors.pop("__metadata__", None)
-            ends = [entry["data_offsets"][1] for entry in tensors.values()]
-            missing = 8 + header_bytes + max(ends, default=0) - size
-            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return "its header is no header of safetensors", {}, header_bytes
-    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), shapes, header_bytes
+            return f"it ends after {size} bytes, within its header", set()
+        if header_bytes > MAX_HEADER_BYTES:
+            return "", set()
+        header = file.read(header_bytes)
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+        missing = 8 + header_bytes + max(ends, default=0) - size
+        embedded = {int(entry["shape"][0]) for name, entry in tensors.items() if name.endswith(EMBEDDINGS)}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "its header is no header of safetensors", set()
+    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), embedded
 
 
 def text_config(model: dict[str, Any]) -> dict[str, Any]:
