@@ -84,7 +84,7 @@ class FileDataset(PromptDataset):
             raise DatasetError(error.field, f"{where} {error.message}") from error
 
 
-def unreadable(data: RowData, error: OSError) -> DatasetError:
+def unreadable(data: FileData | HubData, error: OSError) -> DatasetError:
     return DatasetError("data.path", f"{data.path} cannot be read: {error.strerror or error}")
 
 
