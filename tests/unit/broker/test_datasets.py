@@ -1,6 +1,7 @@
 """Prompts as pure functions of (job, iteration), and every way in which data can be wrong."""
 
 import asyncio
+import datetime
 import importlib.util
 import json
 import shutil
@@ -17,7 +18,7 @@ from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, Reason
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
-from services.broker.datasets.process import DatasetPool
+from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, build_tasks
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
@@ -130,6 +131,16 @@ def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
     num_read += dataset._reader._group.cache_info().misses
     assert len({item["context"]["answer"] for item in answer["items"]}) == 100
     assert num_read <= 20
+
+
+async def test_values_that_json_does_not_have_come_as_text(tmp_path):
+    rows = [{"prompt": "when?", "answer": "x", "day": datetime.date(2026, 11, 27)}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    process = DatasetProcess(tmp_path, timeout_s=60, memory_mb=4096)
+    data = FileData(type="parquet", path="rows.parquet")
+    (item,), _ = await process.read(DatasetSpec(data=data, seed=0, num_items=1), 0, 1)
+    assert item.context["metadata"] == {"day": "2026-11-27"}
+    await process.close()
 
 
 @pytest.mark.parametrize(
