@@ -53,29 +53,23 @@ def create(folder: Path, overlay: str) -> None:
     """Raises FileExistsError when the folder is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
-    in_cluster, private = make_secrets()
-    for name, contents in [("secrets", in_cluster), ("private", private)]:
-        (folder / name).mkdir()
-        for file, content in contents.items():
-            (folder / name / file).write_text(content)
-    read_key, read_entry = new_key("keda and prometheus", Role.READ)
-    admin_key, admin_entry = new_key("admin", Role.ADMIN)
-    write_keys(folder / "secrets" / "api-keys.json", [read_entry, admin_entry])
-    (folder / "secrets" / "read-key").write_text(read_key)
-    (folder / "private" / "admin-key").write_text(admin_key)
-    files = "\n".join(f"      - secrets/{path.name}" for path in sorted((folder / "secrets").iterdir()))
-    base = os.path.relpath(HERE / "overlays" / overlay, folder)
-    (folder / "kustomization.yaml").write_text(KUSTOMIZATION.format(overlay=base, files=files))
-
-
-def make_secrets() -> tuple[dict[str, str], dict[str, str]]:
-    """File name -> content: of the Secret in the cluster, and of what only its operator has."""
     password, admin_password = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     users = ACL_TEMPLATE.read_text()
     users = users.replace("SHA256_OF_THE_ADMIN_PASSWORD", sha256(admin_password))
     users = users.replace("SHA256_OF_THE_PASSWORD", sha256(password))
-    in_cluster = {"redis-password": password, "users.acl": users, "weights-key": secrets.token_urlsafe(32)}
-    return in_cluster, {"redis-admin-password": admin_password}
+    read_key, read_entry = new_key("keda and prometheus", Role.READ)
+    admin_key, admin_entry = new_key("admin", Role.ADMIN)
+    weights_key = secrets.token_urlsafe(32)
+    in_cluster = {"redis-password": password, "users.acl": users, "weights-key": weights_key, "read-key": read_key}
+    private = {"redis-admin-password": admin_password, "admin-key": admin_key}  # only its operator has them
+    for name, contents in (("secrets", in_cluster), ("private", private)):
+        (folder / name).mkdir()
+        for file, content in contents.items():
+            (folder / name / file).write_text(content)
+    write_keys(folder / "secrets" / "api-keys.json", [read_entry, admin_entry])
+    files = "\n".join(f"      - secrets/{path.name}" for path in sorted((folder / "secrets").iterdir()))
+    base = os.path.relpath(HERE / "overlays" / overlay, folder)
+    (folder / "kustomization.yaml").write_text(KUSTOMIZATION.format(overlay=base, files=files))
 
 
 def sha256(text: str) -> str:

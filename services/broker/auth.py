@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
-from services.broker.file_identity import file_identity
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +41,14 @@ def is_upload(method: str, path: str) -> bool:
 
 
 class KeyRing:
-    """The current keys of a file, which is checked at most once per second. Raises ValueError if it is broken at first.
+    """The current keys of a file, which is read at most once per second. Raises ValueError if it is broken at first.
 
     If the file is broken or missing later, an error is logged and the previous keys stay in force.
     """
 
     def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._path, self._now = path, now
-        self._looked_at = time.monotonic()
-        self._identity = file_identity(path)
+        self._looked_at, self._problem = time.monotonic(), ""
         self._keys = {key.id: key for key in read_keys(path)}
 
     def find(self, sent: str) -> ApiKey | None:
@@ -67,15 +65,15 @@ class KeyRing:
         if time.monotonic() - self._looked_at < RELOAD_S:
             return
         self._looked_at = time.monotonic()
-        identity = file_identity(self._path)
-        if identity == self._identity:
-            return
-        self._identity = identity  # complain once about each broken state
         try:
-            self._keys = {key.id: key for key in read_keys(self._path)}
-            logger.info("read %d API keys from %s", len(self._keys), self._path)
+            keys, problem = {key.id: key for key in read_keys(self._path)}, ""
         except ValueError as error:
-            logger.error("%s. The %d keys read before stay in force; repair the file", error, len(self._keys))
+            keys, problem = self._keys, str(error)
+        if keys != self._keys:
+            logger.info("read %d API keys from %s", len(keys), self._path)
+        if problem not in ("", self._problem):  # complain once about each
+            logger.error("%s. The %d keys read before stay in force; repair the file", problem, len(keys))
+        self._keys, self._problem = keys, problem
 
 
 class RateLimit:

@@ -56,7 +56,10 @@ class Conductor:
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                 await asyncio.sleep(backoff_s)
         finally:
-            await self._stop_watchers()
+            for watcher in self._watchers.values():
+                watcher.cancel()
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+            self._watchers.clear()
 
     async def _scan(self) -> None:
         """Start watchers for new jobs, and handle the watchers that have ended."""
@@ -71,10 +74,8 @@ class Conductor:
 
     async def _look_after(self, job_id: str, watcher: asyncio.Task[None]) -> None:
         error = watcher.exception()
-        if error is None:  # the job is final
+        if error is None or isinstance(error, JobNotFound):  # final, or deleted by a process that died half way
             self._crashed_at.pop(job_id, None)
-            await self._ledger.jobs.file(job_id)
-        elif isinstance(error, JobNotFound):  # the process that deleted it died before it was off the lists
             await self._ledger.jobs.file(job_id)
         elif isinstance(error, RedisError):
             raise error
@@ -93,9 +94,3 @@ class Conductor:
     def _recent_crashes(self, job_id: str) -> list[float]:
         now = time.monotonic()
         return [at for at in self._crashed_at.get(job_id, []) if now - at < CRASH_WINDOW_S]
-
-    async def _stop_watchers(self) -> None:
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-        self._watchers.clear()

@@ -60,18 +60,17 @@ class Evaluator:
         self.prepare(config)
         evaluation = due_evaluation(fields, config.schedule.num_iterations)
         if evaluation is not None and self._reading is not None and self._reading.done():
-            await self._open(config, evaluation, int(fields["policy_version"]), self._reading)
+            await self._open(config, evaluation, int(fields["policy_version"]))
         for open_one in await self._ledger.evaluations.open_ones(self._job_id):
             if await self._ledger.evaluations.state(self._job_id, open_one) is EvaluationState.DRAINED:
                 await self._finish(config, open_one)
 
-    async def _open(
-        self, config: JobConfig, evaluation: int, version: int, reading: asyncio.Task[list[PromptItem]]
-    ) -> None:
+    async def _open(self, config: JobConfig, evaluation: int, version: int) -> None:
         assert config.evaluation is not None
+        assert self._reading is not None
         following = following_evaluation(evaluation, config.evaluation.every_iterations, config.schedule.num_iterations)
         try:
-            tasks = build_evaluation_tasks(config, evaluation, reading.result())
+            tasks = build_evaluation_tasks(config, evaluation, self._reading.result())
         except DatasetError as error:
             self._reading = None  # the next evaluation tries again
             await self._ledger.evaluations.fail(self._job_id, evaluation, following, f"no prompts: {error}")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from onbeat.config import EnvironmentConfig, HeldOutSet, JobConfig
 from onbeat.rewards import RewardConfig
@@ -86,41 +87,26 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
 
 def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConfig]) -> PromptTask:
     """Build the part of a task that training and evaluation have in common."""
-    rollout = config.rollout
+    rollout, environment = config.rollout, config.environment
     task = PromptTask(
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
         text=item.text,
         max_response_tokens=rollout.max_response_tokens,
         deadline_s=rollout.group_deadline_s,
         reward_context_json=json.dumps(item.context),
+        environment=Environment(max_turns=environment.max_turns, **common_fields(environment)) if environment else None,
     )
-    add_rewards(task, rewards)
-    if config.environment is not None:
-        task.environment.CopyFrom(to_message(config.environment))
-    return task
-
-
-def to_message(environment: EnvironmentConfig) -> Environment:
-    return Environment(
-        name=environment.name,
-        options_json=json.dumps(environment.options),
-        max_turns=environment.max_turns,
-        timeout_s=environment.timeout_s,
-        memory_limit_mb=environment.memory_limit_mb,
-    )
-
-
-def add_rewards(task: PromptTask, rewards: Sequence[RewardConfig]) -> None:
     for reward in rewards:
-        message = Reward(
-            name=reward.name,
-            options_json=json.dumps(reward.options),
-            timeout_s=reward.timeout_s,
-            memory_limit_mb=reward.memory_limit_mb,
-            max_attempts=reward.max_attempts,
-        )
+        message = Reward(max_attempts=reward.max_attempts, **common_fields(reward))
         if reward.part is None:
             task.reward.CopyFrom(message)
         else:
             message.weight, message.part = reward.weight, reward.part
             task.rewards.append(message)
+    return task
+
+
+def common_fields(code: EnvironmentConfig | RewardConfig) -> dict[str, Any]:
+    """Return the fields that an environment and a reward have in common."""
+    limits = {"timeout_s": code.timeout_s, "memory_limit_mb": code.memory_limit_mb}
+    return {"name": code.name, "options_json": json.dumps(code.options), **limits}

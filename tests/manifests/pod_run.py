@@ -93,7 +93,7 @@ class ContainerRun:
 def docker_run_arguments(
     pod_spec: Object, container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]
 ) -> ContainerRun:
-    """`fields`: values of the pod's own fields, such as status.podIP. Raises ValueError for what does not exist."""
+    """`fields`: values of the pod's own fields, such as status.podIP. Raises KeyError for what does not exist."""
     environment = environment_of(container, config_maps, secrets, fields)
     ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
     pod_security, own_security = pod_spec.get("securityContext", {}), container.get("securityContext", {})
@@ -130,23 +130,23 @@ def docker_run_arguments(
 
 
 def environment_of(container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]) -> dict[str, str]:
-    """As the kubelet merges it: envFrom in its order, then env. Raises ValueError for what does not exist."""
+    """As the kubelet merges it: envFrom in its order, then env. Raises KeyError for what does not exist."""
     environment: dict[str, str] = {}
     for source in container.get("envFrom", []):
         ((kind, reference),) = source.items()
-        environment |= look_up({"configMapRef": config_maps, "secretRef": secrets}[kind], reference["name"])
+        environment |= {"configMapRef": config_maps, "secretRef": secrets}[kind][reference["name"]]
     for entry in container.get("env", []):
         if "valueFrom" not in entry:
             environment[entry["name"]] = expand(entry.get("value", ""), environment)
             continue
         ((kind, reference),) = entry["valueFrom"].items()
         if kind == "fieldRef":
-            environment[entry["name"]] = look_up(fields, reference["fieldPath"])
+            environment[entry["name"]] = fields[reference["fieldPath"]]
         else:
             texts = {"configMapKeyRef": config_maps, "secretKeyRef": secrets}[kind]
             if reference.get("optional") and reference["key"] not in texts.get(reference["name"], {}):
                 continue
-            environment[entry["name"]] = look_up(look_up(texts, reference["name"]), reference["key"])
+            environment[entry["name"]] = texts[reference["name"]][reference["key"]]
     return environment
 
 
@@ -160,8 +160,7 @@ def mounted_volumes(
     volumes = {volume["name"]: volume for volume in pod_spec.get("volumes", [])}
     found: dict[str, int | str | Files] = {}
     for mount in container.get("volumeMounts", []):
-        if "subPath" in mount:
-            raise ValueError(f"{mount['mountPath']}: a subPath never sees a rotated secret; mount the folder")
+        assert "subPath" not in mount, f"{mount['mountPath']}: a subPath never sees a rotated secret; mount the folder"
         volume = volumes.get(mount["name"])
         if volume is None:
             found[mount["mountPath"]] = mount["name"]
@@ -184,16 +183,15 @@ def files_of(volume: Object, config_maps: Texts, secrets: Texts) -> Files:
     texts: dict[str, str] = {}
     for source in sources:
         ((kind, reference),) = source.items()
-        content = look_up({"configMap": config_maps, "secret": secrets}[kind], reference["name"])
+        content = {"configMap": config_maps, "secret": secrets}[kind][reference["name"]]
         items = reference.get("items") or [{"key": key, "path": key} for key in content]
-        texts |= {item["path"]: look_up(content, item["key"]) for item in items}
+        texts |= {item["path"]: content[item["key"]] for item in items}
     return Files(texts, mode)
 
 
 def user_of(security: Object) -> str:
     uid, gid = security.get("runAsUser"), security.get("runAsGroup")
-    if security.get("runAsNonRoot") and not uid:
-        raise ValueError(f"runAsNonRoot, but runAsUser is {uid}: the kubelet could not tell that the user is not root")
+    assert uid or not security.get("runAsNonRoot"), "the kubelet could not tell that the user is not root"
     return f"{uid or 0}:{gid or 0}"
 
 
@@ -202,23 +200,16 @@ def probe_of(probe: Object, ports: Mapping[str, int]) -> Probe:
     if "exec" in probe:
         return Probe("exec", command=tuple(probe["exec"]["command"]), patience_s=patience_s)
     kind, target = ("http", probe["httpGet"]) if "httpGet" in probe else ("tcp", probe["tcpSocket"])
-    port = look_up(ports, target["port"]) if isinstance(target["port"], str) else target["port"]
+    port = ports[target["port"]] if isinstance(target["port"], str) else target["port"]
     return Probe(kind, port, target.get("path", ""), patience_s=patience_s)
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
     """$(NAME) as Kubernetes replaces it in command, args and env; it would leave an unknown name as it is."""
-    return REFERENCE.sub(lambda match: look_up(environment, match[1]), text)
+    return REFERENCE.sub(lambda match: environment[match[1]], text)
 
 
 def quantity(text: str | int) -> float:
     match = QUANTITY.fullmatch(str(text))
-    if match is None:
-        raise ValueError(f"{text!r} is no quantity that is used here")
+    assert match is not None, f"{text!r} is no quantity that is used here"
     return float(match[1]) * UNITS[match[2]]
-
-
-def look_up(texts: Mapping[str, Any], name: str) -> Any:
-    if name not in texts:
-        raise ValueError(f"there is no {name!r}; there are {sorted(texts)}")
-    return texts[name]

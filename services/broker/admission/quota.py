@@ -36,5 +36,3 @@ class Quota:
             yield
         finally:
             self._being_created[submitter] -= 1
-            if not self._being_created[submitter]:
-                del self._being_created[submitter]

@@ -28,7 +28,9 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
         config, every = config.extended(num_iterations), config.evaluation and config.evaluation.every_iterations
         due = following_evaluation(num_before, every, num_iterations) if every else None
         extension = Extension(config.model_dump(mode="json"), num_iterations, due)
-    await admission.review(config)
+    complaints, _ = await admission.examine(config)
+    if complaints:
+        raise JobRefused(complaints)
     await ledger.jobs.resume(job_id, state, extension)
 
 

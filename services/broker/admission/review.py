@@ -14,7 +14,6 @@ from onbeat.config.explain import show
 from onbeat.errors import OnbeatError
 from onbeat.installed import ENVIRONMENTS, REWARDS
 from onbeat.rewards import HTTP_REWARD, RewardConfig
-from services.broker.admission.hub import review_hub_model
 from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
@@ -30,9 +29,6 @@ MAX_SHOWN = 80  # characters of a wrong value
 MAX_TRIALS = 2  # of rewards at a time: each is a process
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
-
-
-OneOrSeveral = RewardConfig | list[RewardConfig]
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,6 @@ class Admission:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
         self._trials = asyncio.Semaphore(MAX_TRIALS)
 
-    async def review(self, config: JobConfig) -> list[str]:
-        """Return the notes of `examine`. Raises JobRefused with everything that is wrong."""
-        complaints, notes = await self.examine(config)
-        if complaints:
-            raise JobRefused(complaints)
-        return notes
-
     async def examine(self, config: JobConfig) -> tuple[list[Complaint], list[str]]:
         """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
         while numbers or options are impossible."""
@@ -79,25 +68,22 @@ class Admission:
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
         complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
-        if self._has_model_folders:
-            complaints += await review_hub_model(config.model.path)
-        notes: list[str] = []
-        if not unusable:
-            of_data, first = await self._review_data(config, notes)
-            complaints += of_data
-            for use, num_groups in to_try:
-                async with self._trials:
-                    of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
-                complaints += of_trial
-                notes += more_notes
+        if unusable:
+            return complaints, []
+        of_data, first, notes = await self._review_data(config)
+        complaints += of_data
+        for use, num_groups in to_try:
+            async with self._trials:
+                of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
+            complaints += of_trial
+            notes += more_notes
         return complaints, notes
 
-    async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[Complaint], PromptItem | None]:
-        """Open all data, and add to the notes. Return the first thing that is wrong with each, and the first prompt."""
-        complaints, first = [], None
+    async def _review_data(self, config: JobConfig) -> tuple[list[Complaint], PromptItem | None, list[str]]:
+        """Open all data. Return the first thing that is wrong with each, the first prompt, and notes about the data."""
+        complaints, first, note = [], None, ""
         try:
             (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
-            notes += [note] * bool(note)
         except DatasetError as error:
             complaints.append((error.field, error.message))
         for held_out in config.held_out:
@@ -105,7 +91,7 @@ class Admission:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 complaints.append((error.field, error.message))
-        return complaints, first
+        return complaints, first, [note] if note else []
 
     async def _review_pattern(self, use: RewardUse) -> tuple[list[Complaint], int]:
         """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""
@@ -122,50 +108,41 @@ class Admission:
 
 
 def review_numbers(config: JobConfig) -> list[Complaint]:
-    complaints = []
-    rollout = config.rollout
+    complaints, rollout = [], config.rollout
     num_responses = rollout.num_reserved_prompts * rollout.num_samples_per_prompt
     if num_responses > MAX_RESPONSES_PER_ITERATION:
-        message = f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
-        message += "lower it"
         name = "num" if rollout.max_prompts_per_iteration is None else "max"
-        complaints.append((f"rollout.{name}_prompts_per_iteration", message))
+        limit = f"at most {MAX_RESPONSES_PER_ITERATION} are allowed, lower it"
+        complaints.append(
+            (f"rollout.{name}_prompts_per_iteration", f"{num_responses} responses in one iteration; {limit}")
+        )
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
         message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
-        message += "lower it or the prompts per iteration"
-        complaints.append(("schedule.num_iterations", message))
+        complaints.append(("schedule.num_iterations", message + "lower it or the prompts per iteration"))
     return complaints
 
 
 def review_free_values(config: JobConfig) -> list[Complaint]:
-    """Check that the options, which are free-form, are at least JSON that every service can read."""
+    """Check that the options, which are free-form, are at least JSON that every service can read; and the limits of
+    prompts, which not all data can have."""
+    complaints = []
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
     if config.environment is not None:
         options["environment.options"] = config.environment.options
-    options |= {
-        f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
-    }
-    complaints = [
-        (f"{field}.max_prompt_tokens", "only training data has this; leave it out")
-        for field, data in data_sections(config)
-        if field != "data" and isinstance(data, RowData) and data.max_prompt_tokens is not None
-    ]
-    complaints += [
-        (f"{field}.on_too_long", "refuse needs max_prompt_tokens, the length that it allows")
-        for field, data in data_sections(config)
-        if isinstance(data, RowData) and data.on_too_long == "refuse" and data.max_prompt_tokens is None
-    ]
+    for field, data in [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]:
+        if data.type == "reasoning_gym":
+            options[f"{field}.options"] = data.options
+        elif field != "data" and data.max_prompt_tokens is not None:
+            complaints.append((f"{field}.max_prompt_tokens", "only training data has this; leave it out"))
+        elif data.on_too_long == "refuse" and data.max_prompt_tokens is None:
+            message = "refuse needs max_prompt_tokens, the length that it allows"
+            complaints.append((f"{field}.on_too_long", message))
     for field, value in options.items():
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, TypeError) as error:
             complaints.append((field, f"not plain JSON ({error}); use finite numbers and valid text"))
     return complaints
-
-
-def data_sections(config: JobConfig) -> list[tuple[str, DataConfig]]:
-    """Return all data of the job by its field."""
-    return [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]
 
 
 def reward_uses(config: JobConfig) -> list[RewardUse]:
@@ -182,7 +159,9 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
 
 
-def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, DataConfig]]) -> list[RewardUse]:
+def uses_in(
+    field: str, section: RewardConfig | list[RewardConfig], data: Sequence[tuple[str, DataConfig]]
+) -> list[RewardUse]:
     if isinstance(section, RewardConfig):
         return [RewardUse(field, section, data)]
     return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]

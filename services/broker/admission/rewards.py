@@ -41,11 +41,12 @@ async def review_on_data(
     `item`: the first prompt; None: it has no data. `num_groups`: of the reward's pattern.
     """
     answer = item.context.get("answer") if item is not None else None
-    if compares_with_answer(reward, num_groups) and isinstance(answer, str) and MARK in answer:
+    is_compared = compares_with_answer(reward, num_groups)
+    if is_compared and isinstance(answer, str) and MARK in answer:
         shown = repr(answer[-MAX_SHOWN:])
         message = f"the answer of the first prompt ends with {shown}, which reward {reward.name} compares as a whole; "
         return [("data.answer_pattern", message + "set it to '#### (.+)'")], []
-    if compares_with_answer(reward, num_groups) and isinstance(answer, list | dict | bool):
+    if is_compared and isinstance(answer, list | dict | bool):
         kind = "a list" if isinstance(answer, list) else "a mapping" if isinstance(answer, dict) else json.dumps(answer)
         message = f"the answer of the first prompt is {kind}, and reward {reward.name} compares text; "
         return [("data.answer_field", message + "name a field with text, such as answer.value, or write one")], []
@@ -64,13 +65,7 @@ async def review_on_data(
 
 async def find_failure(reward: RewardConfig, context: dict[str, Any], responses: list[str]) -> Answer | None:
     """Score the responses in a process of their own. Return how that failed; None where it did not, or ended early."""
-    request = {
-        "request": 1,
-        "reward": reward.name,
-        "options": reward.options,
-        "context": context,
-        "responses": responses,
-    }
+    request = {"request": 1, "reward": reward.name, "options": reward.options, "context": context}
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", CHILD, str(reward.timeout_s), str(reward.memory_limit_mb)),
         stdin=asyncio.subprocess.PIPE,
@@ -81,7 +76,7 @@ async def find_failure(reward: RewardConfig, context: dict[str, Any], responses:
     )
     try:
         async with asyncio.timeout(TRIAL_S):
-            printed, _ = await child.communicate(json.dumps(request).encode() + b"\n")
+            printed, _ = await child.communicate(json.dumps(request | {"responses": responses}).encode() + b"\n")
     except TimeoutError:
         return None
     finally:

@@ -7,10 +7,9 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from services.broker.admission.fork import review_fork
+from services.broker.admission.ledger_checks import review_fork, review_trackers
 from services.broker.admission.models import Complaint
 from services.broker.admission.review import JobRefused
-from services.broker.admission.trackers import review_trackers
 from services.broker.api.context import Context
 
 # Numbers that a job needs and that hardly matter to these checks; nothing is said about them here.

@@ -4,7 +4,7 @@ Data is only touched in a child process (`process`): generators and parsers run 
 of them may stall or take down the broker.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -62,13 +62,16 @@ class DatasetSpec(BaseModel):
         return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts, is_held_out=True)
 
 
-class PromptDataset(Protocol):
-    note: str  # what a job's events should say about the data; '' for nothing
+class PromptDataset:
+    note = ""  # what a job's events should say about the data; '' for nothing
 
     def items(self, indices: range) -> list[PromptItem]:
         """Return the prompts of the job with these numbers, from 0 to num_items - 1. Raises DatasetError."""
-        ...
+        raise NotImplementedError
+
+    def item(self, index: int) -> PromptItem:
+        return self.items(range(index, index + 1))[0]
 
     def is_current(self) -> bool:
         """Return False when the underlying data has changed and the dataset must be opened again."""
-        ...
+        return True

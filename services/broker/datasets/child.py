@@ -46,11 +46,12 @@ def main() -> None:
         request = REQUEST.validate_json(line)
         signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
         if isinstance(request, PatternRequest):
-            answer = json.dumps(check_pattern(request.pattern))
+            answer = check_pattern(request.pattern)
         else:
-            answer = json.dumps(answer_request(request, data_dir, open_datasets))
+            answer = answer_request(request, data_dir, open_datasets)
+        text = json.dumps(answer, default=str)  # rows may have what JSON does not, such as dates
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(answer + "\n")
+        answers.write(text + "\n")
         answers.flush()
 
 
@@ -83,10 +84,10 @@ def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
     if not isinstance(spec.data, ReasoningGymData):
         from services.broker.datasets.files import FileDataset
 
-        return FileDataset.open(spec.data, spec, data_dir)
+        return FileDataset(spec.data, spec, data_dir)
     from services.broker.datasets.procedural import ReasoningGymDataset
 
-    return ReasoningGymDataset.open(spec.data, spec.seed, spec.num_items)
+    return ReasoningGymDataset(spec.data, spec)
 
 
 def find_dataset(spec: DatasetSpec, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> PromptDataset:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import random
 import re
 from array import array
@@ -15,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
-from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
-from services.broker.file_identity import file_identity
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
 MAX_SHOWN = 80  # characters of a wrong path
@@ -28,40 +28,36 @@ NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 Row = dict[str, Any]
 
 
-class FileDataset:
-    def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: "JsonlReader | ParquetReader") -> None:
-        self._data, self._path, self._reader = data, path, reader
-        self._identity = file_identity(path)
-        self._rows: Sequence[int] = range(reader.num_rows)  # rows that prompts are drawn from
-        self.note = ""
-        self._epoch_order = functools.lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(self._rows)))
+class FileDataset(PromptDataset):
+    """A dataset of rows. The file is found or fetched, and its first rows are checked. Raises DatasetError."""
 
-    @classmethod
-    def open(cls, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> "FileDataset":
-        """Find or fetch the file and check its first rows. Raises DatasetError."""
+    def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
-        path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
+        self._data = data
+        self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
+        self._identity = file_identity(self._path)
         try:
-            reader: JsonlReader | ParquetReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
-            if reader.num_rows == 0:
+            reader: type[JsonlReader | ParquetReader] = JsonlReader if data.type == "jsonl" else ParquetReader
+            self._reader = reader(self._path)
+            num_rows = self._reader.num_rows
+            if num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
-            if spec.is_held_out and reader.num_rows < spec.num_items:
-                message = f"{data.path} has {reader.num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
-                raise DatasetError("data.path", f"{message}; set it to {reader.num_rows} or less")
-            dataset = cls(data, spec.seed, path, reader)
-            for index in range(min(reader.num_rows, NUM_CHECKED_ROWS)):
-                dataset.to_item(index)
+            if spec.is_held_out and num_rows < spec.num_items:
+                message = f"{data.path} has {num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
+                raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
+            for row in range(min(num_rows, NUM_CHECKED_ROWS)):
+                self.to_item(row)
+            self._rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
-                dataset._drop_long(spec.model_path, data_dir)
+                self._drop_long(spec.model_path, data_dir)
         except OSError as error:
-            raise DatasetError("data.path", f"{data.path} cannot be read: {error.strerror or error}") from error
-        return dataset
+            raise unreadable(data, error) from error
+        self._epoch_order = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, spec.seed))
 
     def _drop_long(self, model_path: str, data_dir: Path) -> None:
         limits = {"shuffle", "max_prompt_tokens", "on_too_long"}  # these change no prompt
         identity = [str(self._path), self._identity, self._data.model_dump(exclude=limits)]
-        items = map(self.to_item, range(self._reader.num_rows))
-        lengths = count_prompts(items, model_path, identity, data_dir)
+        lengths = count_prompts(map(self.to_item, self._rows), model_path, identity, data_dir)
         self._rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
     def is_current(self) -> bool:
@@ -73,34 +69,32 @@ class FileDataset:
         try:
             found = {row: self.to_item(row) for row in sorted(set(rows))}
         except OSError as error:
-            raise DatasetError("data.path", f"{self._data.path} cannot be read: {error.strerror or error}") from error
+            raise unreadable(self._data, error) from error
         return [found[row] for row in rows]
-
-    def item(self, index: int) -> PromptItem:
-        return self.items(range(index, index + 1))[0]
 
     def _row_of(self, index: int) -> int:
         epoch, position = divmod(index, len(self._rows))
-        return self._rows[self._epoch_order(epoch)[position] if self._data.shuffle else position]
+        return self._rows[self._epoch_order(epoch, len(self._rows))[position] if self._data.shuffle else position]
 
-    def to_item(self, index: int) -> PromptItem:
-        data, row = self._data, self._reader.row(index)
-        where = f"{data.path}, {self._reader.place(index)}"
-        prompt = pick(row, data.prompt_field, "data.prompt_field", where)
-        answer = find_answer(row, data, where)
-        metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
-        messages = to_messages(prompt, data, where)
-        question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
+    def to_item(self, row: int) -> PromptItem:
         try:
-            context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
-        except ValueError as error:
-            raise DatasetError("data.answer_field", f"{where}: {error}") from error
-        return PromptItem(
-            messages=messages,
-            text="" if messages else prompt,
-            context=json.loads(json.dumps(context, default=str)),
-            row=index,
-        )
+            return to_item(self._reader.row(row), row, self._data)
+        except DatasetError as error:
+            where = f"{self._data.path}, {self._reader.place(row)}"
+            raise DatasetError(error.field, f"{where} {error.message}") from error
+
+
+def unreadable(data: FileData | HubData, error: OSError) -> DatasetError:
+    return DatasetError("data.path", f"{data.path} cannot be read: {error.strerror or error}")
+
+
+def file_identity(path: Path) -> tuple[int, int, int] | None:
+    """Return a value that differs after every change, a swapped link included; None when there is no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def resolve_path(given: str, data_dir: Path) -> Path:
@@ -132,22 +126,33 @@ def check_options(data: RowData) -> None:
             raise DatasetError("data.answer_pattern", f"is no regular expression: {error}") from error
 
 
-def find_answer(row: Row, data: RowData, where: str) -> Any:
+def to_item(row: Row, index: int, data: RowData) -> PromptItem:
+    """Convert row `index` of the file. Raises DatasetError with a message that goes behind the name of the row."""
+    prompt = pick(row, data.prompt_field, "data.prompt_field")
+    answer = find_answer(row, data)
+    metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
+    messages = to_messages(prompt, data)
+    question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
+    context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
+    return PromptItem(messages=messages, text="" if messages else prompt, context=context, row=index)
+
+
+def find_answer(row: Row, data: RowData) -> Any:
     """Return the row's answer, None for data without answers. Raises DatasetError."""
     if data.answer_field is None:
         return None
-    answer = pick(row, data.answer_field, "data.answer_field", where)
+    answer = pick(row, data.answer_field, "data.answer_field")
     if data.answer_pattern is None:
         return answer
     matches = list(re.finditer(data.answer_pattern, str(answer)))
     if not matches:
         shown = repr(str(answer)[-MAX_SHOWN:])
-        message = f"{where}: {data.answer_pattern!r} has no match in the answer, which ends with {shown}"
+        message = f"has no match of {data.answer_pattern!r} in its answer, which ends with {shown}"
         raise DatasetError("data.answer_pattern", message)
     return (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
 
 
-def pick(row: Row, name: str, field: str, where: str) -> Any:
+def pick(row: Row, name: str, field: str) -> Any:
     """Return the value of a field: by its own name, or by a path of names with dots between them."""
     value: Any = row.get(name)
     if value is None:
@@ -155,31 +160,30 @@ def pick(row: Row, name: str, field: str, where: str) -> Any:
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
     if value is None and name in row:
-        raise DatasetError(field, f"{where}: {name!r} is null; give it a value, or remove the row")
+        raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
     if value is None:
         there = ", ".join(sorted(row)) or "nothing"
         hint = "; or null: no answers" if field == "data.answer_field" else ""
-        raise DatasetError(field, f"{where} has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
+        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
     return value
 
 
-def to_messages(prompt: Any, data: RowData, where: str) -> list[ChatMessage]:
+def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
     """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
     if is_text(prompt):
         if not prompt.strip():
-            raise DatasetError("data.prompt_field", f"{where}: the prompt is empty")
+            raise DatasetError("data.prompt_field", "has an empty prompt")
         messages = [ChatMessage(role="user", content=prompt)] if data.as_chat else []
     elif isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
         if not data.as_chat:
-            raise DatasetError("data.as_chat", f"{where}: the prompt is a list of messages; set as_chat = true")
+            raise DatasetError("data.as_chat", "has a list of messages as its prompt; set as_chat = true")
         messages = [ChatMessage(role=role_of(message), content=message["content"]) for message in prompt]
     else:
-        raise DatasetError(
-            "data.prompt_field", f"{where}: a prompt is a string or a list of {{role, content}}, not {str(prompt)[:60]}"
-        )
+        shapes = "a string nor a list of {role, content}"
+        raise DatasetError("data.prompt_field", f"has a prompt that is neither {shapes}: {str(prompt)[:60]}")
     if unknown := [message.role for message in messages if message.role not in ROLES]:
-        roles = f"{where}: there is no role {unknown[0][:MAX_SHOWN]!r}; the roles are {', '.join(ROLES)}"
-        raise DatasetError("data.prompt_field", roles)
+        message = f"has a message of the role {unknown[0][:MAX_SHOWN]!r}; the roles are {', '.join(ROLES)}"
+        raise DatasetError("data.prompt_field", message)
     if data.system_prompt is not None:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages
@@ -200,10 +204,10 @@ def is_text(value: Any) -> bool:
 
 
 def to_answer(answer: Any) -> Any:
-    """Convert a number to text, because rewards compare text; lists and mappings stay. Raises ValueError for NaN and
+    """Convert a number to text, because rewards compare text; lists and mappings stay. Raises DatasetError for NaN and
     infinity."""
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise ValueError(f"the answer is {answer}; leave such rows out")
+        raise DatasetError("data.answer_field", f"has the answer {answer}; leave such rows out")
     is_scalar = isinstance(answer, int | float) and not isinstance(answer, bool)
     return str(answer) if is_scalar else answer
 
@@ -252,14 +256,14 @@ class JsonlReader:
         return f"line {self._line_numbers[index]}"
 
     def row(self, index: int) -> Row:
-        """Read a row. Raises DatasetError naming the line."""
+        """Read a row. Raises DatasetError."""
         self._file.seek(self._starts[index])
         try:
             row = json.loads(self._file.readline())
         except (ValueError, RecursionError) as error:
-            raise DatasetError("data.path", f"{self.place(index)} is not valid JSON: {error}") from error
+            raise DatasetError("data.path", f"is not valid JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DatasetError("data.path", f'{self.place(index)} is not a JSON object, such as {{"prompt": "..."}}')
+            raise DatasetError("data.path", 'is not a JSON object, such as {"prompt": "..."}')
         return row
 
 

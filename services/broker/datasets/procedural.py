@@ -1,69 +1,55 @@
 """Procedural tasks of reasoning_gym: item i is generated from (seed, i) alone."""
 
 import difflib
-import json
 from typing import Any
 
 from onbeat.config import ReasoningGymData
 from onbeat.task_options import find_code
-from services.broker.datasets import ChatMessage, DatasetError, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}
 
 
-class ReasoningGymDataset:
-    """A dataset of generated tasks. The unmodified question is the user message."""
+class ReasoningGymDataset(PromptDataset):
+    """A dataset of generated tasks. The unmodified question is the user message.
 
-    note = ""
+    Raises DatasetError for an unknown task or for options that the task refuses.
+    """
 
-    def __init__(self, data: ReasoningGymData, seed: int, num_items: int, dataset: Any) -> None:
-        self._data, self._seed, self._num_items = data, seed, num_items
-        self._dataset = dataset
-
-    @classmethod
-    def open(cls, data: ReasoningGymData, seed: int, num_items: int) -> "ReasoningGymDataset":
-        """Open the task's dataset. Raises DatasetError for an unknown task or for options that the task refuses."""
+    def __init__(self, data: ReasoningGymData, spec: DatasetSpec) -> None:
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if data.task not in DATASETS:
             raise DatasetError("data.task", f"reasoning_gym has no task {data.task!r}; {nearest(data.task, DATASETS)}")
-        for name, remedy in RESERVED_OPTIONS.items():
-            if name in data.options:
-                raise DatasetError(f"data.options.{name}", f"cannot be set here: {remedy}")
         known = sorted(set(DATASETS[data.task][1].__dataclass_fields__) - set(RESERVED_OPTIONS))
         for name in data.options:
+            if name in RESERVED_OPTIONS:
+                raise DatasetError(f"data.options.{name}", f"cannot be set here: {RESERVED_OPTIONS[name]}")
             if name not in known:
-                raise DatasetError(
-                    f"data.options.{name}", f"task {data.task} has no such option; it has: {', '.join(known)}"
-                )
+                message = f"task {data.task} has no such option; it has: {', '.join(known)}"
+                raise DatasetError(f"data.options.{name}", message)
         if (code := find_code(data.options)) is not None:
             message = f"{code[:80]!r} may be code, which tasks could run: options are numbers, words and operators"
             raise DatasetError("data.options", message)
+        self._data, self._arguments = data, {"seed": spec.seed, "size": spec.num_items}
         try:
-            dataset = create_dataset(data.task, seed=seed, size=num_items, **data.options)
+            self._dataset = create_dataset(data.task, **self._arguments, **data.options)
         except (ValueError, TypeError, AssertionError) as error:
-            reason = str(error) or type(error).__name__
-            raise DatasetError(
-                "data.options", f"task {data.task} refuses them: {reason}; options: {', '.join(known)}"
-            ) from error
-        return cls(data, seed, num_items, dataset)
-
-    def is_current(self) -> bool:
-        return True
+            message = f"task {data.task} refuses them: {str(error) or type(error).__name__}"
+            raise DatasetError("data.options", f"{message}; options: {', '.join(known)}") from error
 
     def items(self, indices: range) -> list[PromptItem]:
-        return [self.item(index) for index in indices]
+        return [self._generate(index) for index in indices]
 
-    def item(self, index: int) -> PromptItem:
+    def _generate(self, index: int) -> PromptItem:
         entry = self._dataset[index]
         context = {name: entry[name] for name in ("question", "answer", "metadata")}
         # With these a scorer can build the same dataset and entry again, where JSON is not faithful enough.
-        context |= {"task": self._data.task, "options": self._data.options}
-        context |= {"seed": self._seed, "size": self._num_items, "index": index}
+        context |= {"task": self._data.task, "options": self._data.options, **self._arguments, "index": index}
         messages = [ChatMessage(role="user", content=entry["question"])]
         if self._data.system_prompt is not None:
             messages.insert(0, ChatMessage(role="system", content=self._data.system_prompt))
-        return PromptItem(messages=messages, context=json.loads(json.dumps(context, default=str)))
+        return PromptItem(messages=messages, context=context)
 
 
 def nearest(wrong: str, known: Any) -> str:

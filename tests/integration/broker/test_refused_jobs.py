@@ -14,7 +14,7 @@ from onbeat.config.explain import describe_wrong_job
 from onbeat.rewards import RewardConfig
 from onbeat.streams.ledger import Ledger
 from onbeat.types import TrainerRecord
-from services.broker.admission.hub import review_hub_model
+from services.broker.admission.models import review_model
 from services.broker.admission.review import MAX_TRIALS
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
@@ -264,27 +264,34 @@ async def test_tracker_that_no_trainer_has_is_refused(broker, ledger):
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     return tmp_path / "hub"
 
 
-async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache):
-    ((field, message),) = await review_hub_model("org/name")
-    assert (field, "the hub http://127.0.0.1:1 does not answer" in message) == ("model.path", True)
+def refusal_of_model(path: str) -> str:
+    """Return what is wrong with a model, where the trainers share this machine; '' if nothing is."""
+    config = JobConfig.model_validate(job_body(model={"path": path}))
+    ((field, message),) = review_model(config, has_model_folders=True) or [("model.path", "")]
+    assert field == "model.path"
+    return message
+
+
+def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache, monkeypatch):
+    assert "the hub http://127.0.0.1:1 does not answer" in refusal_of_model("org/name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in refusal_of_model("org/name")
     snapshot = empty_cache / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    assert await review_hub_model("org/name") == []
-    assert await review_hub_model("bundled:smollm2-135m-instruct") == await review_hub_model("/a/folder") == []
+    assert refusal_of_model("org/name") == refusal_of_model("bundled:smollm2-135m-instruct") == ""
 
 
 @pytest.mark.usefixtures("empty_cache")
 async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch, tmp_path):
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "token").write_text("of-a-login\n")
 
     async def serve(reader, writer):
@@ -298,16 +305,8 @@ async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch, tmp_path):
     server = await asyncio.start_server(serve, "127.0.0.1")
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     async with server:
-        assert await review_hub_model("org/there") == []
-        ((_, message),) = await review_hub_model("org/gone")
-    assert "has no model org/gone" in message
-
-
-@pytest.mark.usefixtures("empty_cache")
-async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ((_, message),) = await review_hub_model("org/name")
-    assert "HF_HUB_OFFLINE is set" in message
+        assert await asyncio.to_thread(refusal_of_model, "org/there") == ""
+        assert "has no model org/gone" in await asyncio.to_thread(refusal_of_model, "org/gone")
 
 
 # ---- a broker that only shows ------------------------------------------------------------------------------------

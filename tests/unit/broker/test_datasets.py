@@ -1,6 +1,7 @@
 """Prompts as pure functions of (job, iteration), and every way in which data can be wrong."""
 
 import asyncio
+import datetime
 import importlib.util
 import json
 import shutil
@@ -17,14 +18,18 @@ from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, Reason
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
-from services.broker.datasets.process import DatasetPool
+from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, build_tasks
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
+FOUR = {"prompt": "2 + 2", "answer": "four"}
 
 
-def write_jsonl(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+def write_jsonl(path: Path, rows: list[Any] | bytes) -> None:
+    if isinstance(rows, bytes):
+        path.write_bytes(rows)
+    else:
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
 def open_file(folder: Path, seed: int = 0, **options: Any) -> Any:
@@ -61,21 +66,6 @@ def test_answer_is_the_last_match_of_the_pattern(tmp_path, pattern, answer):
     assert open_file(tmp_path, answer_pattern=pattern).item(0).context["answer"] == answer
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"answer_pattern": "#### (.+)"}, "line 1: '#### (.+)' has no match in the answer, which ends with 'four'"),
-        ({"answer_pattern": "(("}, "is no regular expression: "),
-        ({"answer_pattern": "x", "answer_field": None}, "needs data.answer_field"),
-    ],
-)
-def test_wrong_answer_pattern_is_refused(tmp_path, options, message):
-    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2 + 2", "answer": "four"}])
-    error = refusal(tmp_path, **options)
-    assert error.field == "data.answer_pattern"
-    assert message in error.message
-
-
 def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     dataset = open_file(tmp_path, seed=5)
@@ -89,12 +79,10 @@ def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path):
 
 def test_order_depends_on_seed_and_epoch_and_never_changes():
     """Recorded: a job that is resumed by a later version of Onbeat must see the same prompts."""
-    assert list(epoch_order(seed=1, epoch=0, num_rows=8)) == ORDER_OF_SEED_1
-    assert list(epoch_order(1, 1, 8)) != ORDER_OF_SEED_1
-    assert list(epoch_order(2, 0, 8)) != ORDER_OF_SEED_1
-
-
-ORDER_OF_SEED_1 = [1, 4, 7, 5, 6, 3, 2, 0]
+    recorded = [1, 4, 7, 5, 6, 3, 2, 0]
+    assert list(epoch_order(seed=1, epoch=0, num_rows=8)) == recorded
+    assert list(epoch_order(1, 1, 8)) != recorded
+    assert list(epoch_order(2, 0, 8)) != recorded
 
 
 def test_unshuffled_rows_come_in_the_order_of_the_file(tmp_path):
@@ -110,11 +98,12 @@ def test_reward_gets_question_answer_and_the_other_fields(tmp_path):
 
 
 def test_chat_prompts_and_system_prompt(tmp_path):
-    roles = {"hi": "user", "ho": "assistant", "so?": "user"}
+    """Templates that do not know the role `developer` would leave its message out."""
+    roles = {"well": "developer", "hi": "user", "ho": "assistant", "so?": "user"}
     chat = [{"role": role, "content": content} for content, role in roles.items()]
     write_jsonl(tmp_path / "rows.jsonl", [{"chat": chat, "answer": "yes"}])
     item = open_file(tmp_path, prompt_field="chat", system_prompt="be brief").item(0)
-    assert {m.content: m.role for m in item.messages} == {"be brief": "system"} | roles
+    assert {m.content: m.role for m in item.messages} == roles | {"be brief": "system", "well": "system"}
     assert item.context["question"] == "so?"
 
 
@@ -144,6 +133,16 @@ def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
     assert num_read <= 20
 
 
+async def test_values_that_json_does_not_have_come_as_text(tmp_path):
+    rows = [{"prompt": "when?", "answer": "x", "day": datetime.date(2026, 11, 27)}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    process = DatasetProcess(tmp_path, timeout_s=60, memory_mb=4096)
+    data = FileData(type="parquet", path="rows.parquet")
+    (item,), _ = await process.read(DatasetSpec(data=data, seed=0, num_items=1), 0, 1)
+    assert item.context["metadata"] == {"day": "2026-11-27"}
+    await process.close()
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "field", "message"),
     [
@@ -154,14 +153,14 @@ def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
         (["[" * 100_000], {}, "data.path", "line 1 is not valid JSON"),
         ([{"q": "x", "answer": 1}], {}, "data.prompt_field", "line 1 has no 'prompt'; it has: answer, q"),
         ([ROWS[0], {"prompt": "x"}], {}, "data.answer_field", "line 2 has no 'answer'"),
-        ([ROWS[0], {"prompt": "x", "answer": None}], {}, "data.answer_field", "line 2: 'answer' is null; give it"),
-        ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "the prompt is empty"),
-        ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
-        ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
-        ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "a prompt is a string or a list"),
+        ([ROWS[0], {"prompt": "x", "answer": None}], {}, "data.answer_field", "line 2 has null in 'answer'; give it"),
+        ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "line 1 has an empty prompt"),
+        ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "neither a string nor a list"),
+        ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "neither a string nor a list"),
+        ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "neither a string nor a list"),
         ([{"prompt": [{"role": "user", "content": "x"}], "answer": 1}], {"as_chat": False}, "data.as_chat", "as_chat"),
-        ([{"prompt": [{"role": "usr", "content": "x"}], "answer": 1}], {}, "data.prompt_field", "is no role 'usr'"),
-        (['{"prompt": "x", "answer": NaN}'], {}, "data.answer_field", "line 1: the answer is nan"),
+        ([{"prompt": [{"role": "usr", "content": "x"}], "answer": 1}], {}, "data.prompt_field", "of the role 'usr'"),
+        (['{"prompt": "x", "answer": NaN}'], {}, "data.answer_field", "line 1 has the answer nan"),
         ([{"prompt": "x", "answer": 1}], {"path": "a" * 300}, "data.path", "is not a path: File name too long"),
         ([ROWS[0]], {"as_chat": False, "system_prompt": "x"}, "data.system_prompt", "as_chat = true"),
         ([ROWS[0]], {"path": "other.jsonl"}, "data.path", "there is no file other.jsonl"),
@@ -170,27 +169,18 @@ def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
         ([ROWS[0]], {"path": "a\0b"}, "data.path", "is not a path"),
         ([ROWS[0]], {"path": "."}, "data.path", "there is no file"),
         ([ROWS[0]], {"type": "parquet"}, "data.path", "not a Parquet file"),
+        ('{"prompt": "x", "answer": "y"}'.encode("utf-16"), {}, "data.path", "a UTF-16 file"),
+        (b"\x1f\x8b\x08\x00rest", {}, "data.path", "a gzip file"),
+        (b"PAR1rest", {}, "data.path", "a Parquet file, not JSON lines; set data.type = 'parquet'"),
+        ([FOUR], {"answer_pattern": "#"}, "data.answer_pattern", "match of '#' in its answer, which ends with 'four'"),
+        ([FOUR], {"answer_pattern": "(("}, "data.answer_pattern", "is no regular expression: "),
+        ([FOUR], {"answer_pattern": "x", "answer_field": None}, "data.answer_pattern", "needs data.answer_field"),
     ],
 )
 def test_wrong_file_is_refused_with_field_and_place(tmp_path, rows, options, field, message):
     write_jsonl(tmp_path / "rows.jsonl", rows)
     error = refusal(tmp_path, **options)
     assert error.field == field
-    assert message in error.message
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "x", "answer": "y"}\n'.encode("utf-16"), "a UTF-16 file"),
-        (b"\x1f\x8b\x08\x00rest", "a gzip file"),
-        (b"PAR1rest", "a Parquet file, not JSON lines; set data.type = 'parquet'"),
-    ],
-)
-def test_file_of_another_format_is_named(tmp_path, content, message):
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    error = refusal(tmp_path)
-    assert error.field == "data.path"
     assert message in error.message
 
 
@@ -348,12 +338,6 @@ def test_held_out_file_is_read_in_its_own_order(tmp_path):
     more = section.model_copy(update={"num_prompts": 51})
     with pytest.raises(DatasetError, match=r"has 50 rows, and evaluation\.num_prompts is 51; set it to 50 or less"):
         open_dataset(DatasetSpec.of_evaluation(more, 7), tmp_path)
-
-
-def test_developer_messages_are_system_messages_to_all_templates(tmp_path):
-    prompt = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "2 + 2"}]
-    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": 4}])
-    assert [message.role for message in open_file(tmp_path).item(0).messages] == ["system", "user"]
 
 
 # ---- a hub -------------------------------------------------------------------------------------------------------

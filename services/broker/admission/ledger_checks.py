@@ -1,4 +1,4 @@
-"""The broker's check that a fork can start from its checkpoint, before a trainer tries."""
+"""The checks of a new job against what the ledger knows: the checkpoint of its fork, and the trackers of trainers."""
 
 import json
 from pathlib import Path
@@ -40,3 +40,20 @@ def kept_checkpoints(newest: str) -> list[int]:
     """Return the iterations that have a checkpoint, ascending; [] if the newest one's folder is not on this machine."""
     found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
     return sorted(int(path.parent.name.removeprefix("iteration-")) for path in found)
+
+
+async def review_trackers(ledger: Ledger, config: JobConfig) -> list[Complaint]:
+    """Find trackers that no living trainer of the pool has. Without a trainer nothing is known."""
+    if not config.tracking:
+        return []
+    alive = await ledger.trainers.live(config.pool)
+    known = [set(trainer.trackers) for trainer in alive if trainer.trackers is not None]
+    if not known or len(known) < len(alive):
+        return []
+    place = f"where the trainers of pool {config.pool} run"
+    remedy = "install it there and restart them, or leave the tracker out"
+    return [
+        (f"tracking.{index}.type", f"{tracker.type} is not installed {place}; {remedy}")
+        for index, tracker in enumerate(config.tracking)
+        if not any(tracker.type in installed for installed in known)
+    ]
