@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -107,16 +108,21 @@ def is_locked(path: Path) -> bool:
 
 def take_lock(path: Path, deadline_s: float) -> IO[str]:
     file = open_lock(path)
-    deadline = time.monotonic() + deadline_s
-    while not try_lock(file):
-        if time.monotonic() > deadline:
-            file.close()
-            raise OnbeatError(
-                f"a stack is already running in {path.parent}; stop it with `onbeat down` "
-                "or choose another folder with --data-dir"
-            )
-        time.sleep(0.05)
+    if not wait_until(lambda: try_lock(file), deadline_s):
+        file.close()
+        remedy = "stop it with `onbeat down` or choose another folder with --data-dir"
+        raise OnbeatError(f"a stack is already running in {path.parent}; {remedy}")
     return file
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+    """Wait until the condition holds. Return whether it did in time."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def state_path(data_dir: Path) -> Path:

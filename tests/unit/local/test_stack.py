@@ -143,7 +143,7 @@ def test_killed_service_leaves_no_shared_memory(supervisor: Supervisor, tmp_path
     assert segment.exists()
     (service,) = psutil.Process(supervisor.services[0].pid).children()
     service.kill()
-    wait_until(lambda: supervisor.services[0].exit_code() is not None, "it has ended")
+    wait_until(lambda: supervisor.services[0].guard.poll() is not None, "it has ended")
     assert not segment.exists()
 
 
