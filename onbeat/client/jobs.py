@@ -7,7 +7,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, part_of, read_json, read_record
+from onbeat.client.transport import (
+    BrokerUnreachable,
+    RecordT,
+    Transport,
+    checked_name,
+    part_of,
+    read_json,
+    read_record,
+)
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -231,30 +239,24 @@ class AsyncJobs:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
-        if (job := await self.get(job_id)).state.is_final:
-            return job
-        try:
-            async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
-                async for _ in updates:
-                    pass
-        except TimeoutError as error:
+        job = await self.get(job_id)
+        if not job.state.is_final:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
+                    async for _ in updates:
+                        pass
             job = await self.get(job_id)
-            if not job.state.is_final:
-                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s") from error
-            return job
-        return await self.get(job_id)
+        if not job.state.is_final:
+            raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
+        return job
 
 
 def job_path(job_id: str) -> str:
-    if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
-        raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
-    return f"/v1/jobs/{job_id}"
+    return f"/v1/jobs/{checked_name(job_id, 'a job id; `onbeat jobs list` shows them', punctuation='._-')}"
 
 
 def group_path(group_id: str) -> str:
-    if not group_id or not all(character.isalnum() or character == "-" for character in group_id):
-        raise ValueError(f"{group_id!r} is not a group id; samples have them")
-    return f"/groups/{group_id}"
+    return f"/groups/{checked_name(group_id, 'a group id; samples have them')}"
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:

@@ -169,6 +169,13 @@ def host_of(base_url: str) -> str:
     return url.host
 
 
+def checked_name(name: str, what: str, punctuation: str = "-") -> str:
+    """Return a name for a path. Raise ValueError, with `what` it should be, where it could lead to another path."""
+    if not name or not all(character.isalnum() or character in punctuation for character in name):
+        raise ValueError(f"{name!r} is not {what}")
+    return name
+
+
 def checked_key(api_key: str) -> str:
     """Return the key. Raise ValueError, without quoting it, when it cannot be a header."""
     if not all("!" <= character <= "~" for character in api_key):
@@ -191,12 +198,10 @@ def parse_answer(response: httpx.Response) -> Any:
         said = str(of_chat.get("message", "")) if isinstance(of_chat, dict) else ""
         text = said or response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
-    title = str(body["title"] or response.reason_phrase)
-    detail = body.get("detail")
-    errors = body.get("errors")
+    detail, errors = body.get("detail"), body.get("errors")
     raise ApiError(
         response.status_code,
-        title,
+        str(body["title"] or response.reason_phrase),
         detail if isinstance(detail, str) else "",
         errors if isinstance(errors, list) else None,
     )
