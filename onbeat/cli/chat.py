@@ -7,6 +7,8 @@ import typer
 
 from onbeat.cli import output
 from onbeat.cli.options import Broker, JobId
+from onbeat.errors import OnbeatError
+from onbeat.terminal.formatting import clip
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -46,8 +48,6 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
 
     No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
-    from onbeat.errors import OnbeatError
-
     messages: list[dict[str, str]] = []
     while (line := read_line()) is not None:
         asked = {"role": "user", "content": line}
@@ -72,7 +72,6 @@ def read_line() -> str | None:
 
 async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:
     from onbeat.client.transport import part_of
-    from onbeat.terminal.summary import clip
 
     found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
     return clip(str(part_of(found, "choices")[0]["message"]["content"]), max_characters=1_000_000)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from onbeat.terminal.formatting import Column, printable, table_lines
+
 if TYPE_CHECKING:
     from onbeat.types import Record
 
@@ -15,8 +17,6 @@ RecordT = TypeVar("RecordT", bound="Record")
 
 def say(text: str, *, is_error: bool = False) -> None:
     """Print lines, with their control characters escaped."""
-    from onbeat.terminal.formatting import printable
-
     typer.echo("\n".join(map(printable, text.split("\n"))), err=is_error)
 
 
@@ -46,6 +46,4 @@ def print_records(
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from onbeat.terminal.tables import Column, table_lines
-
     typer.echo("\n".join(table_lines([Column(title) for title in titles], list(rows))))

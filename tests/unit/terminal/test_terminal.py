@@ -196,5 +196,5 @@ def test_ctrl_c_ends_a_chat_that_waits_for_a_line(url: str) -> None:
 
 
 def test_rollouts_are_sorted_by_number_whatever_their_names() -> None:
-    names = ["rollout-10", "rollout-2", "rollout-²"]  # the last is a digit for Python, but no number
-    assert sorted(names, key=natural) == ["rollout-²", "rollout-2", "rollout-10"]
+    names = ["rollout-10", "rollout-²", "rollout-2"]  # the second has a digit for Python, but no number
+    assert sorted(names, key=natural) == ["rollout-2", "rollout-10", "rollout-²"]
