@@ -15,7 +15,7 @@ from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
 from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
-from onbeat.types import Finding, Sample
+from onbeat.types import Sample
 
 NUM_EXAMPLES = 3
 
@@ -26,8 +26,9 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     rows = [("state", Text(job.state, style=state_style(job.state)))]
     rows += [(label, Text(printable(text))) for label, text in total_rows(report)]
     rows.append(("audit", Text(printable(await audit_text(client, job.id)))))
-    for finding in await about_learning(client, job.id):
-        rows.append(("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else "")))
+    for finding in progress.diagnosis.findings if progress.diagnosis is not None else []:
+        if finding.key:  # it names a key of the job to change
+            rows.append(("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else "")))
     console.print()
     print_rows(console, rows)
     if not committed:
@@ -109,14 +110,6 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
     if not audit.is_clean:
         return f"VIOLATION: {audit.violation}"
     return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"
-
-
-async def about_learning(client: AsyncClient, job_id: str) -> list[Finding]:
-    """Return the doctor's findings that name a key to change; none when the broker gives none."""
-    try:
-        return [finding for finding in (await client.jobs.explain(job_id)).findings if finding.key]
-    except OnbeatError:
-        return []
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
