@@ -1,6 +1,7 @@
 """`onbeat chat JOB`: talk to the policy of a running job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,7 +50,7 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
     No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
     messages: list[dict[str, str]] = []
-    while (line := read_line()) is not None:
+    for line in read_lines():
         asked = {"role": "user", "content": line}
         try:
             text = say([*messages, asked])
@@ -60,14 +61,12 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
         messages += [asked, {"role": "assistant", "content": text}]
 
 
-def read_line() -> str | None:
-    """Return the next line that is not empty; None at the end of the input."""
-    try:
-        while not (line := input("> ").strip()):
-            pass
-    except EOFError:
-        return None
-    return line
+def read_lines() -> Iterator[str]:
+    """Yield the lines of the input that are not empty."""
+    with suppress(EOFError):
+        while True:
+            if line := input("> ").strip():
+                yield line
 
 
 async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:

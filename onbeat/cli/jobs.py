@@ -1,6 +1,5 @@
 """`onbeat jobs`: the commands that create, list, follow and control the jobs of a broker."""
 
-import json
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -234,6 +233,6 @@ def report(
         check_report_path(output)
     built = broker.ask(lambda client: build_report(client, job_id))
     if output is None:
-        typer.echo(json.dumps(built, indent=2))
+        print_json(built)
     else:
         write_report(output, built)

@@ -1,6 +1,5 @@
 """Views of jobs: `onbeat jobs iterations`, `metrics`, `events`; `audit`, `doctor`, `report`, `logs`, `top`."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
@@ -64,7 +63,7 @@ def metrics(
             f"job {job_id} has no metric {unknown[0]!r}; it has: {', '.join(sorted(series)) or 'none yet'}"
         )
     if as_json:
-        typer.echo(json.dumps({name: series[name] for name in names or sorted(series)}, indent=2))
+        print_json({name: series[name] for name in names or sorted(series)})
     elif names:
         by_iteration = {name: dict(series[name]) for name in names}
         numbers = sorted({each for points in by_iteration.values() for each in points})
@@ -210,6 +209,6 @@ def top(
         return
     overview = broker.ask(lambda client: take_overview(client, pool))
     if as_json:
-        typer.echo(json.dumps(overview.as_json(), indent=2))
+        print_json(overview.as_json())
     else:
         typer.echo("\n".join(plain_lines(overview, time.time())))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from onbeat.errors import OnbeatError
-from onbeat.local.state import StackState, resolve_data_dir, running_stack
+from onbeat.local.state import StackState, resolve_data_dir, running_stack, why_ended
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,6 @@ class Broker:
         The client trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
         """
         from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
-        from onbeat.local.daemon import why_ended
 
         folder, stack = resolve_data_dir(self.data_dir), self.find_stack()
         if self.data_dir and not self.url and stack is None:

@@ -24,15 +24,9 @@ def when(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def print_json(records: "Record | Sequence[Record]") -> None:
-    """Print one object or a list, in ASCII, so that no control code of a model's text reaches the terminal."""
-    from onbeat.types import Record
-
-    if isinstance(records, Record):
-        dumped: Any = records.model_dump(mode="json")
-    else:
-        dumped = [record.model_dump(mode="json") for record in records]
-    typer.echo(json.dumps(dumped, indent=2))
+def print_json(value: Any) -> None:
+    """Print records and other values in ASCII, so that no control code of a model's text reaches the terminal."""
+    typer.echo(json.dumps(value, indent=2, default=lambda record: record.model_dump(mode="json")))
 
 
 def print_records(

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from onbeat.cli.options import App, AsJson, Job, Overrides
+from onbeat.cli.output import print_json
 from onbeat.cli.service import run_service
 
 app = App("Estimate what a job will need before it runs.")
@@ -39,7 +40,7 @@ def memory(
         fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
     found = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
         typer.echo("\n".join(describe(found, num_ranks, is_on_gpu)))
 

@@ -83,22 +83,6 @@ def stop_in_background(data_dir: Path) -> bool:
     raise OnbeatError(f"the stack in {data_dir} (process {state.pid}) does not stop")
 
 
-def why_ended(data_dir: Path) -> str:
-    """Return why the last stack of `onbeat up` ended by itself; '' if it runs, was stopped, or never ran."""
-    path = data_dir / "logs" / "stack.log"
-    if has_processes(data_dir) or not path.is_file():
-        return ""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:  # another user's
-        return ""
-    lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
-    if not lines:
-        return ""
-    reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]
-    return f"the stack of {data_dir} has ended: {reason}; {path} has more"
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

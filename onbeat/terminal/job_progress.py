@@ -50,21 +50,16 @@ class JobProgress:
             self._cursor = event.id
             self.news.append(event)
             self.trainer = trainer_activity(event) or self.trainer
-        records, self.diagnosis, self.workers, _ = await asyncio.gather(
+        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
+        known = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
+        records, evaluations, self.diagnosis, self.workers = await asyncio.gather(
             client.jobs.iterations(self.job.id, after=self.num_committed - 1),
+            client.jobs.evaluations(self.job.id, after=known),
             client.jobs.explain(self.job.id),
             client.workers(self.job.pool),
-            self.load_evaluations(client),
         )
         self.iterations |= {record.iteration: record for record in records}
-
-    async def load_evaluations(self, client: AsyncClient) -> None:
-        if not self.job.config.get("evaluation"):
-            return
-        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
-        after = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
-        records = await client.jobs.evaluations(self.job.id, after)
-        self.evaluations.update({record.evaluation: record for record in records})
+        self.evaluations |= {record.evaluation: record for record in evaluations}
 
     @property
     def committed(self) -> list[IterationRecord]:

@@ -159,7 +159,6 @@ def learning(record: IterationRecord) -> dict[str, list[Part]]:
 
 
 def rollouts_row(workers: Sequence[WorkerRecord], now: float) -> Row:
-    """Return one row for all rollouts."""
     states = Counter("silent" if is_silent(worker, now) else worker.state for worker in workers)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     return Row("rollouts", f"{len(workers)}: {counts}" if workers else "none yet")
@@ -215,7 +214,6 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Return a line on one evaluation."""
     parts = [
         f"evaluation {record.evaluation}",
         f"version {record.policy_version}",

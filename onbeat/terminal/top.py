@@ -36,12 +36,9 @@ class Overview:
     pools: Sequence[PoolView]
 
     def as_json(self) -> dict[str, Any]:
-        pools = [
-            pool.status.model_dump(mode="json")
-            | {"workers": [worker.model_dump(mode="json") for worker in pool.workers]}
-            for pool in self.pools
-        ]
-        return {"jobs": [job.model_dump(mode="json") for job in self.jobs], "pools": pools}
+        """Return what `onbeat top --json` prints; records are still objects."""
+        pools = [pool.status.model_dump(mode="json") | {"workers": pool.workers} for pool in self.pools]
+        return {"jobs": self.jobs, "pools": pools}
 
 
 async def take_overview(client: AsyncClient, only_pool: str | None = None) -> Overview:
