@@ -7,15 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from onbeat.client.transport import (
-    BrokerUnreachable,
-    RecordT,
-    Transport,
-    checked_name,
-    part_of,
-    read_json,
-    read_record,
-)
+from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, checked_name, part_of, read_record
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -30,6 +22,7 @@ from onbeat.types import (
     JobRecord,
     JobState,
     MetricSeries,
+    Record,
     Sample,
     Timeline,
     WeightsRecord,
@@ -50,6 +43,10 @@ UPDATES: dict[str, type[Update]] = {
     "event": Event,
     "explain": Diagnosis,
 }
+
+
+class StreamEnd(Record):
+    reason: str
 
 
 class AsyncJobs:
@@ -217,12 +214,12 @@ class AsyncJobs:
                 async with aclosing(self._client.messages(path, after)) as messages:
                     async for message in messages:
                         if message.kind == "end":
-                            end = part_of(read_json(message.data), "reason")
+                            end = read_record(StreamEnd, message.data).reason
                             break
                         if message.id:
                             after, num_failures = message.id, 0
                         if message.kind in UPDATES:
-                            yield read_record(UPDATES[message.kind], read_json(message.data))
+                            yield read_record(UPDATES[message.kind], message.data)
                 if end == "over":
                     return
                 if end == "broken":

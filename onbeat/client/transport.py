@@ -1,7 +1,6 @@
 """HTTP to a broker: bounded retries, server-sent events, and errors with a remedy. It knows no route."""
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -215,19 +214,12 @@ def part_of(answer: Any, name: str) -> Any:
 
 
 def read_record(record: type[RecordT], answer: Any) -> RecordT:
-    """Return an answer as a record. Raise OnbeatError when it is none; its cause names all wrong fields."""
+    """Return an answer, or the JSON of a message, as a record. Raise OnbeatError when it is none; its cause names all
+    wrong fields."""
     try:
-        return record.model_validate(answer)
+        return record.model_validate_json(answer) if isinstance(answer, str) else record.model_validate(answer)
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"])) or "all of it"
         what = f"the broker's answer is no {record.__name__} ({field}: {problem['msg']})"
         raise OnbeatError(f"{what}; client and broker may be of different versions: use the broker's") from error
-
-
-def read_json(text: str) -> Any:
-    """Return the data of a message. Raise OnbeatError when it is no JSON."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise OnbeatError(f"{text[:80]!r}, in a stream of the broker, is no JSON ({error}); is it a broker?") from error

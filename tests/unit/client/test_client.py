@@ -143,7 +143,7 @@ async def test_stream_of_no_broker_is_an_error_of_ours(monkeypatch: pytest.Monke
 
     async with AsyncClient("http://127.0.0.1:1") as client:
         monkeypatch.setattr(client, "messages", messages)
-        with pytest.raises(OnbeatError, match="'<html>', in a stream of the broker, is no JSON"):
+        with pytest.raises(OnbeatError, match=r"answer is no JobRecord \(all of it: Invalid JSON"):
             await anext(client.jobs.stream("job-1"))
 
 
