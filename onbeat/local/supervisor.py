@@ -48,7 +48,7 @@ class ServiceSpec:
 
 
 class Service:
-    """One child under its guard, from its first start on."""
+    """One child under its guard, whose process id is also the id of its process group."""
 
     def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path) -> None:
         self.spec, self.log_path, self._scratch, self._held_fds = spec, log_path, scratch, held_fds
@@ -56,20 +56,15 @@ class Service:
         self.restart_at: float | None = None
         self.spawn()
 
-    @property
-    def pid(self) -> int:
-        """The guard's process id, which is also the id of its process group."""
-        return self.guard.pid
-
     def spawn(self) -> None:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
-        temporary = {"TMPDIR": str(self._scratch)}
+        own = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("ab") as output:
             self.guard = subprocess.Popen(
                 [*guard, *self.spec.command],
-                env={**inherited_environment(), **temporary, **self.spec.env, "PYTHONUNBUFFERED": "1"},
+                env=inherited_environment() | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -78,10 +73,6 @@ class Service:
             )
         self._started_at = time.monotonic()
         self.restart_at = None
-
-    def kill(self) -> None:
-        """Let the guard kill the service and all that it has started."""
-        self.guard.send_signal(signal.SIGINT)
 
     def kill_group(self) -> None:
         """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
@@ -99,7 +90,7 @@ class Service:
         return self.num_failures <= MAX_RESTARTS
 
     def tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.log_path.exists() else []
+        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         body = "\n".join(f"  {line}" for line in lines) or "  (nothing was logged)"
         return f"last lines of {self.log_path}:\n{body}"
 
@@ -162,7 +153,7 @@ class Supervisor:
                 wait_for_end(services, max(service.spec.grace_s for service in services))
         finally:
             for service in self.services:
-                service.kill()
+                service.guard.send_signal(signal.SIGINT)  # it kills the service and all that this has started
             wait_for_end(self.services, 0.0)
             self.services = []
 

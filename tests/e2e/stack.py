@@ -43,7 +43,7 @@ class RunningStack:
         """That of the service (`redis`, `broker`, `trainer`, `rollout-0`), not its guard; None while there is none."""
         (service,) = [service for service in self.services if service.spec.name == name]
         try:
-            children = psutil.Process(service.pid).children() if service.pid else []
+            children = psutil.Process(service.guard.pid).children()
         except psutil.NoSuchProcess:
             return None
         return children[0] if children and children[0].status() != psutil.STATUS_ZOMBIE else None
