@@ -56,7 +56,7 @@ def with_ranks(specs: list[ServiceSpec]) -> list[ServiceSpec]:
 def wait(stack: RunningStack, job_id: str) -> tuple[list[float], int]:
     """Return the peak of each rank, in GB, at the end of the job, and the least bytes that the machine had available
     meanwhile."""
-    (trainer,) = [service.pid for service in stack.services if service.spec.name == "trainer"]
+    (trainer,) = [service.guard.pid for service in stack.services if service.spec.name == "trainer"]
     assert trainer is not None
     found: list[float] = []
     least_bytes = read_memory().available_bytes

@@ -114,7 +114,7 @@ class ChatFailed(Exception):
         self.status, self.code, self.param = status, code, param
 
     def to_body(self) -> ErrorBody:
-        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else ""
+        refusal = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else refusal
         message = str(self).encode(errors="replace").decode()  # without halves of characters
-        kind = kind or "invalid_request_error"
         return ErrorBody(error=ErrorDetails(message=message, type=kind, param=self.param, code=self.code))

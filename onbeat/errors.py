@@ -8,34 +8,26 @@ class OnbeatError(Exception):
 class JobNotFound(OnbeatError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"there is no job {job_id!r}; `onbeat jobs list` shows the jobs of this broker")
-        self.job_id = job_id
 
 
 class IllegalTransition(OnbeatError):
-    """A job was asked to move along an edge that its state machine does not have."""
+    """A job was asked to move along an edge that its state machine does not have. `problem`: instead of `wanted`."""
 
-    def __init__(self, job_id: str, current: str, wanted: str) -> None:
-        super().__init__(f"job {job_id} is {current} and cannot become {wanted}")
-        self.job_id, self.current = job_id, current
+    def __init__(self, job_id: str, current: str, wanted: str = "", problem: str = "") -> None:
+        super().__init__(f"job {job_id} is {current}{problem or f' and cannot become {wanted}'}")
+        self.current = current
 
 
 class JobNotFinal(IllegalTransition):
     def __init__(self, job_id: str, current: str) -> None:
-        super().__init__(job_id, current, "deleted")
-
-    def __str__(self) -> str:
-        return f"job {self.job_id} is {self.current}; only a job that is over can be deleted: cancel it first"
+        super().__init__(job_id, current, problem="; only a job that is over can be deleted: cancel it first")
 
 
 class CannotResume(IllegalTransition):
     """The job cannot be resumed. `reason`: why not, and what to do instead."""
 
     def __init__(self, job_id: str, current: str, reason: str) -> None:
-        super().__init__(job_id, current, "resumed")
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"job {self.job_id} is {self.current}: {self.reason}"
+        super().__init__(job_id, current, problem=f": {reason}")
 
 
 class JobDeleted(OnbeatError):

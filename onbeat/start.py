@@ -4,11 +4,10 @@ import signal
 
 
 def main() -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # otherwise in the background of a script: Ctrl-C is not for us
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a word
-        from onbeat.cli import main as run
+    from onbeat.cli import main as run
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:  # in the background of a script: Ctrl-C is not for us
-        from onbeat.cli import main as run
+    signal.signal(signal.SIGINT, handler)
     run()

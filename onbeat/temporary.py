@@ -21,7 +21,7 @@ MARK = ".private"
 
 
 class PrivateFolder:
-    """A folder at `path` for this user alone, which exists until `remove`. Making it raises OSError when that fails."""
+    """A folder at `path` for this user alone. Its owner calls `remove` or `leave` once. Making it may raise OSError."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """Make the folder in `parent` (default: the system's place), and remove dead ones of the prefix there."""
@@ -29,7 +29,6 @@ class PrivateFolder:
         remove_dead(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self.lock_fd = os.open(self.path, os.O_RDONLY)  # inherited by processes that may outlive this one
-        self._is_open = True
         try:
             fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
             (self.path / MARK).touch()
@@ -39,17 +38,14 @@ class PrivateFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the folder with its content; the next sweep removes what cannot be removed now. Safe to call twice."""
-        if self._is_open:
-            with suppress(OSError):
-                remove_folder(self.path)
-            self.leave()
+        """Remove the folder with its content; the next sweep removes what cannot be removed now."""
+        with suppress(OSError):
+            remove_folder(self.path)
+        self.leave()
 
     def leave(self) -> None:
         """Release the lock; the content stays until the next folder of the prefix is made."""
-        if self._is_open:
-            os.close(self.lock_fd)
-            self._is_open = False
+        os.close(self.lock_fd)
 
 
 @contextmanager

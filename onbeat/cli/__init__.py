@@ -1,4 +1,4 @@
-"""The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
+"""The `onbeat` command. Modules import what loads slowly inside the commands: `onbeat --help` stays instant."""
 
 import os
 import sys
@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, top
+from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
+from onbeat.errors import ApiError, OnbeatError
 
 app = App(
     name="onbeat",
@@ -31,7 +32,7 @@ app.command("chat")(chat.chat)
 app.command("view")(stack.view)
 app.command("report")(look.report)
 app.command("logs")(look.logs)
-app.command("top")(top.top)
+app.command("top")(look.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(service.app, name="model")
 app.add_typer(plan.app, name="plan")
@@ -59,8 +60,6 @@ def root(
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage or an invalid job, 130 interrupted."""
-    from onbeat.errors import ApiError, OnbeatError
-
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a response may have characters that this terminal cannot show

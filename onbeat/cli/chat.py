@@ -1,12 +1,15 @@
 """`onbeat chat JOB`: talk to the policy of a running job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onbeat.cli import output
 from onbeat.cli.options import Broker, JobId
+from onbeat.errors import OnbeatError
+from onbeat.terminal.formatting import clip
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -46,10 +49,8 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
 
     No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
-    from onbeat.errors import OnbeatError
-
     messages: list[dict[str, str]] = []
-    while (line := read_line()) is not None:
+    for line in read_lines():
         asked = {"role": "user", "content": line}
         try:
             text = say([*messages, asked])
@@ -60,19 +61,16 @@ def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
         messages += [asked, {"role": "assistant", "content": text}]
 
 
-def read_line() -> str | None:
-    """Return the next line that is not empty; None at the end of the input."""
-    try:
-        while not (line := input("> ").strip()):
-            pass
-    except EOFError:
-        return None
-    return line
+def read_lines() -> Iterator[str]:
+    """Yield the lines of the input that are not empty."""
+    with suppress(EOFError):
+        while True:
+            if line := input("> ").strip():
+                yield line
 
 
 async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:
     from onbeat.client.transport import part_of
-    from onbeat.terminal.summary import clip
 
     found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
     return clip(str(part_of(found, "choices")[0]["message"]["content"]), max_characters=1_000_000)

@@ -1,16 +1,12 @@
 """`onbeat data`: the data files of a broker."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from onbeat.cli.options import App, AsJson, Broker
 from onbeat.cli.output import print_records, when
-
-if TYPE_CHECKING:
-    from onbeat.types import DatasetRecord
 
 app = App("Upload, list and delete the data files of a broker.")
 
@@ -29,12 +25,12 @@ def push(
 def list_files(broker: Broker, as_json: AsJson = False) -> None:
     """List the uploaded files, newest first."""
     found = broker.ask(lambda client: client.datasets.list())
-    columns = ["path", "bytes", "uploaded", "sha256"]
-    print_records(found, as_json, columns, file_row)
-
-
-def file_row(file: "DatasetRecord") -> Sequence[str]:
-    return file.path, f"{file.num_bytes:,}", when(file.uploaded_at), (file.sha256 or "-")[:16]
+    print_records(
+        found,
+        as_json,
+        ["path", "bytes", "uploaded", "sha256"],
+        lambda file: (file.path, f"{file.num_bytes:,}", when(file.uploaded_at), (file.sha256 or "-")[:16]),
+    )
 
 
 @app.command()

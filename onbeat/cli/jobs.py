@@ -1,6 +1,5 @@
 """`onbeat jobs`: the commands that create, list, follow and control the jobs of a broker."""
 
-import json
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from onbeat.cli.options import App, AsJson, Broker, Job, JobId, Overrides, make_console
 from onbeat.cli.output import print_json, print_records, print_table, when
+from onbeat.terminal.formatting import duration, number
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -75,7 +75,6 @@ def list_jobs(
     as_json: AsJson = False,
 ) -> None:
     """List the jobs, newest first, with the reward of their newest iteration."""
-    from onbeat.terminal.formatting import number
     from onbeat.terminal.top import newest_iteration
 
     wanted = state.upper() if state else None
@@ -88,23 +87,13 @@ def list_jobs(
     if as_json:
         print_json([job for job, _ in found])
         return
-    rows = [
-        (
-            *(job.id, job.name, job.pool, job.state.value, f"{job.next_iteration}/{job.num_iterations}"),
-            *(number(newest.reward_mean if newest else None, ".3f"), time_of(job), when(job.created_at)),
-        )
-        for job, newest in found
-    ]
+    rows = []
+    for job, newest in found:
+        reward = number(newest.reward_mean if newest else None, ".3f")
+        ran = duration((job.finished_at or time.time()) - job.started_at) if job.started_at is not None else "-"
+        iterations = f"{job.next_iteration}/{job.num_iterations}"
+        rows.append((job.id, job.name, job.pool, job.state.value, iterations, reward, ran, when(job.created_at)))
     print_table(["id", "name", "pool", "state", "iterations", "reward", "time", "created"], rows)
-
-
-def time_of(job: "JobRecord") -> str:
-    """Return how long the job ran, or has been running."""
-    from onbeat.terminal.formatting import duration
-
-    if job.started_at is None:
-        return "-"
-    return duration((job.finished_at or time.time()) - job.started_at)
 
 
 @app.command()
@@ -213,7 +202,6 @@ def samples(
 @app.command()
 def evaluations(broker: Broker, job_id: JobId, as_json: AsJson = False) -> None:
     """Show the scores on the held-out set."""
-    from onbeat.terminal.formatting import number
 
     def row(record: "EvaluationRecord") -> Sequence[str]:
         return (
@@ -245,6 +233,6 @@ def report(
         check_report_path(output)
     built = broker.ask(lambda client: build_report(client, job_id))
     if output is None:
-        typer.echo(json.dumps(built, indent=2))
+        print_json(built)
     else:
         write_report(output, built)

@@ -1,15 +1,19 @@
-"""Views of what jobs have done: `onbeat jobs iterations`, `metrics`, `events`; `audit`, `doctor`, `report`, `logs`."""
+"""Views of jobs: `onbeat jobs iterations`, `metrics`, `events`; `audit`, `doctor`, `report`, `logs`, `top`."""
 
-import json
-from collections.abc import Awaitable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onbeat.cli.jobs import app
-from onbeat.cli.options import AsJson, Broker, DataDir, JobId
+from onbeat.cli.options import AsJson, Broker, DataDir, JobId, make_console
 from onbeat.cli.output import print_json, print_records, print_table, say, when
+from onbeat.local.state import resolve_data_dir
+from onbeat.terminal.formatting import number, printable, sparkline
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -27,8 +31,6 @@ def iterations(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson
 
 
 def iteration_row(record: "IterationRecord") -> Sequence[str]:
-    from onbeat.terminal.formatting import number
-
     return (
         str(record.iteration),
         record.state.value,
@@ -55,15 +57,13 @@ def metrics(
     as_json: AsJson = False,
 ) -> None:
     """Print the curves of a job, one per line, or the values of the named curves at each iteration."""
-    from onbeat.terminal.formatting import number, sparkline
-
     series = broker.ask(lambda client: client.jobs.metrics(job_id))
     if unknown := [name for name in names or [] if name not in series]:
         raise ValueError(
             f"job {job_id} has no metric {unknown[0]!r}; it has: {', '.join(sorted(series)) or 'none yet'}"
         )
     if as_json:
-        typer.echo(json.dumps({name: series[name] for name in names or sorted(series)}, indent=2))
+        print_json({name: series[name] for name in names or sorted(series)})
     elif names:
         by_iteration = {name: dict(series[name]) for name in names}
         numbers = sorted({each for points in by_iteration.values() for each in points})
@@ -177,8 +177,6 @@ def logs(
     data_dir: DataDir = None,
 ) -> None:
     """Print the last log lines of the services on this machine, including services that have ended."""
-    from onbeat.local.state import resolve_data_dir
-
     folder = resolve_data_dir(data_dir) / "logs"
     found = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not found or (service is not None and service not in found):
@@ -186,14 +184,31 @@ def logs(
         raise ValueError(f"{folder} has no log of {service or 'any service'}; {there}")
     for name in [service] if service else found:
         typer.echo(f"==> {found[name]} <==")
-        for line in last_lines(found[name], num_lines):
-            typer.echo(line)
+        with found[name].open(errors="replace") as file:
+            for line in deque(file, num_lines):
+                typer.echo(printable(line.rstrip("\n")))
 
 
-def last_lines(path: Path, num_lines: int) -> Iterator[str]:
-    from collections import deque
+def top(
+    broker: Broker,
+    pool: Annotated[
+        str | None, typer.Option(help="Only this pool. Default: `default` and the pools of all jobs.")
+    ] = None,
+    is_once: Annotated[bool, typer.Option("--once", help="Print one plain table and exit, as in a pipe.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show jobs and rollouts as they run, refreshed every 2 s; q or Ctrl-C ends it."""
+    from onbeat.local.run import terminations_as_interrupts
+    from onbeat.terminal.live import can_redraw
+    from onbeat.terminal.top import plain_lines, show_top, take_overview
 
-    from onbeat.terminal.formatting import printable
-
-    with path.open(errors="replace") as file:
-        yield from map(printable, (line.rstrip("\n") for line in deque(file, num_lines)))
+    console = make_console()
+    if can_redraw(console) and not (as_json or is_once):
+        with terminations_as_interrupts(), suppress(KeyboardInterrupt):
+            broker.ask(lambda client: show_top(client, pool, console))
+        return
+    overview = broker.ask(lambda client: take_overview(client, pool))
+    if as_json:
+        print_json(overview.as_json())
+    else:
+        typer.echo("\n".join(plain_lines(overview, time.time())))

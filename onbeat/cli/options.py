@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from onbeat.errors import OnbeatError
+from onbeat.local.state import StackState, resolve_data_dir, running_stack, why_ended
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from onbeat.client import AsyncClient
-    from onbeat.local.state import StackState
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -76,10 +78,8 @@ class Broker:
     api_key: str | None
     data_dir: Path | None  # as given; ONBEAT_DATA_DIR, which services have too, may have no stack
 
-    def find_stack(self) -> "StackState | None":
+    def find_stack(self) -> StackState | None:
         """Return the running stack of the data folder, unless another broker is named."""
-        from onbeat.local.state import resolve_data_dir, running_stack
-
         return None if self.url else running_stack(resolve_data_dir(self.data_dir))
 
     def ask(self, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
@@ -88,9 +88,6 @@ class Broker:
         The client trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
         """
         from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
-        from onbeat.errors import OnbeatError
-        from onbeat.local.daemon import why_ended
-        from onbeat.local.state import resolve_data_dir
 
         folder, stack = resolve_data_dir(self.data_dir), self.find_stack()
         if self.data_dir and not self.url and stack is None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from onbeat.terminal.formatting import Column, printable, table_lines
+
 if TYPE_CHECKING:
     from onbeat.types import Record
 
@@ -15,8 +17,6 @@ RecordT = TypeVar("RecordT", bound="Record")
 
 def say(text: str, *, is_error: bool = False) -> None:
     """Print lines, with their control characters escaped."""
-    from onbeat.terminal.formatting import printable
-
     typer.echo("\n".join(map(printable, text.split("\n"))), err=is_error)
 
 
@@ -24,15 +24,9 @@ def when(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def print_json(records: "Record | Sequence[Record]") -> None:
-    """Print one object or a list, in ASCII, so that no control code of a model's text reaches the terminal."""
-    from onbeat.types import Record
-
-    if isinstance(records, Record):
-        dumped: Any = records.model_dump(mode="json")
-    else:
-        dumped = [record.model_dump(mode="json") for record in records]
-    typer.echo(json.dumps(dumped, indent=2))
+def print_json(value: Any) -> None:
+    """Print records and other values in ASCII, so that no control code of a model's text reaches the terminal."""
+    typer.echo(json.dumps(value, indent=2, default=lambda record: record.model_dump(mode="json")))
 
 
 def print_records(
@@ -46,6 +40,4 @@ def print_records(
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from onbeat.terminal.tables import Column, table_lines
-
     typer.echo("\n".join(table_lines([Column(title) for title in titles], list(rows))))

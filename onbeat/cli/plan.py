@@ -1,15 +1,13 @@
 """`onbeat plan`: what a job will need, before it runs."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from onbeat.cli.options import App, AsJson, Job, Overrides
+from onbeat.cli.output import print_json
 from onbeat.cli.service import run_service
-
-if TYPE_CHECKING:
-    from onbeat.config import JobConfig
 
 app = App("Estimate what a job will need before it runs.")
 GB = 1e9
@@ -35,23 +33,16 @@ def memory(
     It assumes that all responses reach their limit. `model.dtype = "auto"` is planned for this machine.
     """
     from onbeat.config import JobConfig
-
-    config = JobConfig.from_file(job, overrides)
-    found = plan_memory(with_dtype(config), prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        typer.echo("\n".join(describe(found, num_ranks, is_on_gpu)))
-
-
-def with_dtype(config: "JobConfig") -> dict[str, Any]:
-    """Return the job with a dtype instead of `auto`."""
     from onbeat.hardware.processor import read_processor
 
-    fields: dict[str, Any] = config.model_dump(mode="json")
+    fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
     if fields["model"]["dtype"] == "auto":
         fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
-    return fields
+    found = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo("\n".join(describe(found, num_ranks, is_on_gpu)))
 
 
 def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:

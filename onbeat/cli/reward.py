@@ -9,6 +9,8 @@ import typer
 
 from onbeat.cli.options import App, Broker, Job, Overrides
 from onbeat.cli.service import DEADLINE_S, run_service
+from onbeat.local.state import resolve_data_dir
+from onbeat.terminal.formatting import clip, printable
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
@@ -83,7 +85,6 @@ def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
 def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: int) -> list[dict[str, Any]]:
     """Return the first prompts of the data, with their contexts. Raises ValueError naming the field that is wrong."""
     from onbeat.client.datasets import file_sections
-    from onbeat.local.state import resolve_data_dir
 
     job = config.model_dump(mode="json")
     root = resolve_data_dir(data_dir)
@@ -129,15 +130,10 @@ def ask_service(module: str, arguments: Sequence[str], requests: Sequence[dict[s
 
 
 def show_prompt(title: str, prompt: str) -> None:
-    from onbeat.terminal.summary import clip
-
     typer.echo(f"\n{title}\n  prompt      {clip(prompt)!r}")
 
 
 def show_score(name: str, response: str, answer: dict[str, Any]) -> None:
-    from onbeat.terminal.formatting import printable
-    from onbeat.terminal.summary import clip
-
     if "reward" in answer:
         parts = "".join(f"  {part} {value:g}" for part, value in answer["parts"].items())
         outcome = f"reward {answer['reward']:g}{parts}"

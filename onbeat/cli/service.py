@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from onbeat.cli.options import App, DataDir, JobId
+from onbeat.local.state import resolve_data_dir, running_stack
 
 app = App("Manage models on this machine.")
 
@@ -52,7 +53,6 @@ def replay(
     data_dir: DataDir = None,
 ) -> None:
     """Replay an iteration from its stream. The exit code is 0 only if the weights agree bit for bit."""
-    from onbeat.local.state import resolve_data_dir, running_stack
     from onbeat.local.supervisor import inherited_environment
 
     folder = resolve_data_dir(data_dir)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
+from onbeat.local.state import resolve_data_dir, running_stack
 
 if TYPE_CHECKING:
     from onbeat.local.stack import StackOptions
@@ -57,7 +58,6 @@ def up(
 
     from onbeat.local.daemon import start_in_background
     from onbeat.local.redis_server import free_port
-    from onbeat.local.state import running_stack
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     state = running_stack(options.data_dir)
@@ -74,7 +74,6 @@ def up(
 def down(data_dir: DataDir = None) -> None:
     """Stop the local stack. Unfinished jobs continue with the next `onbeat up`."""
     from onbeat.local.daemon import stop_in_background
-    from onbeat.local.state import resolve_data_dir
 
     folder = resolve_data_dir(data_dir)
     typer.echo("stopped" if stop_in_background(folder) else f"no stack runs in {folder}")
@@ -89,8 +88,7 @@ def view(
     """Show the dashboard for the jobs of a data folder, read-only, until Ctrl-C."""
     from onbeat.local.redis_server import free_port
     from onbeat.local.run import terminations_as_interrupts
-    from onbeat.local.stack import LocalStack, StackOptions
-    from onbeat.local.state import resolve_data_dir, running_stack
+    from onbeat.local.stack import StackOptions, local_stack
 
     folder = resolve_data_dir(folder)
     state = running_stack(folder)
@@ -102,10 +100,10 @@ def view(
     options = StackOptions(folder, port=port or free_port(preferred=8800), is_view=True)
     with terminations_as_interrupts():
         try:
-            with LocalStack(options, command="view", report=typer.echo) as stack:
-                typer.echo(f"open {stack.url}; Ctrl-C ends it")
+            with local_stack(options, command="view", report=typer.echo) as (url, supervisor):
+                typer.echo(f"open {url}; Ctrl-C ends it")
                 while True:
-                    stack.check()
+                    supervisor.check()
                     time.sleep(0.5)
         except KeyboardInterrupt:
             typer.echo("ended")
@@ -114,9 +112,8 @@ def view(
 def make_options(
     data_dir: Path | None, num_rollouts: int, engine: str, rollout_cores: str | None, trainer_cores: str | None
 ) -> "StackOptions":
-    from onbeat.hardware.cores import available_cores, parse_cores, plan_cores
-    from onbeat.local.stack import StackOptions, check_engine_name
-    from onbeat.local.state import resolve_data_dir
+    from onbeat.hardware.cores import parse_cores
+    from onbeat.local.stack import StackOptions, check_engine_name, plan_of
 
     check_engine_name(engine)
     options = StackOptions(
@@ -126,5 +123,5 @@ def make_options(
         rollout_cores=parse_cores(rollout_cores) if rollout_cores else None,
         trainer_cores=parse_cores(trainer_cores) if trainer_cores else None,
     )
-    plan_cores(available_cores(), num_rollouts, options.rollout_cores, options.trainer_cores)  # refuses wrong lists
+    plan_of(options)  # refuses wrong lists
     return options

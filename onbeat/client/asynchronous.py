@@ -4,7 +4,7 @@ from functools import cached_property
 
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, parse_list
-from onbeat.client.transport import Transport, read_record
+from onbeat.client.transport import Transport, checked_name, read_record
 from onbeat.types import Diagnosis, PoolStatus, WorkerRecord
 
 
@@ -28,14 +28,9 @@ class AsyncClient(Transport):
 
     async def pool(self, pool: str) -> PoolStatus:
         """Return the work of a pool, and the processes that are there for it."""
-        return read_record(PoolStatus, await self.get(pool_path(pool)))
+        name = checked_name(pool, "the name of a pool; `pool` of a job names it")
+        return read_record(PoolStatus, await self.get(f"/v1/pools/{name}"))
 
     async def doctor(self) -> Diagnosis:
         """Return the problems of the installation, and what every active job waits for."""
         return read_record(Diagnosis, await self.get("/v1/doctor"))
-
-
-def pool_path(pool: str) -> str:
-    if not pool or not all(character.isalnum() or character == "-" for character in pool):
-        raise ValueError(f"{pool!r} is not the name of a pool; `pool` of a job names it")
-    return f"/v1/pools/{pool}"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, part_of, read_json, read_record
+from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, checked_name, part_of, read_record
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -22,6 +22,7 @@ from onbeat.types import (
     JobRecord,
     JobState,
     MetricSeries,
+    Record,
     Sample,
     Timeline,
     WeightsRecord,
@@ -42,6 +43,10 @@ UPDATES: dict[str, type[Update]] = {
     "event": Event,
     "explain": Diagnosis,
 }
+
+
+class StreamEnd(Record):
+    reason: str
 
 
 class AsyncJobs:
@@ -209,12 +214,12 @@ class AsyncJobs:
                 async with aclosing(self._client.messages(path, after)) as messages:
                     async for message in messages:
                         if message.kind == "end":
-                            end = part_of(read_json(message.data), "reason")
+                            end = read_record(StreamEnd, message.data).reason
                             break
                         if message.id:
                             after, num_failures = message.id, 0
                         if message.kind in UPDATES:
-                            yield read_record(UPDATES[message.kind], read_json(message.data))
+                            yield read_record(UPDATES[message.kind], message.data)
                 if end == "over":
                     return
                 if end == "broken":
@@ -231,30 +236,24 @@ class AsyncJobs:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
-        if (job := await self.get(job_id)).state.is_final:
-            return job
-        try:
-            async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
-                async for _ in updates:
-                    pass
-        except TimeoutError as error:
+        job = await self.get(job_id)
+        if not job.state.is_final:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
+                    async for _ in updates:
+                        pass
             job = await self.get(job_id)
-            if not job.state.is_final:
-                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s") from error
-            return job
-        return await self.get(job_id)
+        if not job.state.is_final:
+            raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
+        return job
 
 
 def job_path(job_id: str) -> str:
-    if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
-        raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
-    return f"/v1/jobs/{job_id}"
+    return f"/v1/jobs/{checked_name(job_id, 'a job id; `onbeat jobs list` shows them', punctuation='._-')}"
 
 
 def group_path(group_id: str) -> str:
-    if not group_id or not all(character.isalnum() or character == "-" for character in group_id):
-        raise ValueError(f"{group_id!r} is not a group id; samples have them")
-    return f"/groups/{group_id}"
+    return f"/groups/{checked_name(group_id, 'a group id; samples have them')}"
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:

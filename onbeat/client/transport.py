@@ -1,7 +1,6 @@
 """HTTP to a broker: bounded retries, server-sent events, and errors with a remedy. It knows no route."""
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -169,6 +168,13 @@ def host_of(base_url: str) -> str:
     return url.host
 
 
+def checked_name(name: str, what: str, punctuation: str = "-") -> str:
+    """Return a name for a path. Raise ValueError, with `what` it should be, where it could lead to another path."""
+    if not name or not all(character.isalnum() or character in punctuation for character in name):
+        raise ValueError(f"{name!r} is not {what}")
+    return name
+
+
 def checked_key(api_key: str) -> str:
     """Return the key. Raise ValueError, without quoting it, when it cannot be a header."""
     if not all("!" <= character <= "~" for character in api_key):
@@ -191,12 +197,10 @@ def parse_answer(response: httpx.Response) -> Any:
         said = str(of_chat.get("message", "")) if isinstance(of_chat, dict) else ""
         text = said or response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
-    title = str(body["title"] or response.reason_phrase)
-    detail = body.get("detail")
-    errors = body.get("errors")
+    detail, errors = body.get("detail"), body.get("errors")
     raise ApiError(
         response.status_code,
-        title,
+        str(body["title"] or response.reason_phrase),
         detail if isinstance(detail, str) else "",
         errors if isinstance(errors, list) else None,
     )
@@ -210,19 +214,12 @@ def part_of(answer: Any, name: str) -> Any:
 
 
 def read_record(record: type[RecordT], answer: Any) -> RecordT:
-    """Return an answer as a record. Raise OnbeatError when it is none; its cause names all wrong fields."""
+    """Return an answer, or the JSON of a message, as a record. Raise OnbeatError when it is none; its cause names all
+    wrong fields."""
     try:
-        return record.model_validate(answer)
+        return record.model_validate_json(answer) if isinstance(answer, str) else record.model_validate(answer)
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"])) or "all of it"
         what = f"the broker's answer is no {record.__name__} ({field}: {problem['msg']})"
         raise OnbeatError(f"{what}; client and broker may be of different versions: use the broker's") from error
-
-
-def read_json(text: str) -> Any:
-    """Return the data of a message. Raise OnbeatError when it is no JSON."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise OnbeatError(f"{text[:80]!r}, in a stream of the broker, is no JSON ({error}); is it a broker?") from error

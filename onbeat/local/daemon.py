@@ -1,4 +1,4 @@
-"""`onbeat up` and `onbeat down`: a LocalStack in a background process of its own."""
+"""`onbeat up` and `onbeat down`: the local stack in a background process of its own."""
 
 import json
 import logging
@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from onbeat.errors import OnbeatError
-from onbeat.local.stack import LocalStack, StackOptions
+from onbeat.local.stack import StackOptions, local_stack
 from onbeat.local.state import (
     OWNER_DEADLINE_S,
     OWNER_LOCK,
@@ -22,6 +21,7 @@ from onbeat.local.state import (
     has_processes,
     running_stack,
     take_lock,
+    wait_until,
 )
 
 log = logging.getLogger(__name__)
@@ -45,17 +45,13 @@ def start_in_background(options: StackOptions) -> StackState:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    with ExitStack() as undo:
-        undo.callback(terminate, daemon)  # after Ctrl-C while starting, too
-        state = wait_until_up(daemon, options.data_dir, log_path)
-        undo.pop_all()
-    return state
-
-
-def terminate(daemon: "subprocess.Popen[bytes]") -> None:
-    daemon.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        daemon.wait(STOP_DEADLINE_S)
+    try:
+        return wait_until_up(daemon, options.data_dir, log_path)
+    except BaseException:  # Ctrl-C while starting, too
+        daemon.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            daemon.wait(STOP_DEADLINE_S)
+        raise
 
 
 def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: Path) -> StackState:
@@ -87,31 +83,6 @@ def stop_in_background(data_dir: Path) -> bool:
     raise OnbeatError(f"the stack in {data_dir} (process {state.pid}) does not stop")
 
 
-def why_ended(data_dir: Path) -> str:
-    """Return why the last stack of `onbeat up` ended by itself; '' if it runs, was stopped, or never ran."""
-    path = data_dir / "logs" / "stack.log"
-    if has_processes(data_dir) or not path.is_file():
-        return ""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:  # another user's
-        return ""
-    lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
-    if not lines:
-        return ""
-    reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]
-    return f"the stack of {data_dir} has ended: {reason}; {path} has more"
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -119,10 +90,10 @@ def main() -> int:
     options = StackOptions(**{**given, "data_dir": Path(given["data_dir"])})
     signal.signal(signal.SIGTERM, raise_exit)
     try:
-        with LocalStack(options, command="up") as stack:
-            log.info("the stack is up at %s", stack.url)
+        with local_stack(options, command="up") as (url, supervisor):
+            log.info("the stack is up at %s", url)
             while True:
-                stack.check()
+                supervisor.check()
                 time.sleep(0.5)
     except OnbeatError as error:
         log.error("%s", error)

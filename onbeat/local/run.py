@@ -17,10 +17,9 @@ from onbeat.client import AsyncClient
 from onbeat.client.datasets import DataFile, take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
-from onbeat.local.stack import LocalStack, StackOptions, describe_places
+from onbeat.local.stack import StackOptions, describe_places, local_stack
 from onbeat.local.state import create_data_dir, running_stack
 from onbeat.terminal.follow import follow
-from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 from onbeat.terminal.top import find_active
@@ -45,9 +44,11 @@ class JobRun:
     async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
-            self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}", soft_wrap=True)
+            self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
             progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
-            await self._finish(client, progress)
+            if self._report_path is not None:
+                write_report(self._report_path, await build_report(client, job.id))
+            await print_summary(client, progress, self._console)
             return progress.job.state
 
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
@@ -58,26 +59,18 @@ class JobRun:
                 continue
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
-                self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)", soft_wrap=True)
+                self._console.out(f"continuing job {job.id} after {done} (--fresh begins anew)")
                 return await client.jobs.resume(job.id) if job.state == JobState.PAUSED else job
             if is_fresh and (is_same(job, self._config) or job.state != JobState.PAUSED):
                 await client.jobs.cancel(job.id)
             elif job.state == JobState.PAUSED:
-                self._console.print(
-                    f"job {job.id} ({job.name}) has another job file and stays paused after {done}: a new job begins",
-                    soft_wrap=True,
-                )
+                named = f"job {job.id} ({job.name})"
+                self._console.out(f"{named} has another job file and stays paused after {done}: a new job begins")
             else:
-                line = f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it"
-                self._console.print(line, soft_wrap=True)
+                self._console.out(f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it")
         for file in self._files:
             await client.datasets.push(file)
         return await client.jobs.create(self._config)
-
-    async def _finish(self, client: AsyncClient, progress: JobProgress) -> None:
-        if self._report_path is not None:
-            write_report(self._report_path, await build_report(client, progress.job.id))
-        await print_summary(client, progress, self._console)
 
     async def pause(self) -> None:
         """Let the job wait for the next run; cancel it if it has not begun, as there is nothing to keep."""
@@ -108,38 +101,37 @@ def run_job(
     files = take_local_files(job, job_folder, options.data_dir)
     config = JobConfig.model_validate(job)
     run: JobRun | None = None
-    with terminations_as_interrupts() as has_hung_up:
+    with terminations_as_interrupts():
         try:
             with open_stack(replace(options, pool=config.pool), console) as (url, tick):
                 run = JobRun(url, config, files, report_path, console)
-                exit_code = run_or_pause(run, is_fresh, tick, console, has_hung_up)
+                exit_code = run_or_pause(run, is_fresh, tick, console)
         except KeyboardInterrupt:
             is_submitted = run is not None and run.job is not None
             goes_on = "continues where the job stands" if is_submitted else "starts the services again"
-            console.print(f"stopped; the same command {goes_on}")
+            console.out(f"stopped; the same command {goes_on}")
             return INTERRUPTED
     if exit_code != INTERRUPTED and running_stack(options.data_dir) is None:
-        console.print(f"see it again: onbeat view {shlex.quote(str(options.data_dir))}", soft_wrap=True)
+        console.out(f"see it again: onbeat view {shlex.quote(str(options.data_dir))}")
     if exit_code == INTERRUPTED and run is not None and run.job is not None:
-        console.print(describe_stop(run.job, options.data_dir), soft_wrap=True)
+        console.out(describe_stop(run.job, options.data_dir))
     return exit_code
 
 
-def run_or_pause(
-    run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console, has_hung_up: Callable[[], bool]
-) -> int:
+def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
+    """Run the job; pause it after Ctrl-C, and when nothing can be written, as to a terminal that has just gone."""
     try:
         return 0 if asyncio.run(run.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
     except (KeyboardInterrupt, OSError) as reason:
-        if isinstance(reason, OSError) and not has_hung_up():
-            raise
+        if isinstance(reason, OSError):
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed terminal: it may come after a write failed
         try:
             asyncio.run(run.pause())
-            console.print("stopping (Ctrl-C again to stop at once)")
+            console.out("stopping (Ctrl-C again to stop at once)")
         except (OnbeatError, TimeoutError) as error:
-            console.print(
-                f"the job was not paused in time, and goes on when services are back: {error}", soft_wrap=True
-            )
+            console.out(f"the job was not paused in time, and goes on when services are back: {error}")
+        if isinstance(reason, OSError):
+            raise
         return INTERRUPTED
 
 
@@ -174,49 +166,38 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
                 f"the stack that is up serves pool {UP_POOL!r}, the job asks for {options.pool!r}: "
                 f"`onbeat down` first, or add --set pool={UP_POOL}"
             )
-        line = f"using the stack that is up at {running.url}, with its own rollouts, engine and cores"
-        console.print(line, soft_wrap=True)
+        console.out(f"using the stack that is up at {running.url}, with its own rollouts, engine and cores")
         yield running.url, lambda: None
         return
     rollouts = "1 rollout" if options.num_rollouts == 1 else f"{options.num_rollouts} rollouts"
-    console.print(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}", soft_wrap=True)
-    console.print(describe_places(options), soft_wrap=True)
-    with LocalStack(options, command="run", report=lambda line: console.print(line, soft_wrap=True)) as stack:
-        yield stack.url, stack.check
+    console.out(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}")
+    console.out(describe_places(options))
+    with local_stack(options, "run", console.out) as (url, supervisor):
+        yield url, supervisor.check
 
 
 @contextmanager
-def terminations_as_interrupts() -> Iterator[Callable[[], bool]]:
+def terminations_as_interrupts() -> Iterator[None]:
     """Let SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once.
 
-    Yield a function that returns whether the terminal has gone: a write to it may fail before the signal comes. From
-    then on the signal is ignored, and output is discarded.
+    Output to a closed terminal is discarded.
     """
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def end(*, is_hung_up: bool) -> None:
+    def interrupt(received: int, _: object) -> None:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        if is_hung_up:
+        if received == signal.SIGHUP:
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-    def interrupt(received: int, _: object) -> None:
-        end(is_hung_up=received == signal.SIGHUP)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    def has_hung_up() -> bool:
-        has_gone = any(not os.isatty(descriptor) for descriptor in terminals)
-        if has_gone:
-            end(is_hung_up=True)
-        return has_gone
-
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}  # under nohup a terminal may close
     try:
-        yield has_hung_up
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""LocalStack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
+"""The local stack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
 
 import difflib
 import logging
@@ -7,14 +7,14 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+
+import httpx
 
 from onbeat.errors import OnbeatError
 from onbeat.hardware.accelerators import available_devices, device_environments
@@ -55,64 +55,29 @@ class StackOptions:
     is_view: bool = False  # only Redis, and a broker that changes nothing
 
 
-class LocalStack:
-    """A context manager for the stack: entering returns when the broker is ready, leaving leaves no process behind. A
-    Ctrl-C that leaves it kills all services at once."""
+@contextmanager
+def local_stack(
+    options: StackOptions, command: str, report: Callable[[str], None] = log.warning
+) -> Iterator[tuple[str, Supervisor]]:
+    """Run the stack: yield the URL of the broker, once it is ready, and the supervisor of all services.
 
-    def __init__(self, options: StackOptions, command: str, report: Callable[[str], None] = log.warning) -> None:
-        self.options = options
-        self.url = ""
-        self._command = command
-        self._report = report
-        self._supervisor: Supervisor | None = None
-        self._held = ExitStack()  # the lock and the temporary files, which are given up when the services have ended
-
-    def __enter__(self) -> Self:
-        with ExitStack() as undo:
-            undo.callback(self.stop)  # after Ctrl-C while starting, too
-            self.start()
-            undo.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop(is_urgent=kind is KeyboardInterrupt)
-
-    def start(self) -> None:
-        """Start all services. Raises OnbeatError (StackFailed included) with what to do about it."""
-        options = self.options
-        create_data_dir(options.data_dir)
+    No process is left behind; Ctrl-C kills all services at once. Raise OnbeatError (StackFailed included) with what to
+    do about it.
+    """
+    create_data_dir(options.data_dir)
+    with ExitStack() as held:  # the lock and the temporary files are given up when the services have ended
         lock = StackLock(options.data_dir)
-        self._held.callback(lock.release)
-        scratch = make_scratch(self._report)
-        self._held.callback(scratch.remove)
+        held.callback(lock.release)
+        scratch = make_scratch(report)
+        held.callback(scratch.remove)
         redis, redis_url = redis_service(options.data_dir)
         port = options.port or free_port()
-        self.url = f"http://{HOST}:{port}"
-        held_fds = [lock.children_fd, scratch.lock_fd]
-        self._supervisor = Supervisor(options.data_dir / "logs", self._report, held_fds, scratch.path)
-        self._supervisor.start([redis, *service_specs(options, redis_url, port)])
-        lock.write(
-            StackState(
-                pid=os.getpid(),
-                command=self._command,
-                url=self.url,
-                redis_url=redis_url,
-                started_at=time.time(),
-            )
-        )
-
-    def check(self) -> None:
-        """Restart what died. Raises StackFailed when that does not help."""
-        if self._supervisor is not None:
-            self._supervisor.check()
-
-    def stop(self, *, is_urgent: bool = False) -> None:
-        """Stop all services. `is_urgent`, or a Ctrl-C meanwhile: kill them instead of asking them to end."""
-        with self._held:
-            if self._supervisor is not None:
-                self._supervisor.stop(is_urgent=is_urgent)
+        url = f"http://{HOST}:{port}"
+        supervisor = Supervisor(options.data_dir / "logs", report, [lock.children_fd, scratch.lock_fd], scratch.path)
+        held.push(lambda kind, *_: supervisor.stop(is_urgent=kind is KeyboardInterrupt))
+        supervisor.start([redis, *service_specs(options, redis_url, port)])
+        lock.write(StackState(pid=os.getpid(), command=command, url=url, redis_url=redis_url, started_at=time.time()))
+        yield url, supervisor
 
 
 def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
@@ -215,14 +180,10 @@ def describe_places(options: StackOptions) -> str:
     places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]
     texts = [f"{name} on core{'s' if len(cores) > 1 else ''} {format_cores(cores)}" for name, cores in places]
     place = f"{read_processor()}: {', '.join(texts)}{' (shared)' if plan.is_shared else ''}"
-    if os.environ.get("ONBEAT_DEVICE", "auto") == "auto" and gpus():
+    _, gpus = available_devices({**os.environ, "ONBEAT_DEVICE": "cuda"})  # also those that no package here can use
+    if gpus and os.environ.get("ONBEAT_DEVICE", "auto") == "auto":
         place += "; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed"
     return place
-
-
-def gpus() -> list[str]:
-    """Return the GPUs of this machine that are visible, whether the installed packages can use them or not."""
-    return available_devices({**os.environ, "ONBEAT_DEVICE": "cuda"})[1]
 
 
 def check_engine_name(name: str) -> None:
@@ -240,8 +201,6 @@ def service_command(name: str) -> list[str]:
 
 def missing_answer(url: str) -> str:
     """Return why there is no good answer at the URL yet; '' when there is one."""
-    import httpx
-
     try:
         response = httpx.get(url, timeout=2.0, trust_env=False)
     except httpx.TransportError as error:

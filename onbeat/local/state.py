@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -77,10 +78,9 @@ class StackLock:
         draft.replace(path)
 
     def release(self) -> None:
-        if not self._owner.closed:
-            state_path(self._data_dir).unlink(missing_ok=True)
-            self._children.close()
-            self._owner.close()
+        state_path(self._data_dir).unlink(missing_ok=True)
+        self._children.close()
+        self._owner.close()
 
 
 def running_stack(data_dir: Path) -> StackState | None:
@@ -98,6 +98,22 @@ def has_processes(data_dir: Path) -> bool:
     return is_locked(data_dir / OWNER_LOCK) or is_locked(data_dir / CHILDREN_LOCK)
 
 
+def why_ended(data_dir: Path) -> str:
+    """Return why the last stack of `onbeat up` ended by itself; '' if it runs, was stopped, or never ran."""
+    path = data_dir / "logs" / "stack.log"
+    if has_processes(data_dir) or not path.is_file():
+        return ""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:  # another user's
+        return ""
+    lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
+    if not lines:
+        return ""
+    reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]
+    return f"the stack of {data_dir} has ended: {reason}; {path} has more"
+
+
 def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
@@ -107,16 +123,21 @@ def is_locked(path: Path) -> bool:
 
 def take_lock(path: Path, deadline_s: float) -> IO[str]:
     file = open_lock(path)
-    deadline = time.monotonic() + deadline_s
-    while not try_lock(file):
-        if time.monotonic() > deadline:
-            file.close()
-            raise OnbeatError(
-                f"a stack is already running in {path.parent}; stop it with `onbeat down` "
-                "or choose another folder with --data-dir"
-            )
-        time.sleep(0.05)
+    if not wait_until(lambda: try_lock(file), deadline_s):
+        file.close()
+        remedy = "stop it with `onbeat down` or choose another folder with --data-dir"
+        raise OnbeatError(f"a stack is already running in {path.parent}; {remedy}")
     return file
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+    """Wait until the condition holds. Return whether it did in time."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def state_path(data_dir: Path) -> Path:

@@ -48,7 +48,7 @@ class ServiceSpec:
 
 
 class Service:
-    """One child under its guard, from its first start on."""
+    """One child under its guard, whose process id is also the id of its process group."""
 
     def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path) -> None:
         self.spec, self.log_path, self._scratch, self._held_fds = spec, log_path, scratch, held_fds
@@ -56,20 +56,15 @@ class Service:
         self.restart_at: float | None = None
         self.spawn()
 
-    @property
-    def pid(self) -> int:
-        """The guard's process id, which is also the id of its process group."""
-        return self._guard.pid
-
     def spawn(self) -> None:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
-        temporary = {"TMPDIR": str(self._scratch)}
+        own = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("ab") as output:
-            self._guard = subprocess.Popen(
+            self.guard = subprocess.Popen(
                 [*guard, *self.spec.command],
-                env={**inherited_environment(), **temporary, **self.spec.env, "PYTHONUNBUFFERED": "1"},
+                env=inherited_environment() | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -79,21 +74,11 @@ class Service:
         self._started_at = time.monotonic()
         self.restart_at = None
 
-    def exit_code(self) -> int | None:
-        return self._guard.poll()
-
-    def terminate(self) -> None:
-        self._guard.terminate()
-
-    def kill(self) -> None:
-        """Let the guard kill the service and all that it has started."""
-        self._guard.send_signal(signal.SIGINT)
-
     def kill_group(self) -> None:
         """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._guard.pid, signal.SIGKILL)
-        self._guard.wait()
+            os.killpg(self.guard.pid, signal.SIGKILL)
+        self.guard.wait()
 
     def schedule_restart(self) -> bool:
         """Schedule a restart after a growing delay. Return False when the service has died too often."""
@@ -105,7 +90,7 @@ class Service:
         return self.num_failures <= MAX_RESTARTS
 
     def tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.log_path.exists() else []
+        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         body = "\n".join(f"  {line}" for line in lines) or "  (nothing was logged)"
         return f"last lines of {self.log_path}:\n{body}"
 
@@ -145,7 +130,7 @@ class Supervisor:
                 if time.monotonic() >= service.restart_at:
                     service.spawn()
                 continue
-            exit_code = service.exit_code()
+            exit_code = service.guard.poll()
             if exit_code is None:
                 continue
             service.kill_group()
@@ -164,11 +149,11 @@ class Supervisor:
             for wave in sorted(waves, reverse=True):
                 services = [service for service in self.services if service.spec.wave == wave]
                 for service in services:
-                    service.terminate()
+                    service.guard.terminate()
                 wait_for_end(services, max(service.spec.grace_s for service in services))
         finally:
             for service in self.services:
-                service.kill()
+                service.guard.send_signal(signal.SIGINT)  # it kills the service and all that this has started
             wait_for_end(self.services, 0.0)
             self.services = []
 
@@ -176,7 +161,7 @@ class Supervisor:
 def wait_for_end(services: Sequence[Service], grace_s: float) -> None:
     """Return when all guards are gone and nothing is left of their process groups."""
     deadline = time.monotonic() + grace_s + GUARD_S
-    while any(service.exit_code() is None for service in services) and time.monotonic() < deadline:
+    while any(service.guard.poll() is None for service in services) and time.monotonic() < deadline:
         time.sleep(0.02)
     for service in services:
         service.kill_group()
@@ -186,7 +171,7 @@ def wait_until_ready(service: Service) -> None:
     spec = service.spec
     deadline = time.monotonic() + spec.ready_deadline_s
     while missing := spec.missing():
-        if (exit_code := service.exit_code()) is not None:
+        if (exit_code := service.guard.poll()) is not None:
             raise StackFailed(f"{spec.name} {describe_exit(exit_code)} while starting; {service.tail()}")
         if time.monotonic() > deadline:
             raise StackFailed(

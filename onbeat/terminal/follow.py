@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from rich.console import Console
-from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.terminal.formatting import printable
@@ -31,19 +30,16 @@ async def follow(
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.
     """
-    progress = await JobProgress.load(client, job_id)
+    progress = JobProgress(await client.jobs.get(job_id))
     progress.quiet_until = time.monotonic() + grace_s
     printer = Printer(console, progress)
     is_over, is_broker_lost = asyncio.Event(), False
 
-    def show() -> None:
+    async def look() -> None:
+        await progress.look(client)
         printer.show_news()
         if progress.job.state.is_final:
             is_over.set()
-
-    async def look() -> None:
-        await progress.look(client)
-        show()
 
     def redraw(unanswered_s: float) -> None:
         nonlocal is_broker_lost
@@ -54,7 +50,7 @@ async def follow(
         draw(JobView(progress, time.time(), is_broker_lost))
 
     with live_view(console) as draw:
-        show()
+        await look()
         await look_until(is_over, look, redraw)
     return progress
 
@@ -69,7 +65,7 @@ class Printer:
         self._said: set[Hashable] = set()
 
     def say(self, line: str) -> None:
-        self._console.print(Text(printable(line)), soft_wrap=True)
+        self._console.out(printable(line))
 
     def show_news(self) -> None:
         """Print what is new since the last call."""

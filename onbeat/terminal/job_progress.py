@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Self
 
 from onbeat.client import AsyncClient
 from onbeat.terminal.report import num_tokens
@@ -28,7 +27,7 @@ TRAINING = "training on groups of iteration"
 
 
 class JobProgress:
-    """The data of a job. `load` and `look` ask the broker; everything else is derived from its answers."""
+    """The data of a job. `look` asks the broker; everything else is derived from its answers."""
 
     def __init__(self, job: JobRecord) -> None:
         self.job = job
@@ -41,38 +40,26 @@ class JobProgress:
         self.quiet_until = 0.0  # by time.monotonic(): services that have just been started may still be away
         self._cursor = "0"  # the newest event that is known
 
-    @classmethod
-    async def load(cls, client: AsyncClient, job_id: str) -> Self:
-        progress = cls(await client.jobs.get(job_id))
-        await progress.look(client)
-        return progress
-
     async def look(self, client: AsyncClient) -> None:
         """Ask for everything that may have changed. Raise ApiError when the job was deleted.
 
         The job itself comes first: when it is final, so is everything requested after it.
         """
         self.job = await client.jobs.get(self.job.id)
-        while events := await client.jobs.events(self.job.id, self._cursor):
-            self._cursor = events[-1].id
-            self.news += events
-            for event in events:
-                self.trainer = trainer_activity(event) or self.trainer
-        records, self.diagnosis, self.workers, _ = await asyncio.gather(
+        for event in await client.jobs.events(self.job.id, self._cursor):
+            self._cursor = event.id
+            self.news.append(event)
+            self.trainer = trainer_activity(event) or self.trainer
+        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
+        known = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
+        records, evaluations, self.diagnosis, self.workers = await asyncio.gather(
             client.jobs.iterations(self.job.id, after=self.num_committed - 1),
+            client.jobs.evaluations(self.job.id, after=known),
             client.jobs.explain(self.job.id),
             client.workers(self.job.pool),
-            self.load_evaluations(client),
         )
         self.iterations |= {record.iteration: record for record in records}
-
-    async def load_evaluations(self, client: AsyncClient) -> None:
-        if not self.job.config.get("evaluation"):
-            return
-        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
-        after = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
-        records = await client.jobs.evaluations(self.job.id, after)
-        self.evaluations.update({record.evaluation: record for record in records})
+        self.evaluations |= {record.evaluation: record for record in evaluations}
 
     @property
     def committed(self) -> list[IterationRecord]:

@@ -39,10 +39,11 @@ class JobView:
         lines = [head_line(self._progress.job, width), bar_line(self._progress, self._now, width)]
         for row in rows(self._progress, width, self._is_broker_lost):
             lines += row_lines(row, console, width)
-        now = heartbeat_time(self._progress.workers, self._now)
-        rollouts = list(rollout_rows(self._progress.workers, now))
+        workers = self._progress.workers
+        now = heartbeat_time(workers, self._now)
+        rollouts = [Row(each.id, worker_line(each, now), "red" if is_silent(each, now) else "") for each in workers]
         if not 0 < len(rollouts) <= room - len(lines):  # show all of them, or none
-            rollouts = [rollouts_row(self._progress.workers, now)]
+            rollouts = [rollouts_row(workers, now)]
         for row in rollouts:
             lines += row_lines(row, console, width)
         for line in lines[:room]:
@@ -157,13 +158,7 @@ def learning(record: IterationRecord) -> dict[str, list[Part]]:
     }
 
 
-def rollout_rows(workers: Iterable[WorkerRecord], now: float) -> Iterator[Row]:
-    for worker in workers:
-        yield Row(worker.id, worker_line(worker, now), "red" if is_silent(worker, now) else "")
-
-
 def rollouts_row(workers: Sequence[WorkerRecord], now: float) -> Row:
-    """Return one row for all rollouts."""
     states = Counter("silent" if is_silent(worker, now) else worker.state for worker in workers)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     return Row("rollouts", f"{len(workers)}: {counts}" if workers else "none yet")
@@ -219,7 +214,6 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Return a line on one evaluation."""
     parts = [
         f"evaluation {record.evaluation}",
         f"version {record.policy_version}",

@@ -9,7 +9,9 @@ press_of_q    an event for the key q
 import asyncio
 import os
 import sys
+import termios
 import time
+import tty
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -87,9 +89,6 @@ def press_of_q() -> Iterator[asyncio.Event]:
     if not sys.stdin.isatty():
         yield has_quit
         return
-    import termios
-    import tty
-
     descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
 
     def read_keys() -> None:

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.terminal.formatting import duration, number, printable, sparkline
+from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
 from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
-from onbeat.types import Finding, Sample
+from onbeat.types import Sample
 
 NUM_EXAMPLES = 3
 
@@ -25,10 +25,10 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     report = make_report(job, committed, progress.scored, await client.jobs.weights(job.id))
     rows = [("state", Text(job.state, style=state_style(job.state)))]
     rows += [(label, Text(printable(text))) for label, text in total_rows(report)]
-    if text := await audit_text(client, job.id):
-        rows.append(("audit", Text(printable(text))))
-    for finding in await about_learning(client, job.id):
-        rows.append(("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else "")))
+    rows.append(("audit", Text(printable(await audit_text(client, job.id)))))
+    for finding in progress.diagnosis.findings if progress.diagnosis is not None else []:
+        if finding.key:  # it names a key of the job to change
+            rows.append(("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else "")))
     console.print()
     print_rows(console, rows)
     if not committed:
@@ -38,7 +38,7 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
         before = await examples(client, job.id, first)
         after = await examples(client, job.id, last) if last != first else []
     except OnbeatError as error:  # the report of the run is complete without them
-        console.print(f"no example responses: {error}", soft_wrap=True)
+        console.out(f"no example responses: {error}")
         return
     num_examples = min(len(before), len(after)) or max(len(before), len(after))
     print_examples(console, f"before training (iteration {first})", before[:num_examples])
@@ -76,7 +76,10 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if report["advice"]:
         yield "advice", report["advice"]
     if totals["weight_bytes_full"]:
-        yield "weights", weights_text(totals)
+        share = totals["weight_bytes_received"] / totals["weight_bytes_full"]
+        open_s = totals["weight_open_s"]
+        delay = f", engine open {open_s:.2f} s after the step (median)" if open_s is not None else ""
+        yield "weights", f"{share:.1%} of the bytes sent{delay}"
     remarks = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
     remarks |= {"replaced": "num_replaced", "not replaced for want of prompts": "num_not_replaced"}
     counts = [f"{totals[field]} {word}" for word, field in remarks.items() if totals[field]]
@@ -107,21 +110,6 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
     if not audit.is_clean:
         return f"VIOLATION: {audit.violation}"
     return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"
-
-
-async def about_learning(client: AsyncClient, job_id: str) -> list[Finding]:
-    """Return the doctor's findings that name a key to change; none when the broker gives none."""
-    try:
-        return [finding for finding in (await client.jobs.explain(job_id)).findings if finding.key]
-    except OnbeatError:
-        return []
-
-
-def weights_text(totals: dict[str, Any]) -> str:
-    text = f"{totals['weight_bytes_received'] / totals['weight_bytes_full']:.1%} of the bytes sent"
-    if totals["weight_open_s"] is not None:
-        text += f", engine open {totals['weight_open_s']:.2f} s after the step (median)"
-    return text
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
@@ -155,9 +143,3 @@ def text_of(sample: Sample) -> str:
         earned = "" if turn.reward is None else f" (reward {turn.reward:g})"
         lines.append(clip(f"policy{earned}: {turn.text.strip()}"))
     return "\n".join(lines)
-
-
-def clip(text: str, max_characters: int = 400) -> str:
-    """Make a text printable, with its line breaks, and cut its end if it is long."""
-    lines = "\n".join(printable(line) for line in text.strip().splitlines())
-    return lines if len(lines) <= max_characters else lines[:max_characters] + " ..."

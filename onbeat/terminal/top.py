@@ -1,6 +1,7 @@
 """`onbeat top`: the current jobs and rollouts of a broker, in tables that fit a terminal."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,10 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
-from onbeat.terminal.formatting import duration, number, printable
+from onbeat.terminal.formatting import Column, duration, number, printable, table_lines
 from onbeat.terminal.job_view import heartbeat_time, is_silent
 from onbeat.terminal.live import LATE_S, live_view, look_until, press_of_q
 from onbeat.terminal.report import num_tokens
-from onbeat.terminal.tables import Column, table_lines
 from onbeat.types import MAX_LISTED_JOBS, IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
@@ -28,10 +28,6 @@ class PoolView:
     status: PoolStatus
     workers: Sequence[WorkerRecord]
 
-    def now(self, clock: float) -> float:
-        """Return the time by the clock of the heartbeats, unless all of them have ended."""
-        return heartbeat_time(self.workers, clock) if self.status.num_rollouts else clock
-
 
 @dataclass(frozen=True)
 class Overview:
@@ -40,12 +36,9 @@ class Overview:
     pools: Sequence[PoolView]
 
     def as_json(self) -> dict[str, Any]:
-        pools = [
-            pool.status.model_dump(mode="json")
-            | {"workers": [worker.model_dump(mode="json") for worker in pool.workers]}
-            for pool in self.pools
-        ]
-        return {"jobs": [job.model_dump(mode="json") for job in self.jobs], "pools": pools}
+        """Return what `onbeat top --json` prints; records are still objects."""
+        pools = [pool.status.model_dump(mode="json") | {"workers": pool.workers} for pool in self.pools]
+        return {"jobs": self.jobs, "pools": pools}
 
 
 async def take_overview(client: AsyncClient, only_pool: str | None = None) -> Overview:
@@ -164,7 +157,7 @@ def job_rows(overview: Overview) -> list[list[str]]:
 
 def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
     """Return a row per rollout, the silent ones first."""
-    now = pool.now(clock)
+    now = heartbeat_time(pool.workers, clock) if pool.status.num_rollouts else clock  # all heartbeats may have ended
     workers = sorted(pool.workers, key=lambda worker: (not is_silent(worker, now), natural(worker.id)))
     return [
         [
@@ -179,10 +172,9 @@ def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
     ]
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts rollout-2 before rollout-10."""
-    parts = "".join(c if c.isdecimal() else f"\0{c}\0" for c in name).split("\0")
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part]
+def natural(name: str) -> list[str | int]:
+    """Return a sort key that puts rollout-2 before rollout-10: text and numbers in turn."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def pool_line(pool: PoolView) -> str:

@@ -17,9 +17,9 @@ from redis import Redis
 from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
 from onbeat.hardware.cores import available_cores
-from onbeat.local.stack import LocalStack, StackOptions, service_specs
+from onbeat.local.stack import StackOptions, local_stack, service_specs
 from onbeat.local.state import running_stack
-from onbeat.local.supervisor import Service, ServiceSpec
+from onbeat.local.supervisor import ServiceSpec, Supervisor
 from onbeat.types import JobRecord
 from services.trainer.replay import replay as replay_iteration
 from services.trainer.settings import Settings
@@ -30,24 +30,20 @@ DEADLINE_S = 180.0
 
 
 class RunningStack:
-    def __init__(self, stack: LocalStack, data_dir: Path) -> None:
-        self.data_dir, self.url, self._stack = data_dir, stack.url, stack
+    def __init__(self, url: str, supervisor: Supervisor, data_dir: Path) -> None:
+        self.data_dir, self.url, self._supervisor = data_dir, url, supervisor
+        self.services = supervisor.services
         state = running_stack(data_dir)
         assert state is not None
         self.redis_url = state.redis_url
         self.redis: Any = Redis.from_url(state.redis_url)
-        self.client = Client(stack.url)
-
-    @property
-    def services(self) -> list[Service]:
-        assert self._stack._supervisor is not None
-        return self._stack._supervisor.services
+        self.client = Client(url)
 
     def process(self, name: str) -> psutil.Process | None:
         """That of the service (`redis`, `broker`, `trainer`, `rollout-0`), not its guard; None while there is none."""
         (service,) = [service for service in self.services if service.spec.name == name]
         try:
-            children = psutil.Process(service.pid).children() if service.pid else []
+            children = psutil.Process(service.guard.pid).children()
         except psutil.NoSuchProcess:
             return None
         return children[0] if children and children[0].status() != psutil.STATUS_ZOMBIE else None
@@ -67,8 +63,7 @@ class RunningStack:
 
     def launch(self, spec: ServiceSpec) -> None:
         """One more service, which ends with the stack."""
-        assert self._stack._supervisor is not None
-        self._stack._supervisor._launch(spec)
+        self._supervisor._launch(spec)
 
     def wait(self, job_id: str) -> JobRecord:
         """Until the job is final."""
@@ -104,24 +99,23 @@ def running(
     split = {"rollout_cores": cores[:1], "trainer_cores": cores[-1:]}
     inherited = {"ONBEAT_LEASE_S": str(lease_s), "ONBEAT_MAX_NUM_SEQS": "24"}  # a short lease: take-over in seconds
     stack_options = StackOptions(data_dir=tmp_path / "data", num_rollouts=num_rollouts, engine=engine, **split)
-    stack = LocalStack(replace(stack_options, **options), "up")
     done = threading.Event()
 
-    def supervise() -> None:
+    def supervise(supervisor: Supervisor) -> None:
         while not done.wait(0.1):
-            stack.check()
-            for service in stack._supervisor.services if stack._supervisor else []:
+            supervisor.check()
+            for service in supervisor.services:
                 service.num_failures = 0  # however often a test kills it, it starts again soon
 
     with (
         patch.dict(os.environ, inherited),
         patch("onbeat.local.stack.service_specs", lambda *args: change(service_specs(*args))),
-        stack,
+        local_stack(replace(stack_options, **options), "up") as (url, supervisor),
     ):
-        thread = threading.Thread(target=supervise, daemon=True)
+        thread = threading.Thread(target=supervise, args=[supervisor], daemon=True)
         thread.start()
         try:
-            yield RunningStack(stack, tmp_path / "data")
+            yield RunningStack(url, supervisor, tmp_path / "data")
         finally:
             done.set()
             thread.join(timeout=10)

@@ -210,19 +210,9 @@ def make_app(fake: FakeJobs) -> FastAPI:
     async def delete(job_id: str) -> None:
         del fake.jobs[job_id]
 
-    @app.post("/v1/jobs/{job_id}:cancel")
-    async def cancel(job_id: str) -> Any:
-        fake.jobs[job_id]["ended"] = "CANCELLED"
-        return fake.record(job_id)
-
-    @app.post("/v1/jobs/{job_id}:pause")
-    async def pause(job_id: str) -> Any:
-        fake.jobs[job_id]["ended"] = "PAUSED"
-        return fake.record(job_id)
-
-    @app.post("/v1/jobs/{job_id}:resume")
-    async def resume(job_id: str) -> Any:
-        fake.jobs[job_id]["ended"] = None
+    @app.post("/v1/jobs/{job_id}:{verb}")
+    async def move(job_id: str, verb: str) -> Any:
+        fake.jobs[job_id]["ended"] = {"cancel": "CANCELLED", "pause": "PAUSED", "resume": None}[verb]
         return fake.record(job_id)
 
     @app.get("/v1/jobs/{job_id}:explain")

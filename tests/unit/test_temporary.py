@@ -59,7 +59,6 @@ def test_it_stays_while_an_heir_of_the_lock_lives(parent: Path) -> None:
     folder = PrivateFolder(PREFIX, parent)
     heir = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[folder.lock_fd])
     folder.leave()  # as the owner's death would
-    folder.remove()  # no longer its own
     PrivateFolder(PREFIX, parent).remove()
     assert folder.path.exists()
     heir.communicate(b"\n")

@@ -143,7 +143,7 @@ async def test_stream_of_no_broker_is_an_error_of_ours(monkeypatch: pytest.Monke
 
     async with AsyncClient("http://127.0.0.1:1") as client:
         monkeypatch.setattr(client, "messages", messages)
-        with pytest.raises(OnbeatError, match="'<html>', in a stream of the broker, is no JSON"):
+        with pytest.raises(OnbeatError, match=r"answer is no JobRecord \(all of it: Invalid JSON"):
             await anext(client.jobs.stream("job-1"))
 
 
@@ -269,10 +269,6 @@ async def test_busy_broker_is_asked_again_a_few_times_unless_to_move(url: str, f
         job = await client.jobs.create(CONFIG)
         assert fake.requests == [("POST", "/v1/jobs")] * 3
         assert len(fake.jobs) == 1
-        fake.failures = [503] * 4
-        with pytest.raises(BrokerUnreachable, match="503"):
-            await client.jobs.get(job.id)
-        assert fake.failures == []
         fake.failures = [503, 503]
         with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.cancel(job.id)
@@ -285,7 +281,7 @@ async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(url: str, 
         fake.failures = [status] * 4
         with pytest.raises(BrokerUnreachable, match=rf"cannot do this now: not now \({status}\)$") as caught:
             await client.jobs.list()
-        assert caught.value.status == status
+        assert (caught.value.status, fake.failures) == (status, [])
         fake.failures = [status]
         with pytest.raises(BrokerUnreachable, match=rf"not now \({status}\)$"):
             await anext(client.messages("/v1/jobs/job-1/stream", "0"))

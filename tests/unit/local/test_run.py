@@ -197,7 +197,8 @@ def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signa
     while b"job job-1" not in shown:
         shown += os.read(control, 1000)
     os.close(control)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=30) == 130 or is_signal_late
+    assert "POST /v1/jobs/job-1%3Apause" in (data_dir / "logs" / "broker.log").read_text()
     assert processes_of(data_dir) == []
 
 

@@ -141,16 +141,16 @@ def test_killed_service_leaves_no_shared_memory(supervisor: Supervisor, tmp_path
     supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if notes.exists() else "its name")])
     segment = Path("/dev/shm") / notes.read_text()
     assert segment.exists()
-    (service,) = psutil.Process(supervisor.services[0].pid).children()
+    (service,) = psutil.Process(supervisor.services[0].guard.pid).children()
     service.kill()
-    wait_until(lambda: supervisor.services[0].exit_code() is not None, "it has ended")
+    wait_until(lambda: supervisor.services[0].guard.poll() is not None, "it has ended")
     assert not segment.exists()
 
 
 def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) -> None:
     supervisor.start([family(pids_file)])
     service, near, far = pids_in(pids_file)
-    os.kill(supervisor.services[0].pid, signal.SIGKILL)
+    os.kill(supervisor.services[0].guard.pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(service), "the kernel has ended it", 30)
     wait_until(lambda: supervisor.check() or not is_alive(near), "its child has ended")
     os.kill(far, signal.SIGKILL)  # only the guard could have found it

@@ -1,5 +1,6 @@
 """A command in a real pseudo-terminal, and what its user sees: just the control codes that our views use."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -20,6 +21,7 @@ from tests.launcher import TAKE_TERMINAL, launch
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 60.0
 TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+|\x1b")
+UNFINISHED = re.compile(r"\x1b(\[\??[\d;]*)?\Z")  # a control code whose rest has not been read yet
 
 
 class Screen:
@@ -96,6 +98,7 @@ class Terminal:
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **env: str) -> None:
         self.screen = Screen(columns, rows)
         self.raw = b""
+        self._decoder, self._pending = codecs.getincrementaldecoder("utf-8")(), ""
         self._master, self.slave = pty.openpty()
         self.resize(columns, rows)
         self.modes = termios.tcgetattr(self.slave)
@@ -149,22 +152,9 @@ class Terminal:
             return False
         data = os.read(self._master, 65536)
         self.raw += data
-        self._pending = getattr(self, "_pending", b"") + data
-        cut = complete_until(self._pending)
-        self.screen.feed(self._pending[:cut].decode())
-        self._pending = self._pending[cut:]
+        text = self._pending + self._decoder.decode(data)
+        unfinished = UNFINISHED.search(text)
+        cut = unfinished.start() if unfinished else len(text)
+        self.screen.feed(text[:cut])
+        self._pending = text[cut:]
         return True
-
-
-def complete_until(data: bytes) -> int:
-    """Where the last character or control code that is whole ends."""
-    escape = data.rfind(b"\x1b")
-    if escape >= 0 and not re.match(rb"\x1b\[\??[\d;]*[A-Za-z]", data[escape:]):
-        return escape
-    for cut in range(len(data), max(0, len(data) - 4), -1):
-        try:
-            data[:cut].decode()
-            return cut
-        except UnicodeDecodeError:
-            continue
-    return len(data)

@@ -86,7 +86,7 @@ def test_watch_gives_a_new_stack_time_to_start(
 ) -> None:
     stack = StackState(pid=1, command="up", url=url, redis_url="", started_at=time.time() - age_s)
     monkeypatch.delenv("ONBEAT_URL")
-    monkeypatch.setattr("onbeat.local.state.running_stack", lambda folder: stack)
+    monkeypatch.setattr("onbeat.cli.options.running_stack", lambda folder: stack)
     monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
     fake.findings = [{"sentence": "no rollout is alive", "is_problem": True}]
     onbeat("jobs", "create", str(QUICKSTART))

@@ -8,11 +8,10 @@ from rich.console import Console
 
 from onbeat.client import BrokerUnreachable
 from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, Printer
-from onbeat.terminal.formatting import printable
+from onbeat.terminal.formatting import Column, printable, table_lines
 from onbeat.terminal.job_progress import JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, plain_line
 from onbeat.terminal.live import look_until
-from onbeat.terminal.tables import Column, table_lines
 from onbeat.types import (
     Diagnosis,
     EvaluationRecord,
@@ -169,7 +168,7 @@ class Scripted:
 
     async def events(self, job_id: str, after: str) -> list[Event]:
         known = [Event(id=f"{i}-0", time=0, kind="trainer.loading", message=f"loading {i}") for i in (1, 2)]
-        return [event for event in known if event.id > after][:1]  # a page is as short as can be
+        return [event for event in known if event.id > after]
 
     async def iterations(self, job_id: str, after: int) -> list[IterationRecord]:
         self.iterations_after.append(after)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from onbeat.client import AsyncClient, Client
-from onbeat.terminal.top import natural, take_overview
+from onbeat.terminal.top import take_overview
 from tests.conftest import free_port
 from tests.unit.fake_broker import FakeJobs, serve
 from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
@@ -193,8 +193,3 @@ def test_ctrl_c_ends_a_chat_that_waits_for_a_line(url: str) -> None:
         terminal.press(b"\x03")
         assert terminal.wait_for_end() == 130
     assert "Traceback" not in terminal.screen.text
-
-
-def test_rollouts_are_sorted_by_number_whatever_their_names() -> None:
-    names = ["rollout-10", "rollout-2", "rollout-²"]  # the last is a digit for Python, but no number
-    assert sorted(names, key=natural) == ["rollout-²", "rollout-2", "rollout-10"]
