@@ -10,7 +10,6 @@ const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
 const ROOT = new URL("v1", document.baseURI).href; // the dashboard may lie under a path of a proxy
 
 let skewS = 0; // the broker's clock minus ours
-let isLocked = false; // the broker has asked for a key
 
 /** A refusal of the broker: a problem document (RFC 9457). `status` 0: it did not answer. */
 export class ApiError extends Error {
@@ -91,9 +90,7 @@ async function check(response) {
   if (Number.isFinite(skew)) skewS = Math.abs(skew) > 2 ? skew : 0; // the header has whole seconds
   if (response.ok) return;
   const problem = await response.json().catch(() => ({}));
-  isLocked ||= response.status === 401;
-  const isRefused = response.status === 401 || (response.status === 429 && isLocked && !hasKey()); // too many without one
-  if (isRefused) document.dispatchEvent(new CustomEvent("onbeat:key"));
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("onbeat:key"));
   throw new ApiError(response.status, problem);
 }
 
@@ -118,7 +115,7 @@ export async function stream(path, { after = "0", signal, onMessage, onState = (
   while (!signal.aborted) {
     if (document.hidden) {
       reportState("lost");
-      await shown(signal);
+      await pause(HIDDEN_MS, signal);
       continue;
     }
     reportState("connecting");
@@ -133,7 +130,6 @@ export async function stream(path, { after = "0", signal, onMessage, onState = (
       if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
     }
     reportState("lost");
-    if (document.hidden) continue;
     await pause(RETRY_MS[Math.min(tries, RETRY_MS.length - 1)], signal);
     tries += 1;
   }
@@ -209,46 +205,22 @@ export function messageParser(onMessage) {
   };
 }
 
-/** Resolves after so long, or at once when `signal` fires. */
-export function pause(ms, signal) {
-  return new Promise((resolve) => {
-    if (signal?.aborted) return resolve();
-    const done = () => {
-      clearTimeout(timer);
-      signal?.removeEventListener("abort", done);
-      resolve();
-    };
-    const timer = setTimeout(done, ms);
-    signal?.addEventListener("abort", done);
+/** Resolves after so long, or at once when the page is shown again or `signal` fires. */
+export async function pause(ms, signal) {
+  const over = new AbortController(); // removes the listeners
+  await new Promise((resolve) => {
+    if (signal.aborted) resolve();
+    setTimeout(resolve, ms);
+    signal.addEventListener("abort", resolve, { signal: over.signal });
+    document.addEventListener("visibilitychange", () => document.hidden || resolve(), { signal: over.signal });
   });
+  over.abort();
 }
 
-/** Resolves when the page is not hidden or `signal` fires. */
-function shown(signal) {
-  return new Promise((resolve) => {
-    const done = () => {
-      if (document.hidden && !signal.aborted) return;
-      document.removeEventListener("visibilitychange", done);
-      signal.removeEventListener("abort", done);
-      resolve();
-    };
-    document.addEventListener("visibilitychange", done);
-    signal.addEventListener("abort", done);
-    done();
-  });
-}
-
-/**
- * Calls `look` now, if the page has not just looked, and every so often until `signal` fires; not while the page is hidden,
- * and at once when it is back.
- */
+/** Calls `look` now, if the page has not just looked, and every so often until `signal` fires; not while it is hidden. */
 export async function poll(ms, signal, look, hasLooked = false) {
   for (let isDue = !hasLooked; !signal.aborted; isDue = true) {
     if (isDue && !document.hidden) await look();
-    const woken = new AbortController();
-    const wake = () => document.hidden || woken.abort();
-    document.addEventListener("visibilitychange", wake);
-    await pause(ms, AbortSignal.any([signal, woken.signal]));
-    document.removeEventListener("visibilitychange", wake);
+    await pause(ms, signal);
   }
 }

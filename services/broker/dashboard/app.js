@@ -21,16 +21,21 @@ const themeButton = document.getElementById("theme");
 let page = new AbortController(); // of the page that is shown
 let isAsking = false; // the key form is shown
 
-async function navigate() {
+/** Clears the page that is shown. Returns the signal of the next one. */
+function leave() {
   page.abort();
   page = new AbortController();
+  render(null, main);
+  return page.signal;
+}
+
+async function navigate() {
+  const signal = leave();
   isAsking = false;
-  const { signal } = page;
   const isFirst = document.title === "Onbeat";
   const { route, params } = find(location.hash);
   markCurrent(route?.nav);
   forgetButton.hidden = !hasKey();
-  render(null, main);
   if (!isFirst) window.scrollTo(0, 0);
   try {
     const { show } = route ? await route.load().catch(cannotLoad) : { show: () => render(NOTHING_HERE, main) };
@@ -105,13 +110,11 @@ function showFailure(error) {
 
 function askForKey() {
   if (isAsking) return;
-  page.abort();
-  page = new AbortController();
+  leave();
   isAsking = true;
   forgetButton.hidden = true;
   const wasWrong = hasKey();
   forgetKey();
-  render(null, main);
   render(html`<${KeyForm} error=${wasWrong ? "The key in this tab is not accepted any more." : ""} />`, main);
   document.title = "API key · Onbeat";
 }
