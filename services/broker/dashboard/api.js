@@ -149,14 +149,13 @@ function reported(callback) {
 /** One connection: the reason of its `end`, or "lost". */
 async function readStream(path, cursor, signal, onMessage, onOpen) {
   const line = new AbortController();
-  const hangUp = () => line.abort();
-  let silence = setTimeout(hangUp, SILENCE_MS);
-  let unseen;
-  const look = () => {
-    clearTimeout(unseen);
-    if (document.hidden) unseen = setTimeout(hangUp, HIDDEN_MS);
+  let deadline;
+  const goOn = () => {
+    clearTimeout(deadline);
+    deadline = setTimeout(() => line.abort(), document.hidden ? HIDDEN_MS : SILENCE_MS);
   };
-  document.addEventListener("visibilitychange", look, { signal: line.signal });
+  document.addEventListener("visibilitychange", goOn, { signal: line.signal });
+  goOn();
   try {
     const response = await fetch(urlOf(path, { after: cursor.after }), {
       headers: { ...authorization(), Accept: "text/event-stream" },
@@ -172,15 +171,13 @@ async function readStream(path, cursor, signal, onMessage, onOpen) {
     });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      clearTimeout(silence);
-      silence = setTimeout(hangUp, SILENCE_MS);
+      if (!document.hidden) goOn();
       feed(part.value);
     }
     return reason;
   } finally {
-    clearTimeout(silence);
-    clearTimeout(unseen);
-    hangUp();
+    clearTimeout(deadline);
+    line.abort();
   }
 }
 
