@@ -1,6 +1,5 @@
 """Chats with a policy while it trains, in the form of OpenAI's chat completions: routes and errors."""
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
@@ -17,10 +16,8 @@ from onbeat.errors import JobNotFound
 from onbeat.hangup import unless_left
 from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
-from services.broker.api.problems import CLIENT_LEFT, MAX_REDIS_TEXT, documented
+from services.broker.api.problems import CLIENT_LEFT, documented, explain_redis
 from services.broker.api.stream import EventStream
-
-logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "Onbeat-Policy-Version"
 RETRY_AFTER_S = 5
@@ -63,11 +60,7 @@ def to_reply(error: Exception) -> Reply:
     if isinstance(error, RequestValidationError):
         error = explain_fields(error)
     elif isinstance(error, RedisError):
-        logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
-        message = "Redis does not answer; ask again in a moment"
-        if isinstance(error, ResponseError):
-            message = f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}"
-        error = ChatFailed(503, "redis_failed", message)
+        error = ChatFailed(503, "redis_failed", ": ".join(explain_redis(error)))
     elif not isinstance(error, ChatFailed):  # the job was deleted just now
         error = ChatFailed(404, "model_not_found", str(error), "model")
     return Reply.of_error(error)

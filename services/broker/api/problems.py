@@ -176,13 +176,13 @@ async def on_client_left(_: Request, __: Exception) -> Response:
 
 
 async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
-    logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
-    title, detail = redis_problem(error)
+    title, detail = explain_redis(error)
     return problem(503, title, detail, headers={"Retry-After": "2"})
 
 
-def redis_problem(error: Exception) -> tuple[str, str]:
-    """Return title and detail: Redis is away, or it is there and refuses a command."""
+def explain_redis(error: Exception) -> tuple[str, str]:
+    """Log the error, and return title and detail: Redis is away, or it is there and refuses a command."""
+    logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
     if isinstance(error, AuthenticationError):
         return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):
