@@ -282,9 +282,8 @@ async def test_curves_of_a_long_job_are_read_in_all_parts(modules: Page) -> None
 
     await modules.route(f"{ORIGIN}/v1/jobs/j/metrics?*", answer)
     read = """async (m) => {
-        const { curves } = await import("http://dashboard.test/api.js");
         const series = new m.Series();
-        await series.read(curves("/jobs/j", -1));
+        await series.read("/jobs/j", -1);
         return [series.of("iteration/wall_s").length, series.last("iteration/wall_s"), series.of("eval/reward_mean")];
     }"""
     assert await call(modules, "series.js", read) == [last + 1, last / 2, [[last, 0.5]]]

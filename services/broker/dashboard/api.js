@@ -41,19 +41,6 @@ export const post = (path) => send("POST", path, {});
 export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML } });
 export const del = (path) => send("DELETE", path, {});
 
-const PART = 10_000; // iterations, the most in one answer of /metrics
-
-/** Yield the curves of a job after an iteration, {name: [[x, y], ...]}, in as many parts as the broker makes of them. */
-export async function* curves(path, after, signal) {
-  for (let isWhole = false; !isWhole;) {
-    const { metrics } = await get(`${path}/metrics`, { after }, signal);
-    yield metrics;
-    const iterations = metrics["iteration/wall_s"] ?? [];
-    isWhole = iterations.length < PART;
-    after = iterations.at(-1)?.[0];
-  }
-}
-
 async function send(method, path, { params = {}, body, headers = {}, signal }) {
   const deadline = AbortSignal.timeout(TIMEOUT_MS);
   try {
@@ -214,10 +201,10 @@ export async function pause(ms, signal) {
   over.abort();
 }
 
-/** Calls `look` now, if the page has not just looked, and every so often until `signal` fires; not while it is hidden. */
-export async function poll(ms, signal, look, hasLooked = false) {
-  for (let isDue = !hasLooked; !signal.aborted; isDue = true) {
-    if (isDue && !document.hidden) await look();
+/** Calls `look` every so often until `signal` fires, but not while the page is hidden. */
+export async function poll(ms, signal, look) {
+  while (!signal.aborted) {
     await pause(ms, signal);
+    if (!signal.aborted && !document.hidden) await look();
   }
 }

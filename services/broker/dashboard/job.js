@@ -1,6 +1,6 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { ApiError, curves, del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
+import { del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
 import { Chart, Pointer } from "./charts.js";
 import { announceEvent, EventLog, merge } from "./events.js";
 import { number, toToml } from "./format.js";
@@ -35,7 +35,7 @@ async function load(path, signal) {
   const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // beside the metrics
   const series = new Series();
   const [job, { iterations }, diagnosis] = await Promise.all([
-    jobRead, recentRead, read(":explain"), series.read(curves(path, -1, signal)),
+    jobRead, recentRead, read(":explain"), series.read(path, -1, signal),
   ]);
   // The id of an event begins with its time in milliseconds: a time is a cursor.
   const cursor = afterOf(job) >= 0 && iterations.length ? `${Math.floor(iterations[0].opened_at * 1000)}` : "0";
@@ -61,6 +61,7 @@ class JobPage extends Component {
 
   componentDidMount() {
     this.follow();
+    this.readWorkers();
     poll(WORKERS_MS, this.props.signal, () => this.readWorkers());
   }
 
@@ -106,7 +107,7 @@ class JobPage extends Component {
     const { signal } = this.props;
     for (let isRead = false; !isRead && !signal.aborted;) {
       try {
-        await this.series.read(curves(this.path, known, signal));
+        await this.series.read(this.path, known, signal);
         this.drawCurvesSoon();
         isRead = true;
       } catch (error) {

@@ -37,7 +37,7 @@ class JobsPage extends Component {
 
   componentDidMount() {
     this.readCurves();
-    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
+    poll(REFRESH_MS, this.props.signal, () => this.refresh());
   }
 
   async refresh() {

@@ -34,9 +34,10 @@ export class TimelinePanel extends Component {
   state = { timeline: null, problem: "", wanted: this.props.wanted ?? SMALL, chosen: null, isLive: true };
   path = pathOf(this.props.id);
   lanes = createRef();
-  isStale = true; // something has changed since it was read
+  isStale = false; // something has changed since it was read
 
   componentDidMount() {
+    this.load();
     poll(REFRESH_MS, this.props.signal, async () => {
       if (this.isStale && this.state.isLive) await this.load();
     });

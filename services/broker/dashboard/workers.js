@@ -33,7 +33,7 @@ class WorkersPage extends Component {
   looks = 0;
 
   componentDidMount() {
-    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
+    poll(REFRESH_MS, this.props.signal, () => this.refresh());
   }
 
   async refresh() {
