@@ -50,7 +50,7 @@ class JobPage extends Component {
   seenAt = serverNow(); // the diagnosis
   series = this.props.first.series;
   lines = new Map(); // of each chart, until its values change
-  records = new Map(this.props.first.iterations.map((record) => [record.iteration, record])); // the newest ones
+  records = this.props.first.iterations; // the newest ones, in order
   workers = [];
   now = 0; // by the clock of the workers' heartbeats
   events = []; // the newest first
@@ -126,9 +126,9 @@ class JobPage extends Component {
   }
 
   takeIteration({ record, point }) {
-    const before = this.records.get(record.iteration);
-    this.records.set(record.iteration, record);
-    for (const old of [...this.records.keys()].sort((a, b) => a - b).slice(0, -2 * RECENT)) this.records.delete(old);
+    const before = this.records.find(({ iteration }) => iteration === record.iteration);
+    const all = [...this.records.filter((each) => each !== before), record];
+    this.records = all.sort((a, b) => a.iteration - b.iteration).slice(-2 * RECENT);
     const isNews = before?.num_accepted !== record.num_accepted || before?.state !== record.state;
     if (isNews) this.timeline.current?.refresh();
     if (record.state !== "COMMITTED") return;
@@ -215,8 +215,7 @@ class JobPage extends Component {
   }
 
   render({ first }, { connection, why }) {
-    const { job } = this;
-    const records = [...this.records.values()].sort((a, b) => a.iteration - b.iteration);
+    const { job, records } = this;
     const isErrorNews = job.error && !this.diagnosis.findings.some(({ sentence }) => sentence.includes(job.error));
     const live = html`
       <span class="live" data-testid="live" data-state=${connection}>${CONNECTIONS[connection]}${why && `: ${why}`}</span>
