@@ -13,7 +13,6 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
-const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
   connecting: "connecting…",
@@ -93,18 +92,14 @@ class JobPage extends Component {
 
   takeState(connection) {
     this.setState({ connection, why: "" });
-    if (connection === "open") this.fillGap(this.newestKnown());
+    if (connection === "open") this.catchUp();
   }
 
-  /** The last iteration whose values are in the curves, and those of the evaluations up to it. */
-  newestKnown() {
-    const names = ["iteration/wall_s", ...(this.job.config.evaluation ? ["eval/reward_mean"] : [])];
-    return Math.min(...names.map((name) => this.series.of(name).at(-1)?.[0] ?? -1)); // evaluations may end later
-  }
-
-  /** Reads the values of iterations after `known`: the stream repeats only iterations whose events are still kept. */
-  async fillGap(known) {
+  /** Reads the values after those in the curves: the stream repeats only iterations whose events are still kept. */
+  async catchUp() {
     const { signal } = this.props;
+    const names = ["iteration/wall_s", ...(this.job.config.evaluation ? ["eval/reward_mean"] : [])];
+    const known = Math.min(...names.map((name) => this.series.of(name).at(-1)?.[0] ?? -1)); // evaluations may end later
     for (let isRead = false; !isRead && !signal.aborted;) {
       try {
         await this.series.read(this.path, known, signal);
@@ -139,12 +134,7 @@ class JobPage extends Component {
   takeEvent(event) {
     this.arrived.push(event);
     if (event.time > this.openedAt) announceEvent(event);
-    if (event.kind !== "evaluation.done") return;
-    const scores = Object.entries(event.data)
-      .filter(([name, value]) => Number.isFinite(value) && !NO_SCORES.includes(name))
-      .map(([name, value]) => [`eval/${name}`, value]);
-    this.series.add(event.data.evaluation, Object.fromEntries(scores));
-    this.drawCurvesSoon();
+    if (event.kind === "evaluation.done") this.catchUp();
   }
 
   drawCurvesSoon() {
