@@ -36,8 +36,8 @@ export class TimelinePanel extends Component {
   lanes = createRef();
   isStale = false; // something has changed since it was read
 
-  componentDidMount() {
-    this.load();
+  async componentDidMount() {
+    await this.load();
     poll(REFRESH_MS, this.props.signal, async () => {
       if (this.isStale && this.state.isLive) await this.load();
     });
