@@ -56,24 +56,13 @@ function find(hash) {
   const [path, query = ""] = (hash.slice(1) || "/").split("?", 2);
   for (const route of ROUTES) {
     const match = route.path.exec(path);
-    if (match) return { route, params: { ...Object.fromEntries(new URLSearchParams(query)), ...decoded(match.groups) } };
+    if (match) return { route, params: { ...Object.fromEntries(new URLSearchParams(query)), ...match.groups } };
   }
   return { params: {} };
 }
 
-function decoded(groups = {}) {
-  try {
-    return Object.fromEntries(Object.entries(groups).map(([name, value]) => [name, decodeURIComponent(value)]));
-  } catch {
-    return { ...groups }; // no valid escape: no such job either
-  }
-}
-
 function markCurrent(nav) {
-  for (const link of document.querySelectorAll("[data-page]")) {
-    if (link.dataset.page === nav) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of document.querySelectorAll("[data-page]")) link.ariaCurrent = link.dataset.page === nav ? "page" : null;
 }
 
 /** The <h1> names the document and, after a move, takes the focus, so that screen readers say where they are. */
