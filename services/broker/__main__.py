@@ -43,7 +43,7 @@ async def serve(settings: Settings) -> int:
     try:
         logger.info("connecting to Redis at %s", public_address(redis))
         if refusal := await why_refused(redis):
-            logger.critical("Redis does not let the broker in; %s", refusal)
+            logger.critical("Redis at %s does not let the broker in; %s", public_address(redis), refusal)
             return 1
         await redis.ping()  # it is retried for redis_retry_s
         return await run_server(settings, Ledger(redis))
