@@ -119,8 +119,8 @@ async def create_job(
     submitter = submitter_of(request)
     async with broker.quota.place(submitter):
         notes = await review(broker, config)
-        limits = config.schedule.num_iterations, config.max_staleness
-        is_new = await ledger.jobs.create(job_id, wanted, *limits, submitter)
+        num_iterations = config.schedule.num_iterations
+        is_new = await ledger.jobs.create(job_id, wanted, num_iterations, config.max_staleness, submitter)
     for note in notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
     return await read_created(ledger, job_id, wanted)  # maybe by a request to another broker
