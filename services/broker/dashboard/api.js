@@ -90,15 +90,18 @@ function explained(error, signal, late) {
 
 /**
  * Server-sent events of a job, over fetch because EventSource sends no Authorization header.
- * onMessage(kind, data, id): each message, its data parsed. onState("connecting" | "open" | "lost" | "over").
+ * onMessage(kind, data, id): each message but the last. onState("connecting" | "open" | "lost" | "over").
  * Takes up a lost connection after the last event that was seen; one that was let go because the page is hidden, when
  * it is shown. Resolves when the job is over or `signal` fires; rejects with ApiError when the broker refuses for good
  * (401, 403, 404, 422). What the callbacks throw goes to the console, and the stream goes on.
  */
 export async function stream(path, { after = "0", signal, onMessage, onState = () => {} }) {
   const [report, reportState] = [onMessage, onState].map(reported);
-  const cursor = { after };
   let tries = 0;
+  const onOpen = () => {
+    tries = 0;
+    reportState("open");
+  };
   while (!signal.aborted) {
     if (document.hidden) {
       reportState("lost");
@@ -107,11 +110,11 @@ export async function stream(path, { after = "0", signal, onMessage, onState = (
     }
     reportState("connecting");
     try {
-      const reason = await readStream(path, cursor, signal, report, () => {
-        tries = 0;
-        reportState("open");
-      });
-      if (reason === "over") return reportState("over");
+      for await (const { event, data, id } of messages(path, after, signal, onOpen)) {
+        if (event !== "end") report(event, data, id);
+        else if (data.reason === "over") return reportState("over");
+        after = id ?? after; // once the page has seen it
+      }
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
@@ -133,8 +136,8 @@ function reported(callback) {
   };
 }
 
-/** One connection: the reason of its `end`, or "lost". */
-async function readStream(path, cursor, signal, onMessage, onOpen) {
+/** One connection: yields {event, data, id} of each message, its data parsed. */
+async function* messages(path, after, signal, onOpen) {
   const line = new AbortController();
   let deadline;
   const goOn = () => {
@@ -144,49 +147,30 @@ async function readStream(path, cursor, signal, onMessage, onOpen) {
   document.addEventListener("visibilitychange", goOn, { signal: line.signal });
   goOn();
   try {
-    const response = await fetch(urlOf(path, { after: cursor.after }), {
+    const response = await fetch(urlOf(path, { after }), {
       headers: { ...authorization(), Accept: "text/event-stream" },
       signal: AbortSignal.any([signal, line.signal]),
     });
     await check(response);
     onOpen();
-    let reason = "lost";
-    const feed = messageParser((kind, data, id) => {
-      if (kind === "end") reason = data.reason;
-      else onMessage(kind, data, id);
-      if (id) cursor.after = id; // after the page has seen it
-    });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let [rest, message] = ["", {}];
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
       if (!document.hidden) goOn();
-      feed(part.value);
+      const lines = (rest + part.value).split("\n");
+      rest = lines.pop();
+      for (const text of lines) {
+        const [name, value] = text.split(/: (.*)/s, 2);
+        if (name) message[name] = value;
+        if (text) continue; // a comment has no name, the end of a message no text
+        if (message.data) yield { ...message, data: JSON.parse(message.data) };
+        message = {};
+      }
     }
-    return reason;
   } finally {
     clearTimeout(deadline);
     line.abort();
   }
-}
-
-/** A function that takes pieces of text and calls onMessage for each complete message. */
-export function messageParser(onMessage) {
-  let rest = "";
-  let kind = "";
-  let data = "";
-  let id = "";
-  return (text) => {
-    const lines = (rest + text).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("event: ")) kind = line.slice(7);
-      else if (line.startsWith("data: ")) data = line.slice(6);
-      else if (line.startsWith("id: ")) id = line.slice(4);
-      else if (line === "") {
-        if (data) onMessage(kind, JSON.parse(data), id);
-        kind = data = id = "";
-      }
-    }
-  };
 }
 
 /** Resolves after so long, or at once when the page is shown again or `signal` fires. */
