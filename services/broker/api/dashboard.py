@@ -79,7 +79,8 @@ async def get_dashboard(request: Request) -> Response:
 
 
 @router.api_route("/assets/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
-async def get_asset(name: str, request: Request) -> Response:
+async def get_asset(request: Request) -> Response:
+    name = request.scope["path"].removeprefix("/assets/")  # `name:path` would lack the line end of "app.js%0A"
     asset = assets().get(name)
     if asset is None or name == INDEX:
         raise HTTPException(404, f"there is no asset {name[:100]!r}")
