@@ -116,5 +116,11 @@ class ChatFailed(Exception):
     def to_body(self) -> ErrorBody:
         refusal = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = "server_error" if self.status >= 500 else refusal
-        message = str(self).encode(errors="replace").decode()  # without halves of characters
-        return ErrorBody(error=ErrorDetails(message=message, type=kind, param=self.param, code=self.code))
+        param = without_halves(self.param) if self.param else None
+        details = ErrorDetails(message=without_halves(str(self)), type=kind, param=param, code=self.code)
+        return ErrorBody(error=details)
+
+
+def without_halves(text: str) -> str:
+    """Replace halves of characters, which JSON can name and UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()

@@ -4,27 +4,19 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
 
 from onbeat.completions import ChatFailed, CompletionRequest
 from onbeat.errors import JobNotFound
 from onbeat.streams.chat import FIRST, Chats, Reply
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
+from onbeat.types import JobRecord, JobState
 from services.broker.settings import Settings
+from services.broker.views.records import job_record
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)  # a rollout stays with a paused job
 READ_S = 1.0  # the longest delay until a stopping broker ends a chat
 ROLLOUT_SILENT_S = 15.0  # a rollout that has taken a chat reports it every second
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    job_id: str
-    name: str
-    state: JobState
-    created_at: float
 
 
 class ChatDesk:
@@ -35,41 +27,34 @@ class ChatDesk:
 
     # ---- models --------------------------------------------------------------------------------------------------
 
-    async def models(self) -> list[TrainedModel]:
-        """Return the models of jobs that rollouts serve, the oldest first."""
+    async def models(self) -> list[JobRecord]:
+        """Return the jobs that rollouts serve, the oldest first."""
         started = await existing_jobs(self._ledger, await self._ledger.lists.started())
-        models = []
-        for job_id, fields in started.items():
-            with contextlib.suppress(ValueError, LookupError):  # an unreadable record is not a model
-                models.append(model_of(job_id, fields))
-        return [model for model in models if model.state in SERVED_STATES]
+        return [job for job in map(job_record, started.values()) if job.state in SERVED_STATES]
 
-    async def find(self, name: str) -> TrainedModel:
-        """Find a model by its job's id, or by the job's name if no other job has it. Raises ChatFailed."""
-        model = await self._read(name)
-        if model is None:
-            named = [model for model in await self.models() if model.name == name]
-            if len(named) > 1:
-                ids = ", ".join(model.job_id for model in named)
-                raise ChatFailed(400, "ambiguous_model", f"several jobs are named {name}: {ids}; take an id", "model")
-            if not named:
-                message = f"no running job has the id or the name {name!r}; GET /v1/models lists those there are"
-                raise ChatFailed(404, "model_not_found", message, "model")
-            model = named[0]
-        if model.state is JobState.PENDING:
+    async def find(self, name: str) -> JobRecord:
+        """Find a job by its id, or by its name if no other job has it. Raises ChatFailed."""
+        try:
+            job = job_record(await self._ledger.jobs.fields(name))
+        except JobNotFound:
+            return await self._find_named(name)
+        if job.state is JobState.PENDING:
             message = f"job {name} is PENDING: it has no policy yet; `onbeat doctor {name}` says what it waits for"
             raise ChatFailed(503, "no_rollout", message)
-        if model.state not in SERVED_STATES:
-            message = f"job {name} is {model.state}: no rollout serves it any more; "
+        if job.state not in SERVED_STATES:
+            message = f"job {name} is {job.state}: no rollout serves it any more; "
             raise ChatFailed(404, "model_not_found", message + "GET /v1/models lists those there are", "model")
-        return model
+        return job
 
-    async def _read(self, job_id: str) -> TrainedModel | None:
-        try:
-            fields = await self._ledger.jobs.fields(job_id)
-        except JobNotFound:
-            return None
-        return model_of(job_id, fields)
+    async def _find_named(self, name: str) -> JobRecord:
+        named = [job for job in await self.models() if job.name == name]
+        if len(named) > 1:
+            ids = ", ".join(job.id for job in named)
+            raise ChatFailed(400, "ambiguous_model", f"several jobs are named {name}: {ids}; take an id", "model")
+        if not named:
+            message = f"no running job has the id or the name {name!r}; GET /v1/models lists those there are"
+            raise ChatFailed(404, "model_not_found", message, "model")
+        return named[0]
 
     # ---- answers -------------------------------------------------------------------------------------------------
 
@@ -125,8 +110,3 @@ class ChatDesk:
             f"no rollout of job {job_id}, which is {state}, took it within {take_s:g} s: there is none, or all are "
             f"starting, busy or have ONBEAT_CHAT_SLOTS=0; `onbeat doctor {job_id}` says what it waits for"
         )
-
-
-def model_of(job_id: str, fields: dict[str, str]) -> TrainedModel:
-    """Return the model of a job. Raises ValueError or LookupError for a record that cannot be read."""
-    return TrainedModel(job_id, fields["name"], JobState(fields["state"]), float(fields["created_at"]))

@@ -57,9 +57,7 @@ class Gate:
             detail = f"URL and headers together may have at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)
         role, headers = required_role(scope["method"], scope["path"]), Headers(scope=scope)
-        if (
-            "transfer-encoding" in headers and "content-length" in headers
-        ):  # RFC 9112, 6.1: one of the two lengths is false
+        if "transfer-encoding" in headers and "content-length" in headers:  # one of them is false: RFC 9112, 6.1
             detail = "a request may have Content-Length or Transfer-Encoding, not both"
             return problem(400, "Bad request", detail, headers={"Connection": "close"})
         is_probe = role is None and scope["path"] in OPEN_PATHS

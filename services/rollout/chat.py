@@ -111,6 +111,7 @@ class ChatAnswer:
 
     def __init__(self, chat_id: str, job_id: str, request: CompletionRequest, say: Say) -> None:
         self.request, self._say = request, say
+        self._has_usage = request.stream_options is not None and request.stream_options.include_usage
         self._frame: dict[str, Any] = {"id": chat_id, "created": int(time.time()), "model": job_id}
         self.is_shown = False
         self.begin(0)
@@ -145,11 +146,6 @@ class ChatAnswer:
             await self._send(completion.model_dump_json(), is_last=True)
         else:
             await self._send(self._chunk([], usage.model_dump()) if self._has_usage else "", is_last=True)
-
-    @property
-    def _has_usage(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.include_usage
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
         chunk = self._frame | {"object": "chat.completion.chunk", "choices": choices}

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 from playwright.async_api import Page, expect
 
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
+from onbeat.types import EvaluationState, JobState
 from tests.broker_fixtures import (
     Broker,
     claim_all,
@@ -53,6 +53,20 @@ async def test_page_shows_what_happens_without_a_reload(visit: Visitor, broker: 
     await expect_progress(page, 4, 4)
     await reward.get_by_text("Values").click()
     await expect(reward.locator("tbody tr")).to_have_count(4)
+
+
+async def test_page_shows_a_held_out_reward_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
+    job_id = await create_job(ledger, evaluation=held_out)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await start_training(ledger, job_id)
+
+    async def is_evaluated() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
+
+    await eventually("evaluation 0 is done", is_evaluated)
+    await expect(page.get_by_test_id("chart-held-out").get_by_role("slider")).to_have_attribute("aria-valuenow", "0")
 
 
 async def test_list_shows_new_jobs_and_states_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:

@@ -17,9 +17,7 @@ from tests.fuzz import fuzzed
 from tests.fuzz.conftest import LiveBroker
 
 DEADLINE_S = 60.0
-PATIENCE_S = (
-    0.2  # for an answer to what may be no whole request; a slow answer is not seen then, but its defect is logged
-)
+PATIENCE_S = 0.2  # for an answer to what may be no whole request: a slow one is not seen, but its defect is logged
 JSON = "Content-Type: application/json"
 
 

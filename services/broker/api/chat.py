@@ -1,6 +1,5 @@
 """Chats with a policy while it trains, in the form of OpenAI's chat completions: routes and errors."""
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
@@ -17,10 +16,8 @@ from onbeat.errors import JobNotFound
 from onbeat.hangup import unless_left
 from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
-from services.broker.api.problems import CLIENT_LEFT, MAX_REDIS_TEXT, documented, replace_surrogates
+from services.broker.api.problems import CLIENT_LEFT, documented, explain_redis
 from services.broker.api.stream import EventStream
-
-logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "Onbeat-Policy-Version"
 RETRY_AFTER_S = 5
@@ -63,11 +60,7 @@ def to_reply(error: Exception) -> Reply:
     if isinstance(error, RequestValidationError):
         error = explain_fields(error)
     elif isinstance(error, RedisError):
-        logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
-        message = "Redis does not answer; ask again in a moment"
-        if isinstance(error, ResponseError):
-            message = f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}"
-        error = ChatFailed(503, "redis_failed", message)
+        error = ChatFailed(503, "redis_failed", ": ".join(explain_redis(error)))
     elif not isinstance(error, ChatFailed):  # the job was deleted just now
         error = ChatFailed(404, "model_not_found", str(error), "model")
     return Reply.of_error(error)
@@ -79,7 +72,7 @@ def explain_fields(error: RequestValidationError) -> ChatFailed:
     if any(details["type"] == "json_invalid" for details in found):
         reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
         return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
-    paths = [replace_surrogates(".".join(map(str, each["loc"][1:]))[:100]) for each in found[:MAX_REASONS]]
+    paths = [".".join(map(str, each["loc"][1:]))[:100] for each in found[:MAX_REASONS]]
     reasons = [
         f"{path} is not supported here, leave it out"
         if details["type"] == "extra_forbidden"
@@ -131,8 +124,8 @@ BEFORE: dict[int | str, dict[str, Any]] = {
 @router.get("/models", responses=documented(503))
 async def list_models(broker: Broker) -> ModelList:
     """List the policies that answer chats: those of running and paused jobs."""
-    models = await broker.chats.models()
-    return ModelList(data=[ModelCard(id=m.job_id, created=int(m.created_at), name=m.name) for m in models])
+    jobs = await broker.chats.models()
+    return ModelList(data=[ModelCard(id=job.id, created=int(job.created_at), name=job.name) for job in jobs])
 
 
 @chat.post(
@@ -140,10 +133,10 @@ async def list_models(broker: Broker) -> ModelList:
 )
 async def create_completion(body: CompletionRequest, request: Request, broker: Broker) -> Response:
     """Ask the policy as it is now. All answers of a request are of one policy version."""
-    model = await broker.chats.find(body.model)
-    request.path_params["job_id"] = model.job_id  # for the access log
+    job = await broker.chats.find(body.model)
+    request.path_params["job_id"] = job.id  # for the access log
     async with AsyncExitStack() as stack:
-        replies = await stack.enter_async_context(broker.chats.converse(model.job_id, body))
+        replies = await stack.enter_async_context(broker.chats.converse(job.id, body))
         first = await unless_left(request.receive, anext(replies))
         if first is None:
             return Response(status_code=CLIENT_LEFT)

@@ -1,15 +1,12 @@
 """The dashboard's files, which hold no data and need no key, and the schema of a job.
 
-The files are those of the package at start. A name is looked up among them and never becomes a path.
+The files are those of the package at the first request. A name is looked up among them and never becomes a path.
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,8 +16,8 @@ from onbeat.config import JobConfig
 
 router = APIRouter()
 
+FOLDER = Path(__file__).parents[1] / "dashboard"
 INDEX = "index.html"
-VENDOR = "vendor"  # the only folder: modules of others, unchanged
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -54,18 +51,11 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Return the assets by name, INDEX among them; names of third-party ones begin with VENDOR."""
-    folder = files("services.broker") / "dashboard"
-    vendored = read_assets((folder / VENDOR).iterdir())
-    return read_assets(folder.iterdir()) | {f"{VENDOR}/{name}": asset for name, asset in vendored.items()}
-
-
-def read_assets(found: Iterable[Traversable]) -> dict[str, Asset]:
-    """Read the assets by name. Files that an editor or a system leaves beside them have another ending."""
+    """Read the assets by name, INDEX among them. Files that an editor or a system leaves there have other endings."""
     return {
-        file.name: Asset(file.read_bytes(), media_type)
-        for file in found
-        if file.is_file() and (media_type := MEDIA_TYPES.get(PurePath(file.name).suffix))
+        path.relative_to(FOLDER).as_posix(): Asset(path.read_bytes(), MEDIA_TYPES[path.suffix])
+        for path in FOLDER.rglob("*")
+        if path.suffix in MEDIA_TYPES
     }
 
 
@@ -88,17 +78,9 @@ async def get_dashboard(request: Request) -> Response:
     return answer(request, assets()[INDEX])
 
 
-@router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
-async def get_asset(name: str, request: Request) -> Response:
-    return answer_asset(name, request)
-
-
-@router.api_route(f"/assets/{VENDOR}/{{name}}", methods=["GET", "HEAD"], include_in_schema=False)
-async def get_vendored_asset(name: str, request: Request) -> Response:
-    return answer_asset(f"{VENDOR}/{name}", request)
-
-
-def answer_asset(name: str, request: Request) -> Response:
+@router.api_route("/assets/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+async def get_asset(request: Request) -> Response:
+    name = request.scope["path"].removeprefix("/assets/")  # `name:path` would lack the line end of "app.js%0A"
     asset = assets().get(name)
     if asset is None or name == INDEX:
         raise HTTPException(404, f"there is no asset {name[:100]!r}")
@@ -108,9 +90,4 @@ def answer_asset(name: str, request: Request) -> Response:
 @router.get("/v1/job-schema", tags=["jobs"])
 async def get_job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job, as `POST /v1/jobs` takes it."""
-    return job_schema()
-
-
-@cache
-def job_schema() -> dict[str, Any]:
     return JobConfig.model_json_schema()

@@ -1,5 +1,6 @@
 """REST of jobs: submit them, read them, and move them along their state machine."""
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -110,23 +111,19 @@ async def create_job(
 
     A request with the Idempotency-Key of an earlier one, and the same job, returns that job and creates none.
     """
-    job_id = choose_job_id(idempotency_key)
-    wanted = config.model_dump(mode="json")
-    record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
-    if record is None:
-        submitter = submitter_of(request)
-        async with broker.quota.place(submitter):
-            notes = await review(broker, config)
-            is_new = await broker.ledger.jobs.create(
-                job_id, wanted, config.schedule.num_iterations, config.max_staleness, submitter
-            )
-        for note in notes if is_new else []:
-            await broker.ledger.event_log.emit(job_id, "job.warning", note)
-        record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
-    if record is None:
-        record = await read_job(broker.ledger, job_id)
+    job_id, ledger = choose_job_id(idempotency_key), broker.ledger
     response.headers["Location"] = f"/v1/jobs/{job_id}"
-    return record
+    wanted = config.model_dump(mode="json")
+    with contextlib.suppress(JobNotFound):
+        return await read_created(ledger, job_id, wanted)  # by an earlier request
+    submitter = submitter_of(request)
+    async with broker.quota.place(submitter):
+        notes = await review(broker, config)
+        num_iterations = config.schedule.num_iterations
+        is_new = await ledger.jobs.create(job_id, wanted, num_iterations, config.max_staleness, submitter)
+    for note in notes if is_new else []:
+        await ledger.event_log.emit(job_id, "job.warning", note)
+    return await read_created(ledger, job_id, wanted)  # maybe by a request to another broker
 
 
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
@@ -148,17 +145,14 @@ def choose_job_id(idempotency_key: str | None) -> str:
     return f"job-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:12]}"
 
 
-async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecord | None:
-    """Return the job that an earlier request with this key created; None for the first one."""
-    try:
-        fields = await ledger.jobs.fields(job_id)
-    except JobNotFound:
-        return None
+async def read_created(ledger: Ledger, job_id: str, wanted: object) -> JobRecord:
+    """Return the job that this request or one with its key created. Raises JobNotFound; 409 if it is another job."""
+    fields = await ledger.jobs.fields(job_id)
     if json.loads(fields["config"]) != wanted:
         raise HTTPException(
             409, f"this Idempotency-Key was used for another job ({job_id}); take a new key for a new job"
         )
-    return job_record(fields)
+    return await read_job(ledger, job_id)
 
 
 @router.get("/jobs", response_model=JobList)

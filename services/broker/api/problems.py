@@ -1,5 +1,6 @@
 """Problem documents (RFC 9457): every refusal and failure of the API is mapped to one here, and nowhere else."""
 
+import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -59,6 +60,10 @@ class Problem(BaseModel):
 class ProblemResponse(JSONResponse):
     media_type = MEDIA_TYPE
 
+    def render(self, content: Any) -> bytes:
+        """Encode as JSON. Messages may quote what users sent: halves of characters, which UTF-8 lacks, are replaced."""
+        return json.dumps(content, ensure_ascii=False).encode(errors="replace")
+
 
 def problem(
     status: int,
@@ -68,20 +73,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> ProblemResponse:
     body = Problem(title=title, status=status, detail=detail, errors=errors or [])
-    return ProblemResponse(to_json(body), status, headers=headers)
-
-
-def to_json(body: BaseModel) -> Any:
-    """Convert to JSON. Messages may quote what users sent: what is no text in it is replaced."""
-    return {key: replace_surrogates(value) for key, value in body.model_dump(exclude_none=True).items()}
-
-
-def replace_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [replace_surrogates(item) for item in value]
-    return {k: replace_surrogates(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return ProblemResponse(body.model_dump(exclude_none=True), status, headers=headers)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -184,13 +176,13 @@ async def on_client_left(_: Request, __: Exception) -> Response:
 
 
 async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
-    logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
-    title, detail = redis_problem(error)
+    title, detail = explain_redis(error)
     return problem(503, title, detail, headers={"Retry-After": "2"})
 
 
-def redis_problem(error: Exception) -> tuple[str, str]:
-    """Return title and detail: Redis is away, or it is there and refuses a command."""
+def explain_redis(error: Exception) -> tuple[str, str]:
+    """Log the error, and return title and detail: Redis is away, or it is there and refuses a command."""
+    logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
     if isinstance(error, AuthenticationError):
         return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):

@@ -10,7 +10,6 @@ const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
 const ROOT = new URL("v1", document.baseURI).href; // the dashboard may lie under a path of a proxy
 
 let skewS = 0; // the broker's clock minus ours
-let isLocked = false; // the broker has asked for a key
 
 /** A refusal of the broker: a problem document (RFC 9457). `status` 0: it did not answer. */
 export class ApiError extends Error {
@@ -41,19 +40,6 @@ export const get = (path, params = {}, signal = undefined) => send("GET", path, 
 export const post = (path) => send("POST", path, {});
 export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML } });
 export const del = (path) => send("DELETE", path, {});
-
-const PART = 10_000; // iterations, the most in one answer of /metrics
-
-/** Yield the curves of a job after an iteration, {name: [[x, y], ...]}, in as many parts as the broker makes of them. */
-export async function* curves(path, after, signal) {
-  for (let isWhole = false; !isWhole;) {
-    const { metrics } = await get(`${path}/metrics`, { after }, signal);
-    yield metrics;
-    const iterations = metrics["iteration/wall_s"] ?? [];
-    isWhole = iterations.length < PART;
-    after = iterations.at(-1)?.[0];
-  }
-}
 
 async function send(method, path, { params = {}, body, headers = {}, signal }) {
   const deadline = AbortSignal.timeout(TIMEOUT_MS);
@@ -91,9 +77,7 @@ async function check(response) {
   if (Number.isFinite(skew)) skewS = Math.abs(skew) > 2 ? skew : 0; // the header has whole seconds
   if (response.ok) return;
   const problem = await response.json().catch(() => ({}));
-  isLocked ||= response.status === 401;
-  const isRefused = response.status === 401 || (response.status === 429 && isLocked && !hasKey()); // too many without one
-  if (isRefused) document.dispatchEvent(new CustomEvent("onbeat:key"));
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("onbeat:key"));
   throw new ApiError(response.status, problem);
 }
 
@@ -106,34 +90,36 @@ function explained(error, signal, late) {
 
 /**
  * Server-sent events of a job, over fetch because EventSource sends no Authorization header.
- * onMessage(kind, data, id): each message, its data parsed. onState("connecting" | "open" | "lost" | "over").
+ * onMessage(kind, data, id): each message but the last. onState("connecting" | "open" | "lost" | "over").
  * Takes up a lost connection after the last event that was seen; one that was let go because the page is hidden, when
  * it is shown. Resolves when the job is over or `signal` fires; rejects with ApiError when the broker refuses for good
  * (401, 403, 404, 422). What the callbacks throw goes to the console, and the stream goes on.
  */
 export async function stream(path, { after = "0", signal, onMessage, onState = () => {} }) {
   const [report, reportState] = [onMessage, onState].map(reported);
-  const cursor = { after };
   let tries = 0;
+  const onOpen = () => {
+    tries = 0;
+    reportState("open");
+  };
   while (!signal.aborted) {
     if (document.hidden) {
       reportState("lost");
-      await shown(signal);
+      await pause(HIDDEN_MS, signal);
       continue;
     }
     reportState("connecting");
     try {
-      const reason = await readStream(path, cursor, signal, report, () => {
-        tries = 0;
-        reportState("open");
-      });
-      if (reason === "over") return reportState("over");
+      for await (const { event, data, id } of messages(path, after, signal, onOpen)) {
+        if (event !== "end") report(event, data, id);
+        else if (data.reason === "over") return reportState("over");
+        after = id ?? after; // once the page has seen it
+      }
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
     }
     reportState("lost");
-    if (document.hidden) continue;
     await pause(RETRY_MS[Math.min(tries, RETRY_MS.length - 1)], signal);
     tries += 1;
   }
@@ -150,105 +136,59 @@ function reported(callback) {
   };
 }
 
-/** One connection: the reason of its `end`, or "lost". */
-async function readStream(path, cursor, signal, onMessage, onOpen) {
+/** One connection: yields {event, data, id} of each message, its data parsed. */
+async function* messages(path, after, signal, onOpen) {
   const line = new AbortController();
-  const hangUp = () => line.abort();
-  let silence = setTimeout(hangUp, SILENCE_MS);
-  let unseen;
-  const look = () => {
-    clearTimeout(unseen);
-    if (document.hidden) unseen = setTimeout(hangUp, HIDDEN_MS);
+  let deadline;
+  const goOn = () => {
+    clearTimeout(deadline);
+    deadline = setTimeout(() => line.abort(), document.hidden ? HIDDEN_MS : SILENCE_MS);
   };
-  document.addEventListener("visibilitychange", look, { signal: line.signal });
+  document.addEventListener("visibilitychange", goOn, { signal: line.signal });
+  goOn();
   try {
-    const response = await fetch(urlOf(path, { after: cursor.after }), {
+    const response = await fetch(urlOf(path, { after }), {
       headers: { ...authorization(), Accept: "text/event-stream" },
       signal: AbortSignal.any([signal, line.signal]),
     });
     await check(response);
     onOpen();
-    let reason = "lost";
-    const feed = messageParser((kind, data, id) => {
-      if (kind === "end") reason = data.reason;
-      else onMessage(kind, data, id);
-      if (id) cursor.after = id; // after the page has seen it
-    });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let [rest, message] = ["", {}];
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      clearTimeout(silence);
-      silence = setTimeout(hangUp, SILENCE_MS);
-      feed(part.value);
+      if (!document.hidden) goOn();
+      const lines = (rest + part.value).split("\n");
+      rest = lines.pop();
+      for (const text of lines) {
+        const [name, value] = text.split(/: (.*)/s, 2);
+        if (name) message[name] = value;
+        if (text) continue; // a comment has no name, the end of a message no text
+        if (message.data) yield { ...message, data: JSON.parse(message.data) };
+        message = {};
+      }
     }
-    return reason;
   } finally {
-    clearTimeout(silence);
-    clearTimeout(unseen);
-    hangUp();
+    clearTimeout(deadline);
+    line.abort();
   }
 }
 
-/** A function that takes pieces of text and calls onMessage for each complete message. */
-export function messageParser(onMessage) {
-  let rest = "";
-  let kind = "";
-  let data = "";
-  let id = "";
-  return (text) => {
-    const lines = (rest + text).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("event: ")) kind = line.slice(7);
-      else if (line.startsWith("data: ")) data = line.slice(6);
-      else if (line.startsWith("id: ")) id = line.slice(4);
-      else if (line === "") {
-        if (data) onMessage(kind, JSON.parse(data), id);
-        kind = data = id = "";
-      }
-    }
-  };
-}
-
-/** Resolves after so long, or at once when `signal` fires. */
-export function pause(ms, signal) {
-  return new Promise((resolve) => {
-    if (signal?.aborted) return resolve();
-    const done = () => {
-      clearTimeout(timer);
-      signal?.removeEventListener("abort", done);
-      resolve();
-    };
-    const timer = setTimeout(done, ms);
-    signal?.addEventListener("abort", done);
+/** Resolves after so long, or at once when the page is shown again or `signal` fires. */
+export async function pause(ms, signal) {
+  const over = new AbortController(); // removes the listeners
+  await new Promise((resolve) => {
+    if (signal.aborted) resolve();
+    setTimeout(resolve, ms);
+    signal.addEventListener("abort", resolve, { signal: over.signal });
+    document.addEventListener("visibilitychange", () => document.hidden || resolve(), { signal: over.signal });
   });
+  over.abort();
 }
 
-/** Resolves when the page is not hidden or `signal` fires. */
-function shown(signal) {
-  return new Promise((resolve) => {
-    const done = () => {
-      if (document.hidden && !signal.aborted) return;
-      document.removeEventListener("visibilitychange", done);
-      signal.removeEventListener("abort", done);
-      resolve();
-    };
-    document.addEventListener("visibilitychange", done);
-    signal.addEventListener("abort", done);
-    done();
-  });
-}
-
-/**
- * Calls `look` now, if the page has not just looked, and every so often until `signal` fires; not while the page is hidden,
- * and at once when it is back.
- */
-export async function poll(ms, signal, look, hasLooked = false) {
-  for (let isDue = !hasLooked; !signal.aborted; isDue = true) {
-    if (isDue && !document.hidden) await look();
-    const woken = new AbortController();
-    const wake = () => document.hidden || woken.abort();
-    document.addEventListener("visibilitychange", wake);
-    await pause(ms, AbortSignal.any([signal, woken.signal]));
-    document.removeEventListener("visibilitychange", wake);
+/** Calls `look` every so often until `signal` fires, but not while the page is hidden. */
+export async function poll(ms, signal, look) {
+  while (!signal.aborted) {
+    await pause(ms, signal);
+    if (!signal.aborted && !document.hidden) await look();
   }
 }

@@ -21,16 +21,21 @@ const themeButton = document.getElementById("theme");
 let page = new AbortController(); // of the page that is shown
 let isAsking = false; // the key form is shown
 
-async function navigate() {
+/** Clears the page that is shown. Returns the signal of the next one. */
+function leave() {
   page.abort();
   page = new AbortController();
+  render(null, main);
+  return page.signal;
+}
+
+async function navigate() {
+  const signal = leave();
   isAsking = false;
-  const { signal } = page;
   const isFirst = document.title === "Onbeat";
   const { route, params } = find(location.hash);
   markCurrent(route?.nav);
   forgetButton.hidden = !hasKey();
-  render(null, main);
   if (!isFirst) window.scrollTo(0, 0);
   try {
     const { show } = route ? await route.load().catch(cannotLoad) : { show: () => render(NOTHING_HERE, main) };
@@ -51,24 +56,13 @@ function find(hash) {
   const [path, query = ""] = (hash.slice(1) || "/").split("?", 2);
   for (const route of ROUTES) {
     const match = route.path.exec(path);
-    if (match) return { route, params: { ...Object.fromEntries(new URLSearchParams(query)), ...decoded(match.groups) } };
+    if (match) return { route, params: { ...Object.fromEntries(new URLSearchParams(query)), ...match.groups } };
   }
   return { params: {} };
 }
 
-function decoded(groups = {}) {
-  try {
-    return Object.fromEntries(Object.entries(groups).map(([name, value]) => [name, decodeURIComponent(value)]));
-  } catch {
-    return { ...groups }; // no valid escape: no such job either
-  }
-}
-
 function markCurrent(nav) {
-  for (const link of document.querySelectorAll("[data-page]")) {
-    if (link.dataset.page === nav) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of document.querySelectorAll("[data-page]")) link.ariaCurrent = link.dataset.page === nav ? "page" : null;
 }
 
 /** The <h1> names the document and, after a move, takes the focus, so that screen readers say where they are. */
@@ -105,13 +99,11 @@ function showFailure(error) {
 
 function askForKey() {
   if (isAsking) return;
-  page.abort();
-  page = new AbortController();
+  leave();
   isAsking = true;
   forgetButton.hidden = true;
   const wasWrong = hasKey();
   forgetKey();
-  render(null, main);
   render(html`<${KeyForm} error=${wasWrong ? "The key in this tab is not accepted any more." : ""} />`, main);
   document.title = "API key · Onbeat";
 }

@@ -7,7 +7,7 @@ import { nearest } from "./series.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2], [1, 2], [8, 2, 1, 2]]; // not by colour alone
-const NUM_COLOURS = 8;
+const colourName = (index) => `--series-${(index % 8) + 1}`;
 const SMOOTHED = 50; // a smoothed line is the mean over one of so many parts of its points
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
@@ -242,7 +242,7 @@ export class Chart extends Plot {
 }
 
 export const Swatch = ({ index }) => html`
-  <svg width="24" height="10" aria-hidden="true" class="swatch-line series-${(index % NUM_COLOURS) + 1}">
+  <svg width="24" height="10" aria-hidden="true" class="swatch-line" style=${{ color: `var(${colourName(index)})` }}>
     <line x1="0" x2="24" y1="5" y2="5" stroke-dasharray=${DASHES[index % DASHES.length].join(" ") || null} />
   </svg>
 `;
@@ -311,7 +311,7 @@ function layersOf(lines, isSmooth) {
 }
 
 function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
-  const stroke = (index, alpha = 1) => () => colourOf(`--series-${(index % NUM_COLOURS) + 1}`, alpha);
+  const stroke = (index, alpha = 1) => () => colourOf(colourName(index), alpha);
   const axis = { font: FONT, stroke: () => colourOf("--muted"), ticks: { show: false } };
   const series = layers.map(({ kind, index, isDot }) => ({
     stroke: kind === "edge" ? null : stroke(index, kind === "faint" ? 0.35 : 1),

@@ -1,6 +1,6 @@
 // Several jobs on the same axes: their curves, their results, and what differs in their configurations.
 
-import { ApiError, curves, get, isRefusal, poll } from "./api.js";
+import { ApiError, get, isRefusal, poll } from "./api.js";
 import { Chart, Pointer, Swatch } from "./charts.js";
 import { duration, number } from "./format.js";
 import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge, Table } from "./parts.js";
@@ -40,7 +40,7 @@ async function load(ids, signal) {
 
 async function read(id, signal) {
   const series = new Series();
-  const [job] = await Promise.all([get(pathOf(id), {}, signal), series.read(curves(pathOf(id), -1, signal))]);
+  const [job] = await Promise.all([get(pathOf(id), {}, signal), series.read(pathOf(id), -1, signal)]);
   return { job, series, isGone: false };
 }
 
@@ -51,7 +51,7 @@ class Comparison extends Component {
   pointer = new Pointer();
 
   componentDidMount() {
-    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
+    poll(REFRESH_MS, this.props.signal, () => this.refresh());
   }
 
   async refresh() {
@@ -74,7 +74,7 @@ class Comparison extends Component {
     const path = pathOf(run.job.id);
     const after = Math.max(-1, run.job.next_iteration - 1 - AGAIN);
     const job = await get(path, {}, this.props.signal);
-    await run.series.read(curves(path, after, this.props.signal));
+    await run.series.read(path, after, this.props.signal);
     run.job = job; // after both: what is asked for next depends on it
   }
 

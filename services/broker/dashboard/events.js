@@ -30,43 +30,24 @@ export function order(a, b) {
   return aTime - bTime || (aNumber ?? 0) - (bNumber ?? 0);
 }
 
-/** Each event once, the newest MOST_EVENTS of them. */
-export class EventStore {
-  /** `since`: Unix seconds; what came before is not announced. */
-  constructor(since) {
-    this.since = since;
-    this.byId = new Map();
-    this.version = 0; // changes with each new event
-  }
-
-  /** In any order. */
-  add(events) {
-    const fresh = events.filter(({ id }) => !this.byId.has(id));
-    if (!fresh.length) return;
-    this.version += 1;
-    for (const event of fresh) this.byId.set(event.id, event);
-    if (this.byId.size > MOST_EVENTS) this.dropOldest();
-    const heard = fresh.filter((event) => isImportant(event) && event.time > this.since);
-    if (heard.length) announce(heard.slice(-3).map(({ kind, message }) => `${kind}: ${message}`).join(". "));
-  }
-
-  dropOldest() {
-    const ids = [...this.byId.keys()].sort(order);
-    for (const id of ids.slice(0, ids.length - MOST_EVENTS)) this.byId.delete(id);
-  }
-
-  /** Newest first. */
-  newest(test = () => true) {
-    return [...this.byId.values()].filter(test).sort((a, b) => order(b.id, a.id));
-  }
+/** The newest MOST_EVENTS of two lists, each once, the newest first; the same list when there is nothing new. */
+export function merge(known, events) {
+  const ids = new Set(known.map(({ id }) => id));
+  const fresh = events.filter(({ id }) => !ids.has(id));
+  return fresh.length ? [...known, ...fresh].sort((a, b) => order(b.id, a.id)).slice(0, MOST_EVENTS) : known;
 }
 
-/** `loadOlder(oldest)` resolves to all events before that one; null: there are none. */
+/** Tells screen readers of an event, if it is one that they would want to hear of. */
+export function announceEvent(event) {
+  if (isImportant(event)) announce(`${event.kind}: ${event.message}`);
+}
+
+/** `events`: another list when they change. `loadOlder()` takes in the older ones; null: there are none. */
 export class EventLog extends Component {
   state = { kind: "", text: "", isLoading: false, isComplete: false, problem: "" };
 
-  shouldComponentUpdate({ version }, state) {
-    return version !== this.props.version || state !== this.state;
+  shouldComponentUpdate({ events }, state) {
+    return events !== this.props.events || state !== this.state;
   }
 
   isShown(event) {
@@ -77,10 +58,9 @@ export class EventLog extends Component {
   }
 
   async loadOlder() {
-    const { store, loadOlder } = this.props;
     this.setState({ isLoading: true, problem: "" });
     try {
-      store.add(await loadOlder(store.newest().at(-1)?.id));
+      await this.props.loadOlder();
       this.setState({ isComplete: true }); // these were all
     } catch (error) {
       if (error.name === "AbortError") return; // the page was left
@@ -90,11 +70,11 @@ export class EventLog extends Component {
     }
   }
 
-  render({ store, loadOlder }, { kind, text, isLoading, isComplete, problem }) {
-    const matching = store.newest((event) => this.isShown(event));
+  render({ events, loadOlder }, { kind, text, isLoading, isComplete, problem }) {
+    const matching = events.filter((event) => this.isShown(event));
     const shown = matching.slice(0, MOST_ROWS);
     const more = matching.length > shown.length ? `the newest ${shown.length} of ` : "";
-    const rest = matching.length < store.byId.size ? ` of ${store.byId.size}` : "";
+    const rest = matching.length < events.length ? ` of ${events.length}` : "";
     return html`
       <section class="event-log" data-testid="events" aria-labelledby="events-heading">
         <div class="head"><h2 id="events-heading">Events</h2><span class="muted">${`${more}${matching.length}${rest}`}</span></div>

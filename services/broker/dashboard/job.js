@@ -1,8 +1,8 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { ApiError, curves, del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
+import { del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
 import { Chart, Pointer } from "./charts.js";
-import { EventLog, EventStore } from "./events.js";
+import { announceEvent, EventLog, merge } from "./events.js";
 import { number, toToml } from "./format.js";
 import {
   announce, Component, confirmed, createRef, Fold, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
@@ -13,7 +13,6 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
-const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
   connecting: "connecting…",
@@ -35,7 +34,7 @@ async function load(path, signal) {
   const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // beside the metrics
   const series = new Series();
   const [job, { iterations }, diagnosis] = await Promise.all([
-    jobRead, recentRead, read(":explain"), series.read(curves(path, -1, signal)),
+    jobRead, recentRead, read(":explain"), series.read(path, -1, signal),
   ]);
   // The id of an event begins with its time in milliseconds: a time is a cursor.
   const cursor = afterOf(job) >= 0 && iterations.length ? `${Math.floor(iterations[0].opened_at * 1000)}` : "0";
@@ -50,77 +49,66 @@ class JobPage extends Component {
   seenAt = serverNow(); // the diagnosis
   series = this.props.first.series;
   lines = new Map(); // of each chart, until its values change
-  records = new Map(this.props.first.iterations.map((record) => [record.iteration, record])); // the newest ones
+  records = this.props.first.iterations; // the newest ones, in order
   workers = [];
   now = 0; // by the clock of the workers' heartbeats
-  gapAfter = null; // since this iteration the curves may have holes
-  events = new EventStore(serverNow());
+  events = []; // the newest first
+  arrived = []; // events that are not among them yet
+  openedAt = serverNow();
   pointer = new Pointer();
   timeline = createRef();
 
   componentDidMount() {
     this.follow();
+    this.readWorkers();
+    poll(WORKERS_MS, this.props.signal, () => this.readWorkers());
   }
 
   // ---- what comes in -----------------------------------------------------------------------------------------------
 
   async follow() {
     const { signal, first } = this.props;
-    const isDone = new AbortController();
-    const watching = this.watchWorkers(AbortSignal.any([signal, isDone.signal]));
     try {
       const onMessage = (kind, data) => this.take(kind, data);
       await stream(`${this.path}/stream`, { after: first.cursor, signal, onMessage, onState: (state) => this.takeState(state) });
     } catch (error) {
       if (isRefusal(error, signal)) this.setState({ connection: "refused", why: error.detail });
     }
-    isDone.abort();
-    await watching;
   }
 
-  async watchWorkers(signal) {
-    await poll(WORKERS_MS, signal, async () => {
-      if (isOver(this.job)) return;
-      try {
-        const { workers } = await get("/workers", { pool: this.job.pool }, signal);
-        const isNobody = this.diagnosis.findings.some(({ waits_for: what }) => what === "a rollout");
-        this.now = isNobody ? serverNow() : heartbeatTime(workers); // all of them may have ended
-        this.workers = workers.filter((worker) => worker.job_id === this.job.id);
-        this.drawSoon();
-      } catch (error) {
-        isRefusal(error, signal); // the stream's state shows the network
-      }
-    });
+  async readWorkers() {
+    if (isOver(this.job)) return;
+    const { signal } = this.props;
+    try {
+      const { workers } = await get("/workers", { pool: this.job.pool }, signal);
+      const isNobody = this.diagnosis.findings.some(({ waits_for: what }) => what === "a rollout");
+      this.now = isNobody ? serverNow() : heartbeatTime(workers); // all of them may have ended
+      this.workers = workers.filter((worker) => worker.job_id === this.job.id);
+      this.drawSoon();
+    } catch (error) {
+      isRefusal(error, signal); // the stream's state shows the network
+    }
   }
 
   takeState(connection) {
     this.setState({ connection, why: "" });
-    if (connection === "lost") this.gapAfter ??= this.newestKnown();
-    else if (connection === "open" && this.gapAfter !== null) this.fillGap();
+    if (connection === "open") this.catchUp();
   }
 
-  /** The last iteration whose values are in the curves, and those of the evaluations up to it. */
-  newestKnown() {
-    const committed = [...this.records.values()].filter(({ state }) => state === "COMMITTED");
-    const iteration = Math.max(-1, ...committed.map((record) => record.iteration));
-    if (!this.job.config.evaluation) return iteration;
-    return Math.min(iteration, this.series.of("eval/reward_mean").at(-1)?.[0] ?? -1); // they may end later
-  }
-
-  /** The stream repeats only iterations whose events are still kept. */
-  async fillGap() {
-    this.filling?.abort(); // it may have been asked before the last loss
-    this.filling = new AbortController();
-    const signal = AbortSignal.any([this.props.signal, this.filling.signal]);
-    while (!signal.aborted) {
+  /** Reads the values after those in the curves: the stream repeats only iterations whose events are still kept. */
+  async catchUp() {
+    const { signal } = this.props;
+    const names = ["iteration/wall_s", ...(this.job.config.evaluation ? ["eval/reward_mean"] : [])];
+    const known = Math.min(...names.map((name) => this.series.of(name).at(-1)?.[0] ?? -1)); // evaluations may end later
+    for (let isRead = false; !isRead && !signal.aborted;) {
       try {
-        await this.series.read(curves(this.path, this.gapAfter, signal));
-        this.gapAfter = null;
-        return this.drawCurvesSoon();
+        await this.series.read(this.path, known, signal);
+        this.drawCurvesSoon();
+        isRead = true;
       } catch (error) {
-        if (!isRefusal(error, signal)) return;
+        isRefusal(error, signal);
+        await pause(WORKERS_MS, signal);
       }
-      await pause(WORKERS_MS, signal);
     }
   }
 
@@ -133,9 +121,9 @@ class JobPage extends Component {
   }
 
   takeIteration({ record, point }) {
-    const before = this.records.get(record.iteration);
-    this.records.set(record.iteration, record);
-    for (const old of [...this.records.keys()].sort((a, b) => a - b).slice(0, -2 * RECENT)) this.records.delete(old);
+    const before = this.records.find(({ iteration }) => iteration === record.iteration);
+    const all = [...this.records.filter((each) => each !== before), record];
+    this.records = all.sort((a, b) => a.iteration - b.iteration).slice(-2 * RECENT);
     const isNews = before?.num_accepted !== record.num_accepted || before?.state !== record.state;
     if (isNews) this.timeline.current?.refresh();
     if (record.state !== "COMMITTED") return;
@@ -144,13 +132,9 @@ class JobPage extends Component {
   }
 
   takeEvent(event) {
-    this.events.add([event]);
-    if (event.kind !== "evaluation.done") return;
-    const scores = Object.entries(event.data)
-      .filter(([name, value]) => Number.isFinite(value) && !NO_SCORES.includes(name))
-      .map(([name, value]) => [`eval/${name}`, value]);
-    this.series.add(event.data.evaluation, Object.fromEntries(scores));
-    this.drawCurvesSoon();
+    this.arrived.push(event);
+    if (event.time > this.openedAt) announceEvent(event);
+    if (event.kind === "evaluation.done") this.catchUp();
   }
 
   drawCurvesSoon() {
@@ -163,6 +147,7 @@ class JobPage extends Component {
     this.isWaiting = true;
     requestAnimationFrame(() => {
       this.isWaiting = false;
+      this.events = merge(this.events, this.arrived.splice(0));
       if (!this.props.signal.aborted) this.setState({});
     });
   }
@@ -183,16 +168,16 @@ class JobPage extends Component {
     }
   }
 
-  /** All events that are kept, up to this one. */
-  eventsBefore = async (oldest) => {
-    const found = [];
+  /** Takes in all events that are kept, up to the oldest one that is known. */
+  loadOlder = async () => {
+    const oldest = this.events.at(-1)?.id;
     for (let page = 0, after = "0"; page < MOST_EVENT_PAGES; page += 1) {
       const { events } = await get(`${this.path}/events`, { after }, this.props.signal);
-      found.push(...events);
-      if (!events.length || parseInt(events[events.length - 1].id) >= parseInt(oldest)) break;
-      after = events[events.length - 1].id;
+      this.arrived.push(...events);
+      after = events.at(-1)?.id;
+      if (!after || parseInt(after) >= parseInt(oldest)) break;
     }
-    return found;
+    this.drawSoon();
   };
 
   // ---- what is shown -----------------------------------------------------------------------------------------------
@@ -220,8 +205,7 @@ class JobPage extends Component {
   }
 
   render({ first }, { connection, why }) {
-    const { job } = this;
-    const records = [...this.records.values()].sort((a, b) => a.iteration - b.iteration);
+    const { job, records } = this;
     const isErrorNews = job.error && !this.diagnosis.findings.some(({ sentence }) => sentence.includes(job.error));
     const live = html`
       <span class="live" data-testid="live" data-state=${connection}>${CONNECTIONS[connection]}${why && `: ${why}`}</span>
@@ -234,7 +218,7 @@ class JobPage extends Component {
       ${this.lead(job, records)}
       ${this.curves()}
       <${TimelinePanel} ref=${this.timeline} id=${job.id} signal=${this.props.signal} />
-      <${EventLog} store=${this.events} version=${this.events.version} loadOlder=${first.cursor === "0" ? null : this.eventsBefore} />
+      <${EventLog} events=${this.events} loadOlder=${first.cursor === "0" ? null : this.loadOlder} />
       <${Configuration} job=${job} />
     `;
   }

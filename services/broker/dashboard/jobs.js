@@ -13,7 +13,6 @@ const ALL = 500; // the most that the broker lists; a search looks at the newest
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
 const NUM_POINTS = 40; // of a small curve
-const MAX_CURVES = 6; // that are read at a time; the next look goes on with the others
 const [WIDTH, HEIGHT] = [96, 26]; // of a small curve
 
 export async function show(main, { state = "", q = "" }, signal) {
@@ -32,29 +31,13 @@ class JobsPage extends Component {
   };
   jobs = this.props.jobs; // as they were read last
   curves = new Map(); // job id -> {points, next}: as of iteration `next`
-  inSight = new Set();
   turn = 0; // of the newest request for the list: older answers are not wanted
   seenAt = Date.now() / 1000;
   search = createRef();
-  sight = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "100px" });
 
   componentDidMount() {
-    this.follow();
-  }
-
-  componentWillUnmount() {
-    this.sight.disconnect();
-  }
-
-  follow() {
-    let slowness = 0; // a list that takes long is asked for less often
-    const look = async () => {
-      if (slowness-- > 0) return;
-      const started = performance.now();
-      await this.refresh();
-      slowness = Math.floor((performance.now() - started) / 500);
-    };
-    poll(REFRESH_MS, this.props.signal, look, true);
+    this.readCurves();
+    poll(REFRESH_MS, this.props.signal, () => this.refresh());
   }
 
   async refresh() {
@@ -97,28 +80,22 @@ class JobsPage extends Component {
     this.typing = setTimeout(() => this.refresh(), TYPING_MS);
   }
 
-  isFound(job) {
-    const { state, text } = this.state.filter;
+  /** The jobs that are looked for, as many as are shown. */
+  found() {
+    const { state, text, limit } = this.state.filter;
     const wanted = text.trim().toLowerCase();
-    return (!state || job.state === state) && [job.name, job.id, job.pool].some((word) => word.toLowerCase().includes(wanted));
+    const isWanted = (job) => [job.name, job.id, job.pool].some((word) => word.toLowerCase().includes(wanted));
+    return this.jobs.filter((job) => (!state || job.state === state) && isWanted(job)).slice(0, limit);
   }
 
-  look(entries) {
-    for (const { target, isIntersecting } of entries) {
-      if (isIntersecting) this.inSight.add(target.dataset.job);
-      else this.inSight.delete(target.dataset.job);
-    }
-    this.readCurves();
-  }
-
-  /** The newest rewards of the jobs in sight: few, small requests, one after the other, only for what is new. */
+  /** The newest rewards of the jobs that are shown: small requests, one after the other, only for what is new. */
   async readCurves() {
     const { signal } = this.props;
     if (this.isReading || signal.aborted) return;
     this.isReading = true;
-    const isDue = (job) => this.inSight.has(job.id) && job.next_iteration > (this.curves.get(job.id)?.next ?? 0);
+    const isDue = (job) => job.next_iteration > (this.curves.get(job.id)?.next ?? 0);
     try {
-      for (const job of this.jobs.filter(isDue).slice(0, MAX_CURVES)) {
+      for (const job of this.found().filter(isDue)) {
         const known = this.curves.get(job.id)?.points ?? [];
         const after = Math.max(known.at(-1)?.[0] ?? -1, job.next_iteration - 1 - NUM_POINTS);
         const { metrics } = await get(`${pathOf(job.id)}/metrics`, { after }, signal);
@@ -142,9 +119,8 @@ class JobsPage extends Component {
 
   render(_, { filter, selected, problem }) {
     const { jobs } = this;
-    const found = jobs.filter((job) => this.isFound(job));
-    const shown = found.slice(0, filter.limit);
-    const hasMore = found.length >= filter.limit && filter.limit < ALL;
+    const shown = this.found();
+    const hasMore = shown.length >= filter.limit && filter.limit < ALL;
     return html`
       <div class="head jobs-head">
         <h1>Jobs</h1>
@@ -202,7 +178,6 @@ class JobsPage extends Component {
               isSelected=${selected.includes(job.id)}
               onSelect=${(isOn) => this.select(job.id, isOn)}
               onChange=${(changed) => this.changed(changed)}
-              sight=${this.sight}
             />`,
           )}
         </tbody>
@@ -256,16 +231,6 @@ function summaryOf(jobs, isCut) {
 // ---- one job -----------------------------------------------------------------------------------------------------
 
 class JobRow extends Component {
-  row = createRef();
-
-  componentDidMount() {
-    this.props.sight.observe(this.row.current);
-  }
-
-  componentWillUnmount() {
-    this.props.sight.unobserve(this.row.current);
-  }
-
   shouldComponentUpdate({ job, points, isSelected }) {
     const { props } = this;
     const isSame = ["state", "next_iteration", "queue_position", "error"].every((name) => job[name] === props.job[name]);
@@ -275,7 +240,7 @@ class JobRow extends Component {
   render({ job, points, isSelected, onSelect, onChange }) {
     const place = job.queue_position ? `no. ${job.queue_position} in the queue` : "";
     return html`
-      <tr data-testid="job-row" data-job=${job.id} ref=${this.row}>
+      <tr data-testid="job-row">
         <td class="job-box">
           <input
             type="checkbox"

@@ -1,6 +1,9 @@
 // A job's series, and which of them make which chart. Names are those of docs/observability.md.
 
+import { get } from "./api.js";
+
 const TOKENS_PER_S = "iteration/tokens_per_s"; // the broker tells its parts
+const PART = 10_000; // iterations, the most in one answer of /metrics
 
 /**
  * `lines`: [name, series], each, with the series of what lies above and below as a third. `pattern`: each series that it
@@ -137,9 +140,15 @@ export class Series {
     }
   }
 
-  /** Take parts of /metrics as they come. */
-  async read(parts) {
-    for await (const metrics of parts) this.addAll(metrics);
+  /** Reads what the job at `path` has after an iteration, in as many parts as the broker makes of it. */
+  async read(path, after, signal) {
+    for (let isWhole = false; !isWhole;) {
+      const { metrics } = await get(`${path}/metrics`, { after }, signal);
+      this.addAll(metrics);
+      const iterations = metrics["iteration/wall_s"] ?? [];
+      isWhole = iterations.length < PART;
+      after = iterations.at(-1)?.[0];
+    }
   }
 
   /** {name: [[x, y], ...]} of /metrics: all, or what is new or has come late. */

@@ -30,38 +30,25 @@ export function packLane(spans) {
 
 const isOver = ({ kind }) => kind === "pull" || kind === "load";
 
-/** Intervals [start, end] joined where they touch, by start. */
-export function union(intervals) {
-  const joined = [];
-  for (const [start, end] of [...intervals].sort((a, b) => a[0] - b[0])) {
-    const last = joined[joined.length - 1];
-    if (last && start <= last[1]) last[1] = Math.max(last[1], end);
-    else joined.push([start, end]);
-  }
-  return joined;
-}
-
-/** What two unions have in common. */
-export function intersect(a, b) {
-  const common = [];
-  for (let i = 0, j = 0; i < a.length && j < b.length;) {
-    const [start, end] = [Math.max(a[i][0], b[j][0]), Math.min(a[i][1], b[j][1])];
-    if (start < end) common.push([start, end]);
-    if (a[i][1] < b[j][1]) i += 1;
-    else j += 1;
-  }
-  return common;
-}
-
 export const covered = (intervals) => intervals.reduce((sum, [start, end]) => sum + end - start, 0);
 
-/** When at least one rollout generates and the trainer works on micro-batches. */
+/** [[start, end], ...]: when at least one rollout generates and the trainer works on micro-batches. */
 export function overlap(spans) {
-  const of = (test) => union(spans.filter(test).map(({ start, end }) => [start, end]));
-  return intersect(
-    of(({ kind }) => kind === "generate"),
-    of(({ kind, lane }) => lane === TRAINER && kind === "micro_batch"),
-  );
+  const running = { generate: 0, micro_batch: 0 };
+  const moves = spans
+    .filter(({ kind }) => kind in running)
+    .flatMap(({ kind, start, end }) => [{ kind, at: start, by: 1 }, { kind, at: end, by: -1 }])
+    .sort((a, b) => a.at - b.at || a.by - b.by);
+  const both = [];
+  let wereBoth = false;
+  for (const { kind, at, by } of moves) {
+    running[kind] += by;
+    const areBoth = running.generate > 0 && running.micro_batch > 0;
+    if (areBoth && !wereBoth) both.push([at, at]);
+    else if (wereBoth && !areBoth) both.at(-1)[1] = at;
+    wereBoth = areBoth;
+  }
+  return both;
 }
 
 /**

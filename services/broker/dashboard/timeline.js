@@ -1,6 +1,6 @@
 // Who did what while the last iterations were made: a page of its own, and a small one on the job's page.
 
-import { get, isRefusal, stream } from "./api.js";
+import { get, isRefusal, pause, poll, stream } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { describe, KINDS, Lanes } from "./lanes.js";
 import { addressOf, Component, createRef, Fold, html, JobHead, pathOf, render, Table, title } from "./parts.js";
@@ -29,17 +29,18 @@ export async function show(main, { id, iterations }, signal) {
   following.catch((error) => isRefusal(error, signal)); // the panel says what is wrong
 }
 
-/** `refresh()`: something has changed. */
+/** `refresh()`: something has changed; it is read again soon. */
 export class TimelinePanel extends Component {
   state = { timeline: null, problem: "", wanted: this.props.wanted ?? SMALL, chosen: null, isLive: true };
   path = pathOf(this.props.id);
   lanes = createRef();
-  isReading = false;
-  isStale = false; // something changed while it was read
-  turn = 0;
+  isStale = false; // something has changed since it was read
 
-  componentDidMount() {
-    this.load();
+  async componentDidMount() {
+    await this.load();
+    poll(REFRESH_MS, this.props.signal, async () => {
+      if (this.isStale && this.state.isLive) await this.load();
+    });
   }
 
   shouldComponentUpdate(_, state) {
@@ -48,32 +49,23 @@ export class TimelinePanel extends Component {
 
   // ---- reading -----------------------------------------------------------------------------------------------------
 
-  /** Read it again, but not more often than every REFRESH_MS, or REST times what the last answer took. */
   refresh() {
-    if (!this.state.isLive) return;
-    if (this.isReading) this.isStale = true;
-    else this.load();
+    this.isStale = true;
   }
 
+  /** Resolves REST times as long after the answer as that took: it is read again no sooner. */
   async load() {
     const { signal } = this.props;
-    this.isReading = true;
+    const { wanted } = this.state;
     this.isStale = false;
-    const turn = (this.turn += 1);
     const begun = performance.now();
     try {
-      const timeline = await get(`${this.path}/timeline`, { iterations: this.state.wanted }, signal);
-      if (turn === this.turn) this.setState({ timeline, problem: "" }); // else others were asked for meanwhile
+      const timeline = await get(`${this.path}/timeline`, { iterations: wanted }, signal);
+      if (wanted === this.state.wanted) this.setState({ timeline, problem: "" }); // else others were asked for meanwhile
     } catch (error) {
-      if (!isRefusal(error, signal)) return;
-      this.setState({ problem: `The timeline could not be read: ${error.message}` });
+      if (isRefusal(error, signal)) this.setState({ problem: `The timeline could not be read: ${error.message}` });
     }
-    const restMs = Math.max(REFRESH_MS, REST * (performance.now() - begun));
-    setTimeout(() => {
-      if (turn !== this.turn) return; // the later one tells when
-      this.isReading = false;
-      if (this.isStale && this.state.isLive && !signal.aborted) this.load();
-    }, restMs);
+    await pause(REST * (performance.now() - begun), signal);
   }
 
   choose(wanted) {
@@ -84,7 +76,7 @@ export class TimelinePanel extends Component {
 
   /** A part that somebody looks at would move away: it stands still until all is shown again. */
   setLive(isLive) {
-    if (isLive !== this.state.isLive) this.setState({ isLive }, () => isLive && this.refresh());
+    if (isLive !== this.state.isLive) this.setState({ isLive });
   }
 
   // ---- what is shown -----------------------------------------------------------------------------------------------

@@ -4,42 +4,39 @@ import { get, isRefusal, poll, serverNow } from "./api.js";
 import { ago, clock, number } from "./format.js";
 import { addressOf, asOf, Component, Figures, heartbeatTime, html, isSilent, marked, render, Table } from "./parts.js";
 
-const REFRESH_MS = 3000;
-const DOCTOR_EVERY = 3; // looks
+const REFRESH_MS = 5000;
 const TONES = { generating: "good", updating: "accent", starting: "accent", draining: "warn" };
 const COLUMNS = ["Rollout", "State", "Job", "Last seen", "Version", "In flight", "Tokens/s", "Devices"];
 const NUMBERS_FROM = 4;
 
 export async function show(main, { pool = "default" }, signal) {
-  const first = await look(pool, signal, true);
+  const first = await look(pool, signal);
   if (!signal.aborted) render(html`<${WorkersPage} pool=${pool} first=${first} signal=${signal} />`, main);
 }
 
 /** Pools have no list of their own: those of the newest jobs. */
-async function look(pool, signal, withDoctor) {
+async function look(pool, signal) {
   const read = (path, params = {}) => get(path, params, signal);
-  const both = [read("/workers", { pool }), read(`/pools/${encodeURIComponent(pool)}`)];
-  const rest = withDoctor ? [read("/jobs", { limit: 100 }), read("/doctor")] : [];
-  const [{ workers }, status, list, diagnosis] = await Promise.all([...both, ...rest]);
-  const found = { workers, status, seenAt: Date.now() / 1000, problem: "" };
-  if (!withDoctor) return found;
-  const pools = [...new Set(["default", pool, ...list.jobs.map((job) => job.pool)])].sort();
-  const problems = diagnosis.findings.filter((finding) => finding.is_problem);
-  return { ...found, pools, sentences: [...new Set(problems.map((finding) => finding.sentence))] }; // jobs may wait for the same
+  const [{ workers }, status, { jobs }, { findings }] = await Promise.all([
+    read("/workers", { pool }), read(`/pools/${encodeURIComponent(pool)}`), read("/jobs", { limit: 100 }), read("/doctor"),
+  ]);
+  const pools = [...new Set(["default", pool, ...jobs.map((job) => job.pool)])].sort();
+  const problems = findings.filter((finding) => finding.is_problem).map((finding) => finding.sentence);
+  const sentences = [...new Set(problems)]; // jobs may wait for the same
+  return { workers, status, pools, sentences, seenAt: Date.now() / 1000, problem: "" };
 }
 
 class WorkersPage extends Component {
   state = this.props.first;
-  looks = 0;
 
   componentDidMount() {
-    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
+    poll(REFRESH_MS, this.props.signal, () => this.refresh());
   }
 
   async refresh() {
     const { pool, signal } = this.props;
     try {
-      this.setState(await look(pool, signal, ++this.looks % DOCTOR_EVERY === 0));
+      this.setState(await look(pool, signal));
     } catch (error) {
       if (isRefusal(error, signal)) this.setState({ problem: asOf(error, this.state.seenAt) });
     }

@@ -18,7 +18,6 @@ import pytest
 import pytest_asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from onbeat.api_keys import Role
 from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
@@ -41,7 +40,6 @@ from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
 from tests.broker_fixtures import (
     Broker,
-    Keys,
     commit,
     create_job,
     make_group,
@@ -287,20 +285,7 @@ async def test_deleted_job_ends_its_stream(broker, ledger):
     assert (await listening)[-1].data == {"reason": "over"}
 
 
-# ---- who may, and how many ---------------------------------------------------------------------------------------
-
-
-async def test_stream_asks_for_a_key_that_may_read(ledger, tmp_path):
-    keys, job_id = Keys(tmp_path / "keys.json"), await create_job(ledger)
-    async with serving(ledger, tmp_path, api_keys_file=keys.path) as broker:
-        async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
-            for part in ("stream", "timeline"):
-                assert (await client.get(f"/v1/jobs/{job_id}/{part}")).status_code == 401
-        await ledger.jobs.move(job_id, JobState.CANCELLED)
-        assert (await listen_to_end(broker.url, job_id, **keys.header(Role.READ)))[0].data["id"] == job_id
-        async with AsyncClient(broker.url, "onbeat_0_wrong") as stranger:
-            with pytest.raises(ApiError, match="401"):
-                await anext(stranger.jobs.stream(job_id))
+# ---- refusals ----------------------------------------------------------------------------------------------------
 
 
 async def test_impossible_streams_are_refused_before_they_begin(broker, ledger):
@@ -312,6 +297,9 @@ async def test_impossible_streams_are_refused_before_they_begin(broker, ledger):
                 assert (await client.get(f"/v1/jobs/{job_id}/{path}", params={"after": after})).status_code == 422
         headers = {"Last-Event-ID": "yesterday"}
         assert (await client.get(f"/v1/jobs/{job_id}/stream", headers=headers)).status_code == 422
+    async with AsyncClient(broker.url) as client:
+        with pytest.raises(ApiError, match="404"):
+            await anext(client.jobs.stream("nobody"))
     assert broker.num_watchers == 0
 
 

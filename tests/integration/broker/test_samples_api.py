@@ -94,6 +94,8 @@ async def test_samples_have_their_place_and_advantages_once_trained(broker, ledg
     await commit(ledger, job_id, epoch, 0)  # which tells reward - 0.5
     after = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
+    assert {(s["iteration"], s["policy_version"]) for s in after} == {(0, 0)}
+    assert [s["response"] for s in after] == ["response 0", "response 0", "response 1", "response 1"]
 
 
 async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):

@@ -66,8 +66,7 @@ def every_route() -> list[tuple[str, str]]:
     return found
 
 
-FILES = ("/", "/assets/{name}", "/assets/vendor/{name}")
-DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in FILES}
+DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 MOVES = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
 FOR_SUBMITTERS = {"/v1/jobs", "/v1/jobs:validate", "/v1/chat/completions", *MOVES}
@@ -87,7 +86,7 @@ def role_for(method: str, path: str) -> Role | None:
 @pytest.mark.parametrize(("method", "path"), [*every_route(), *UNKNOWN])
 async def test_each_role_may_do_what_it_may_and_no_more(keys, ledger, method, path):
     url = re.sub(r"{evaluation[^}]*}", "0", path.replace("{job_id}", "job-none"))
-    url = url.replace("vendor/{name}", "vendor/htm.module.js").replace("{name}", "app.js")
+    url = url.replace("{name:path}", "vendor/htm.module.js").replace("{name}", "app.js")
     needed = role_for(method, path)
     async with broker_with(keys, ledger) as broker:
         without = await broker.request(method, url)

@@ -1,4 +1,4 @@
-"""The deadline of a request's body is over when it is here: who listens on, for the client's end, has none."""
+"""The deadlines of an upload: one for the whole, one for each silence. Those of other bodies: test_slow_clients.py."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from services.broker.middleware import BodyLimit, BodyRule
 TIMEOUT_S = 2.0
 RULE = BodyRule(1000, TIMEOUT_S)
 UPLOAD = BodyRule(1000, 10 * TIMEOUT_S, silence_s=TIMEOUT_S)
-SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/jobs", "headers": []}
-UPLOADING = SCOPE | {"method": "PUT", "path": "/v1/datasets/rows.jsonl"}
+UPLOADING: Scope = {"type": "http", "method": "PUT", "path": "/v1/datasets/rows.jsonl", "headers": []}
 
 
 async def read_all(_: Scope, receive: Receive, send: Send) -> None:
@@ -55,18 +54,6 @@ def client(advance: Callable[[float], None], *messages: tuple[float, Message]) -
 
 def part(more_body: bool) -> Message:
     return {"type": "http.request", "body": b"x", "more_body": more_body}
-
-
-async def test_client_that_listens_for_long_is_not_cut_off(advance):
-    messages = [(0.0, part(True)), (0.5 * TIMEOUT_S, part(False)), (4 * TIMEOUT_S, {"type": "http.disconnect"})]
-    await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
-
-
-async def test_body_has_one_deadline_however_many_parts_come(advance):
-    messages = [(0.4 * TIMEOUT_S, part(True))] * 10
-    with pytest.raises(HTTPException) as refused:
-        await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
-    assert refused.value.status_code == 408
 
 
 async def test_upload_may_take_long_but_not_fall_silent(advance):
