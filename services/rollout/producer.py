@@ -26,9 +26,8 @@ from services.rollout.inflight import Flight, Stage
 from services.rollout.meters import BusyMeter, EngineTimes, TokenRate
 from services.rollout.prompts import GroupFailed, PromptEncoder, prompt_text
 from services.rollout.puller import VersionGone
-from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.rewards.weighing import weigh
 
 LONGEST_S = 3600.0  # the deadline of a task that names none, as every wait has one
 
