@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.hardware import accelerators
-from onbeat.hardware.accelerators import (
-    KINDS,
-    DevicePlan,
-    available_devices,
-    device_environments,
-    plan_devices,
-)
+from onbeat.hardware.accelerators import KINDS, available_devices, device_environments, memory_share, rollout_devices
 from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
 from services.trainer.device import VISIBLE_DEVICES
 
@@ -94,8 +88,7 @@ def test_visible_devices_are_counted_by_variable_and_files(
 def test_first_device_trains_and_the_rest_is_shared_out(
     devices: str, num_rollouts: int, per_rollout: int, rollouts: list[str]
 ) -> None:
-    expected = DevicePlan([devices[0]], [list(names) for names in rollouts])
-    assert plan_devices(list(devices), num_rollouts, per_rollout) == expected
+    assert rollout_devices(list(devices), num_rollouts, per_rollout) == [list(names) for names in rollouts]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +103,7 @@ def test_first_device_trains_and_the_rest_is_shared_out(
     ],
 )
 def test_those_who_share_a_device_share_its_memory(rollouts: list[str], shares: list[float]) -> None:
-    plan = DevicePlan(["0"], [list(names) for names in rollouts])
-    assert [plan.memory_share(rollout) for rollout in range(len(rollouts))] == shares
+    assert [memory_share(own, rollouts, trainer="0") for own in rollouts] == shares
 
 
 # ---- devices of the services -------------------------------------------------------------------------------
