@@ -4,15 +4,14 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
-from onbeat.temporary import private_folder
 from onbeat.types import WeightUpdate
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
@@ -23,7 +22,7 @@ from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
-from services.rollout.engines.interface import Engine, TalkativeEngine
+from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
@@ -71,8 +70,7 @@ class Attachment:
         """The step of the start, in words."""
         if self._starting is None:
             return "getting the model from the trainer"
-        step = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
-        return step or "starting the engine"
+        return getattr(self._starting, "doing", "") or "starting the engine"
 
     async def create_puller(self, cleanup: AsyncExitStack) -> WeightsPuller:
         """Create the puller and the server that passes on what it pulls."""
@@ -80,7 +78,9 @@ class Attachment:
         peer = Peer(worker_id=settings.worker_id, host_id=host_id(), zone=settings.zone)
         is_relay = settings.weights_relay and security.can_serve
         is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
-        puller = WeightsPuller(self._connect, self._find_address, peer, is_kept=is_kept)
+        puller = WeightsPuller(
+            lambda address: self._connect_weights(address, self.job_id), self._find_address, peer, is_kept=is_kept
+        )
         cleanup.push_async_callback(puller.close)
         if is_relay:
             server = PayloadServer(self.job_id, puller, security)
@@ -197,23 +197,11 @@ class Attachment:
             load_s,
         )
 
-    def _connect(self, address: str) -> WeightsClient:
-        return self._connect_weights(address, self.job_id)
-
     async def _find_address(self) -> str:
         try:
             return (await self._ledger.jobs.fields(self.job_id))["weights_address"]
         except JobNotFound as error:
             raise WeightsError(f"job {self.job_id} is gone") from error
-
-
-@contextmanager
-def staging_folder(parent: Path | None) -> Iterator[Path]:
-    """Make a private folder for one session, removed with everything inside, and remove what a killed process left."""
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with private_folder("onbeat-rollout-", parent) as folder:
-        yield folder
 
 
 def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:

@@ -75,18 +75,16 @@ class VersionGate:
     async def pinned(self, version: int) -> AsyncIterator[None]:
         """Make the engine serve `version` inside this context. Raises WeightsError if the version cannot be pulled
         (VersionGone if the trainer has published a newer one), or EngineBroken."""
-        await self._enter(version, time.monotonic())
+        arrived_at = time.monotonic()
+        async with self._entrance:
+            self._repeat_failure(version, arrived_at)
+            await self._reach(version)
+            self._num_groups += 1
         try:
             yield
         finally:
             self._num_groups -= 1
             self._has_left.set()
-
-    async def _enter(self, version: int, arrived_at: float) -> None:
-        async with self._entrance:
-            self._repeat_failure(version, arrived_at)
-            await self._reach(version)
-            self._num_groups += 1
 
     async def advance(self, version: int) -> None:
         """Load a newer version before a group asks for it; nothing happens if it is not newer."""

@@ -1,6 +1,7 @@
 """The rollout replica: it finds a running job of the pool, serves it, and repeats. No other replica depends on it."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import time
@@ -78,19 +79,20 @@ class Worker:
         while not self._stopping.is_set():
             session = await self._find_job()
             if session is None:
-                await self._pause(FIND_JOB_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FIND_JOB_S)
                 continue
             if self._stopping.is_set():
                 return
             self._session = session
             logger.info("serving job %s", session.job_id)
-            await self._emit("worker.joined")
+            await self._emit(session.job_id, "worker.joined")
             if session.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
                 slow = "expect it to be many times slower than in float32"
                 what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
                 await self._warn(session.job_id, what)
             await session.run()
-            await self._emit("worker.left")
+            await self._emit(session.job_id, "worker.left")
             self._session = None
             del session  # it holds the pulled weights
             gc.collect()
@@ -157,15 +159,9 @@ class Worker:
         logger.warning("job %s: %s", job_id, warning)
         await self._ledger.event_log.emit(job_id, "job.warning", warning)
 
-    async def _emit(self, kind: str) -> None:
-        if self.job_id is not None:
-            worker_id = self._settings.worker_id
-            await self._ledger.event_log.emit(self.job_id, kind, worker_id, {"worker_id": worker_id})
-
-    async def _pause(self, seconds: float) -> None:
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({stopping}, timeout=seconds)
-        stopping.cancel()
+    async def _emit(self, job_id: str, kind: str) -> None:
+        worker_id = self._settings.worker_id
+        await self._ledger.event_log.emit(job_id, kind, worker_id, {"worker_id": worker_id})
 
     async def _send_heartbeats(self) -> None:
         """Send a heartbeat every HEARTBEAT_S and at every change."""

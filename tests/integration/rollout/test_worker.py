@@ -102,7 +102,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     rig.start_worker(engine)
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
     await rig.open(0, rig.task(0, 0, messages=messages, data_row=7), rig.task(0, 1, messages=[], text="2+2="))
-    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.until(lambda: engine.num_in_flight == 2 * G)
     engine.may_finish.set()
     chat, plain = await rig.drained(0)
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
@@ -199,9 +199,9 @@ async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
     engine.may_finish.clear()
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.open(1, rig.task(1, 0), version=0)
-    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.until(lambda: engine.num_in_flight == 2 * G)
     engine.may_finish.set()
     for iteration in (0, 1):
         assert {group.policy_version for group in await rig.drained(iteration)} == {0}
@@ -487,7 +487,7 @@ async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
     await rig.commit(0)
     engine.may_finish.clear()
     await rig.open(1, rig.task(1, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     entry = (await rig.ledger.redis.xrange(prompts))[-1][0].decode()
     await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "thief", 0, [entry], idle=0)
     await asyncio.wait_for(engine.is_cancelled.wait(), timeout=15)
@@ -524,7 +524,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     await rig.drained(0)
     engine.may_finish.clear()
     await rig.open(1, rig.task(1, 0), version=0)
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.commit(0)
     await rig.open(2, rig.task(2, 0), version=1)  # waits until the engine is free of version 0
     await rig.until(lambda: len(worker._session._parts.loop.flights) == 2)
@@ -537,7 +537,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
 
     await rig.until(is_free)
     assert [(claim.task.group_id, claim.attempt) for claim in taken] == [("2-0", 1)]
-    assert engine.num_in_flight() == G
+    assert engine.num_in_flight == G
     engine.may_finish.set()
     await asyncio.wait_for(rig.running[0][1], timeout=30)
     assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
@@ -553,7 +553,7 @@ async def test_group_not_ready_in_the_drain_time_is_handed_back(rig, drain_s):
     engine.may_finish.clear()
     worker = rig.start_worker(engine, drain_s=drain_s)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     worker.stop()
     await asyncio.wait_for(rig.running[0][1], timeout=10)
     rig.start_worker()
@@ -578,7 +578,7 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
     engine.may_finish.clear()
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.ledger.jobs.move(rig.job_id, JobState.CANCELLING)
     await rig.until(lambda: engine.stopped)
     assert not rig.running[0][1].done()

@@ -92,7 +92,7 @@ async def test_new_version_is_loaded_after_the_drain_once_for_all(rig):
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old = [rig.generate(0) for _ in range(3)]
-    await until(lambda: rig.engine.num_in_flight() == 3)
+    await until(lambda: rig.engine.num_in_flight == 3)
     new = [rig.generate(1) for _ in range(4)]
     await rig.pulled(1)
     await settle()
@@ -216,7 +216,7 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     rig.follow()
     rig.engine.may_finish.clear()
     running = rig.generate(0)
-    await until(lambda: rig.engine.num_in_flight() == 1)
+    await until(lambda: rig.engine.num_in_flight == 1)
     await rig.trainer.publish(1)
     await rig.pulled(1)
     waiting = rig.generate(1)  # behind the running one

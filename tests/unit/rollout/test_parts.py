@@ -1,6 +1,5 @@
 """Small parts of the rollout: busy time, token rate, how much to claim, engines by name, model files."""
 
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,7 +13,7 @@ from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
 from services.rollout import __main__ as rollout
-from services.rollout.attach import staging_folder, write_model_files
+from services.rollout.attach import write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
@@ -183,14 +182,14 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
             prepared.append(device)
 
     entries = [SimpleNamespace(name="narrow", load=lambda: Narrow), SimpleNamespace(name="plain", load=lambda: object)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: entries)
     engine = create_engine("narrow", dtype="float32", cpu_cores="0")
     assert isinstance(engine, Narrow)
     assert engine.dtype == "float32"
     for name in ("narrow", "plain"):
         prepare_engine(name, device="cpu", cpu_cores="0")
     assert prepared == ["cpu"]
-    with pytest.raises(ValueError, match=r"no engine 'wide' .* one of: narrow"):
+    with pytest.raises(ValueError, match=r"no engine 'wide' .* there are: narrow"):
         create_engine("wide")
 
 
@@ -240,19 +239,6 @@ def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
     assert [registry.find_device(name) for name in ("auto", "cpu")] == [found, found]
     assert registry.find_device("cuda") == "looked"
-
-
-def test_private_staging_folder_replaces_a_killed_rollouts_one(tmp_path):
-    parent = tmp_path / "a" / "b"
-    with staging_folder(parent) as killed:
-        (killed / "model").mkdir()
-        left = parent / "onbeat-rollout-killed__"
-        shutil.copytree(killed, left)  # nobody locks it
-    assert list(parent.iterdir()) == [left]
-    with staging_folder(parent) as folder:
-        assert folder.stat().st_mode & 0o077 == 0
-        assert list(parent.iterdir()) == [folder]
-    assert list(parent.iterdir()) == []
 
 
 def test_model_files_are_plain_data_inside_the_folder(tmp_path):

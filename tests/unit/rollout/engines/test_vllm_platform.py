@@ -173,7 +173,7 @@ class OnDevice:
 
 
 def install_engine(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
+    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
 
 
 def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
