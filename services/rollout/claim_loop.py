@@ -76,17 +76,15 @@ class Pause:
 
     def __init__(self, announcements: Announcements) -> None:
         self._announcements = announcements
-        self._resume_at = 0.0
-        self._missing_version: int | None = None  # one that could not be pulled
-        self._missing_until = 0.0
+        self._resume_at = self._missing_until = 0.0
+        self._missing_version = 0  # one that could not be pulled
 
     def begin(self, error: BaseException, policy_version: int) -> None:
         """Pause after the error of a group of this version."""
         now = time.monotonic()
         self._resume_at = now + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_DELAY_S)
         if isinstance(error, WeightsError):
-            self._missing_version = max(policy_version, self._missing_version or 0)
-            self._missing_until = now + MISSING_VERSION_S
+            self._missing_version, self._missing_until = policy_version, now + MISSING_VERSION_S
 
     @property
     def left_s(self) -> float:
@@ -94,10 +92,8 @@ class Pause:
         return self._resume_at - time.monotonic()
 
     def is_on(self) -> bool:
-        wanted = self._missing_version
-        if wanted is not None and (self._announcements.has_reached(wanted) or time.monotonic() >= self._missing_until):
-            self._missing_version = None
-        return self.left_s > 0 or self._missing_version is not None
+        has_waited = time.monotonic() >= self._missing_until
+        return self.left_s > 0 or not (has_waited or self._announcements.has_reached(self._missing_version))
 
 
 class ClaimLoop:

@@ -65,7 +65,7 @@ class VersionMismatch(Exception):
 class Engine(Protocol):
     """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight.
 
-    Two properties are optional. `doing` describes the current step of the start in words, or is "". `is_dead` tells that
+    Two properties are optional: `doing`, the current step of the start in words or "", and `is_dead`, true when
     processes of the engine have died, perhaps while they were idle.
     """
 

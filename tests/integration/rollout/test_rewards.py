@@ -140,11 +140,6 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
     return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
 
 
-async def test_scores_come_back_in_order_with_their_parts(scorer):
-    scores = await score(scorer, request("a", "bbb"))
-    assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
-
-
 @pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
 async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
     (first,) = await score(scorer, request("a", timeout_s=1.0))

@@ -30,8 +30,7 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
     rig.start_worker(hardware=Hardware("Older", "AVX2, no bfloat16", "emulated"))
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
-    events = await rig.ledger.event_log.read(rig.job_id)
-    (warning,) = [event.message for event in events if event.kind == "job.warning"]
+    (warning,) = await rig.event_messages("job.warning")
     assert warning.startswith("w0 computes in the job's bfloat16 without instructions for it")
     (worker,) = await rig.ledger.workers.records(rig.pool)
     assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
@@ -40,13 +39,9 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
 async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
     rig.start_worker(hardware=Hardware("T4", "compute capability 7.5", "missing"))
     await rig.open(0, rig.task(0, 0))
-
-    async def warnings():
-        return [event.message for event in await rig.ledger.event_log.read(rig.job_id) if event.kind == "job.warning"]
-
-    await rig.until(warnings)
+    await rig.until_told("job.warning")
     await asyncio.sleep(3 * FIND_JOB_S)  # it looks again, and says nothing again
-    (warning,) = await warnings()
+    (warning,) = await rig.event_messages("job.warning")
     assert warning == (
         "w0 does not serve the job: its T4 (compute capability 7.5) cannot compute in the job's bfloat16; "
         "submit the job with model.dtype = auto or float32"
@@ -160,16 +155,12 @@ async def test_heartbeat_reports_job_state_and_version(rig):
     await beat(rig.ledger, rig.pool, WorkerRecord(id="long-dead", state="idle"), ago_s=2 * 86_400)
     rig.start_worker(engine, tensor_parallel_size=2)
     await rig.open(0, rig.task(0, 0))
-
-    async def is_said(state) -> bool:
-        return [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == [state]
-
-    await rig.until(lambda: is_said("generating"))
+    await rig.until_states("generating")
     (worker,) = await rig.ledger.workers.records(rig.pool)  # nobody else: the dead one is forgotten
     assert (worker.id, worker.job_id, worker.policy_version, worker.num_devices) == ("w0", rig.job_id, 0, 2)
     engine.may_finish.set()
     await rig.drained(0)
-    await rig.until(lambda: is_said("idle"))
+    await rig.until_states("idle")
 
 
 async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
@@ -178,12 +169,7 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
     await rig.drained(0)
     await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
     await rig.until(lambda: rig.engines[0].stopped)
-
-    async def has_left() -> bool:
-        return await rig.event_messages("worker.left") == ["w0"]
-
-    await rig.until(has_left)
-    assert await rig.event_messages("worker.joined") == ["w0"]
+    assert await rig.until_told("worker.left") == await rig.event_messages("worker.joined") == ["w0"]
     rig.engines[0].stopped = False
     await rig.start_job()
     await rig.open(0, rig.task(0, 0))
@@ -433,8 +419,8 @@ async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monk
     await rig.restart_trainer_behind(3)
     rig.start_worker()
     await rig.open(3, rig.task(3, 0))
-    await rig.until_released(4)
-    assert {message.split(", on")[0] for message in await rig.event_messages("group.released")} == {"3-0, attempt 1"}
+    released = await rig.until_told("group.released", times=4)
+    assert {message.split(", on")[0] for message in released} == {"3-0, attempt 1"}
     for version in (1, 2, 3):
         await rig.trainer.publish(version)
     assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
@@ -444,11 +430,7 @@ async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
     rig.trainer.is_up = False
     impatient, _ = rig.start_worker(drain_s=60.0), rig.start_worker()
     await rig.open(0, rig.task(0, 0))
-
-    async def are_starting() -> bool:
-        return [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"] * 2
-
-    await rig.until(are_starting)
+    await rig.until_states("starting", "starting")
     impatient.stop()  # it can be stopped while it waits
     await asyncio.wait_for(rig.running[0][1], timeout=20)
     rig.trainer.is_up = True
@@ -622,11 +604,7 @@ async def test_killed_rollout_loses_no_group_and_sigterm_ends_cleanly(served_rig
     try:
         tasks = [rig.task(0, index, max_response_tokens=300) for index in range(6)]
         await rig.open(0, *tasks)
-
-        async def is_generating() -> bool:
-            return any(worker.num_in_flight for worker in await rig.ledger.workers.records(rig.pool))
-
-        await rig.until(is_generating, timeout_s=60)
+        await rig.until_states("generating", timeout_s=60)
         doomed.kill()
         heir = Process(redis_url, rig.pool, "heir").process
         groups = [*await rig.drained(0, timeout_s=60)]
@@ -652,13 +630,9 @@ async def test_process_asked_twice_to_stop_returns_everything_at_once(served_rig
     process = Process(redis_url, rig.pool, "hasty", drain_s=600.0).process
     try:
         await rig.open(0, *(rig.task(0, index, max_response_tokens=300) for index in range(6)))
-
-        async def is_doing(state: str) -> bool:
-            return state in [worker.state for worker in await rig.ledger.workers.records(rig.pool)]
-
-        await rig.until(lambda: is_doing("generating"), timeout_s=60)
+        await rig.until_states("generating", timeout_s=60)
         process.send_signal(signal.SIGTERM)
-        await rig.until(lambda: is_doing("draining"), timeout_s=60)
+        await rig.until_states("draining", timeout_s=60)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
         num_accepted = len(await rig.groups(0))

@@ -16,7 +16,6 @@ from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_platform import (
     GIB,
     check_vllm,
-    cores_per_rank,
     engine_arguments,
     engine_environment,
     kv_cache_bytes,
@@ -125,14 +124,6 @@ def test_cpu_environment_binds_threads_and_keeps_users_choices(monkeypatch: pyte
     vllm_engine.set_environment(environment)
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
     assert environ["OMP_PLACES"] == "{4,5,6,7}"
-
-
-@pytest.mark.parametrize(
-    ("cores", "num_ranks", "shared_out"),
-    [("0-3", 1, "0-3"), ("0-3", 2, "0-1|2-3"), ("0,2,4", 2, "0,2|4"), ("5", 2, "5|5")],
-)
-def test_ranks_share_the_cores_out(cores: str, num_ranks: int, shared_out: str) -> None:
-    assert cores_per_rank(cores, num_ranks) == shared_out
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
