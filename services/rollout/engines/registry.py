@@ -1,19 +1,16 @@
 """The installed engines by name, from the entry points of the group `onbeat.engines`, and their deadlines."""
 
 import asyncio
+import contextlib
 import inspect
-import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from onbeat.hardware.processor import Hardware, read_processor
 from onbeat.installed import ENGINES, load_installed
 from services.rollout.engines.interface import Engine
-
-logger = logging.getLogger(__name__)
 
 CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
 STOP_DEADLINE_S = 150.0  # a start that cannot be interrupted goes on meanwhile
@@ -117,16 +114,9 @@ async def give_up(work: asyncio.Task[None]) -> None:
         await asyncio.wait({work}, timeout=CANCEL_DEADLINE_S)
 
 
-async def stop_engine(
-    engine: Engine, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-) -> None:
-    """Stop the engine; the last arguments are those of `__aexit__`. Raises EngineBroken, unless there is an error
-    already, when it does not end: what it still holds is unknown."""
-    try:
+async def stop_engine(engine: Engine) -> None:
+    """Stop the engine. Raises EngineBroken when it does not end: what it still holds is unknown."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_DEADLINE_S):
-            await engine.stop()
-    except TimeoutError:
-        message = f"the engine did not stop within {STOP_DEADLINE_S:.0f} s"
-        if error is None:
-            raise EngineBroken(message) from None
-        logger.error("%s", message)
+            return await engine.stop()
+    raise EngineBroken(f"the engine did not stop within {STOP_DEADLINE_S:.0f} s")

@@ -18,7 +18,7 @@ from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards.child import MAX_OPEN_FILES
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
-from services.rollout.rewards.process import Limits, RewardProcess
+from services.rollout.rewards.pool import Limits, RewardProcess
 from services.rollout.rewards.scorer import Scorer
 from tests.broker_fixtures import make_group, tasks_for
 from tests.installed import install
@@ -351,7 +351,7 @@ def test_killed_rollout_leaves_no_scoring_process_behind():
     script = """
 import asyncio
 from services.rollout.rewards.outcome import RewardRequest
-from services.rollout.rewards.process import Limits, RewardProcess
+from services.rollout.rewards.pool import Limits, RewardProcess
 async def main():
     process = await RewardProcess.start(Limits(600.0, 512))
     print(process._child.pid, flush=True)

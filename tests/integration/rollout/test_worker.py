@@ -193,25 +193,6 @@ async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
         assert {group.policy_version for group in await rig.drained(iteration)} == {0}
 
 
-async def test_dead_workers_group_is_generated_on_its_own_version(rig):
-    await rig.replace_job(max_staleness=2)
-    await rig.skip(0)
-    await rig.open(1, rig.task(1, 0), rig.task(1, 1))
-    (dead,) = await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=30.0)
-    rig.start_worker(lease_s=30.0)
-    await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
-    await rig.open(2, rig.task(2, 0), version=1)
-    await rig.drained(2)
-    await rig.trainer.publish(2)
-    await rig.until(lambda: rig.engines[0].version() == 2)  # idle, and ahead
-    prompts = JobKeys(rig.job_id).prompts
-    await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "dead", 0, [dead.entry_id], idle=60_000, justid=True)
-    groups = await rig.drained(1)
-    assert [list(r.token_ids) for group in groups for r in group.responses] == [[1] * 3] * (2 * G)
-    assert [version for version, _, _ in rig.engines[0].requests] == [1, 1, 1]
-    assert rig.engines[0].loads == [2, 1]
-
-
 async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     await rig.open(0, rig.task(0, 0))
     fields = {"is_evaluation": True, "num_samples": 1}
