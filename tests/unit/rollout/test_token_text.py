@@ -22,9 +22,18 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def smollm2_text(smollm2):
-    return TokenText(smollm2)
+@pytest.fixture(scope="module", params=["fast", "in Python"])
+def smollm2_text(smollm2, request):
+    if request.param == "fast":
+        return TokenText(smollm2)
+
+    class Plain:
+        decode = staticmethod(smollm2.decode)
+
+        def __call__(self, text, **options):
+            return smollm2(text, **options)
+
+    return TokenText(Plain())
 
 
 def decode(tokenizer, token_ids):
