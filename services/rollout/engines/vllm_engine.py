@@ -55,12 +55,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 MAX_SHUTDOWNS = 3
-
-# vLLM's engine core is looked at this often (seconds) while it owes an answer.
-CORE_CHECK_S = 0.5
-
-# Below this vLLM samples at another temperature than the one asked for.
-MIN_TEMPERATURE = 0.01
+CORE_CHECK_S = 0.5  # vLLM's engine core is looked at this often while it owes an answer
+MIN_TEMPERATURE = 0.01  # below this vLLM samples at another temperature than the one asked for
 
 
 class VllmEngine:

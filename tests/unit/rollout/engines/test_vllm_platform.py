@@ -13,13 +13,7 @@ from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout.engines import registry, vllm_engine, vllm_platform
 from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_platform import (
-    GIB,
-    check_vllm,
-    engine_arguments,
-    engine_environment,
-    kv_cache_bytes,
-)
+from services.rollout.engines.vllm_platform import GIB, check_vllm, engine_arguments, engine_environment, kv_cache_bytes
 from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
