@@ -41,13 +41,14 @@ class RewardError(Exception):
     """A response has no score. `kind` names the reason in metrics and messages; how it is handled follows from the type
     alone.
 
-    `index`: of the response; None if the whole group failed. `is_final`: asking again would bring the same answer.
+    `index`: of the response; None if the whole group failed. `retry_after_s`: a retry before that is useless; infinite
+    when it would bring the same answer.
     """
 
-    def __init__(self, kind: str, message: str, index: int | None = None, *, is_final: bool = False) -> None:
+    def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
         where = "" if index is None else f"response {index}: "
         super().__init__(f"{where}{kind}: {message[:MAX_MESSAGE]}")
-        self.kind, self.index, self.is_final = kind, index, is_final
+        self.kind, self.index, self.retry_after_s = kind, index, retry_after_s
 
 
 class RewardRefused(RewardError):
@@ -56,11 +57,7 @@ class RewardRefused(RewardError):
 
 class RewardUnavailable(RewardError):
     """The reward gave no answer: it crashed, was killed, ran out of time or memory, or was not reachable. This says
-    nothing about the group. `retry_after_s`: a retry before that is useless."""
-
-    def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
-        super().__init__(kind, message, index)
-        self.retry_after_s = retry_after_s
+    nothing about the group."""
 
 
 class ServiceMissing(RewardUnavailable):

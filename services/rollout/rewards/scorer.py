@@ -13,7 +13,6 @@ from services.rollout.rewards.outcome import (
     RewardError,
     RewardRequest,
     RewardSource,
-    RewardUnavailable,
     Score,
     ServiceMissing,
 )
@@ -66,11 +65,8 @@ class Scorer:
                 logger.warning("reward %s: %s", request.name, error)
                 num_failures += 1
                 num_tries[error.index] += error.kind != UNREACHABLE
-                delay_s = delay_after(num_failures)
-                if isinstance(error, RewardUnavailable):
-                    delay_s += error.retry_after_s  # what the service asked for
-                is_over = error.is_final or num_tries[error.index] >= request.max_attempts
-                if is_over or now() + delay_s >= deadline:
+                delay_s = delay_after(num_failures) + error.retry_after_s
+                if num_tries[error.index] >= request.max_attempts or now() + delay_s >= deadline:
                     raise
                 await asyncio.sleep(delay_s)
                 if now() >= deadline:  # it took longer, on a busy machine; a try without time would hide the reason

@@ -6,6 +6,7 @@
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -100,10 +101,10 @@ class RewardService:
             return
         if answer.is_redirect:
             message = f"{status}: redirects are not followed, correct its url in ONBEAT_REWARD_SERVICES"
-            raise RewardRefused("refused", message, is_final=True)
+            raise RewardRefused("refused", message, retry_after_s=math.inf)
         if answer.is_client_error and answer.status_code not in BUSY_STATUSES:
             remedy = ": set its bearer_token_file in ONBEAT_REWARD_SERVICES" if answer.status_code == 401 else ""
-            raise RewardRefused("refused", status + remedy, is_final=True)
+            raise RewardRefused("refused", status + remedy, retry_after_s=math.inf)
         raise RewardUnavailable(UNREACHABLE, status, retry_after_s=read_retry_after(answer))
 
     async def _read_body(self, answer: httpx.Response) -> bytes:
