@@ -67,12 +67,6 @@ def rollout_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int 
     return [places[rollout % num_places] for rollout in range(num_rollouts)]
 
 
-def memory_share(own: Sequence[str], rollouts: Sequence[Sequence[str]], trainer: str) -> float:
-    """Return the share of the memory of each of its `own` devices that one of the rollouts may take."""
-    num_sharing = max(sum(device in devices for devices in rollouts) for device in own)
-    return (BESIDE_TRAINER_MEMORY if trainer in own else ROLLOUTS_MEMORY) / num_sharing
-
-
 def device_environments(
     environment: Mapping[str, str], num_rollouts: int, files: Path = Path("/dev")
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -84,7 +78,8 @@ def device_environments(
     rollouts = rollout_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
     additions = [{variable: ",".join(own)} for own in rollouts]
     for own, added in zip(rollouts, additions, strict=True):
-        share = memory_share(own, rollouts, trainer=devices[0])
+        num_sharing = max(sum(device in others for others in rollouts) for device in own)
+        share = (BESIDE_TRAINER_MEMORY if devices[0] in own else ROLLOUTS_MEMORY) / num_sharing
         if MEMORY not in environment and share < ROLLOUTS_MEMORY:
             added[MEMORY] = f"{share:.3g}"
     return {variable: devices[0]}, additions

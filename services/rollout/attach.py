@@ -60,7 +60,7 @@ class Attachment:
         self._job, self._ends = job, ends
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
         self._create_engine, self._connect_weights = create_engine, connect_weights
-        self._newest_served: int | None = None
+        self._newest_served = -1
         self._starting: Engine | None = None
         self.has_model = asyncio.Event()
 
@@ -168,8 +168,8 @@ class Attachment:
 
     async def _record_ready(self, pull: Pull, load_s: float) -> None:
         stats, version, worker = pull.stats, pull.version, self._settings.worker_id
-        is_news = self._newest_served is not None and version > self._newest_served
-        self._newest_served = version if self._newest_served is None else max(self._newest_served, version)
+        is_news = 0 <= self._newest_served < version
+        self._newest_served = max(self._newest_served, version)
         update = WeightUpdate(
             received_bytes=stats.received_bytes,
             sources=list(dict.fromkeys(stats.sources)),
