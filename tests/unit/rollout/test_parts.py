@@ -17,7 +17,7 @@ from services.rollout.attach import write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
-from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
+from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of, union_of
 from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -76,22 +76,12 @@ def test_token_rate_is_of_the_last_ten_seconds():
     assert rate.per_second() == 5.0
 
 
-def test_engine_times_leave_out_the_shortest_gaps():
-    clock = Clock()
-    times = EngineTimes(clock)
-    clock.now = 10.0
-    with times.running():
-        clock.now = 11.0
-        with times.running():  # a second call of another episode
-            clock.now = 12.0
-    for start, end in ((12.05, 13.0), (15.0, 16.0), (17.0, 18.0)):
-        clock.now = start
-        with times.running():
-            clock.now = end
-    assert times.seconds() == pytest.approx(4.95)
-    assert times.joined() == [(10.0, 13.0), (15.0, 16.0), (17.0, 18.0)]
-    assert times.joined(2) == [(10.0, 13.0), (15.0, 18.0)]
-    assert times.joined(1) == [(10.0, 18.0)]
+def test_marks_of_calls_leave_out_the_shortest_gaps():
+    in_engine = union_of([(10.0, 11.5), (17.0, 18.0), (12.05, 13.0), (11.0, 12.0), (11.2, 11.3), (15.0, 16.0)])
+    assert in_engine == [(10.0, 12.0), (12.05, 13.0), (15.0, 16.0), (17.0, 18.0)]
+    assert marks_of(in_engine) == [(10.0, 13.0), (15.0, 16.0), (17.0, 18.0)]
+    assert marks_of(in_engine, 2) == [(10.0, 13.0), (15.0, 18.0)]
+    assert marks_of(in_engine, 1) == [(10.0, 18.0)]
 
 
 def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> list[Flight]:
