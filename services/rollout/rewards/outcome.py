@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -62,19 +62,6 @@ class RewardUnavailable(RewardError):
 
 class ServiceMissing(RewardUnavailable):
     """The service is missing in this rollout's settings."""
-
-
-class RewardSource(Protocol):
-    """A source of scores: a scoring process or a service."""
-
-    async def score(
-        self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
-    ) -> None:
-        """Try once: put the scores of the responses at `indexes` into `scores`. Raises RewardError; scores that were
-        there before an error are kept.
-
-        `deadline` is on the event loop's clock; the caller cancels soon after it.
-        """
 
 
 def weigh(requests: Sequence[RewardRequest], scores: Sequence[Sequence[Score]]) -> list[Score]:

@@ -123,7 +123,8 @@ class RewardPool:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """Try once; see RewardSource. The caller enforces the deadline."""
+        """Try once: put the scores of the responses at `indexes` into `scores`. Raises RewardError; scores that were
+        there before an error are kept. The caller cancels this soon after the deadline."""
         async with self._turns:
             process = await self._take(Limits(request.timeout_s, request.memory_limit_mb))
             is_reusable = False

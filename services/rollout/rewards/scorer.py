@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from onbeat.rewards import HTTP_REWARD
 from services.rollout import meters
 from services.rollout.retries import delay_after
-from services.rollout.rewards.outcome import (
-    UNREACHABLE,
-    RewardError,
-    RewardRequest,
-    RewardSource,
-    Score,
-    ServiceMissing,
-)
+from services.rollout.rewards.outcome import UNREACHABLE, RewardError, RewardRequest, Score, ServiceMissing
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.service import RewardService
 from services.rollout.settings import RewardServiceSettings
@@ -34,7 +27,7 @@ class Scorer:
         self._pool = RewardPool(num_processes)
         self._services = {name: RewardService(name, settings) for name, settings in services.items()}
 
-    def source(self, name: str, options: dict[str, object]) -> RewardSource:
+    def source(self, name: str, options: dict[str, object]) -> RewardPool | RewardService:
         """Return the source of a reward. Raises ServiceMissing: call this before anything is generated in vain."""
         if name != HTTP_REWARD:
             return self._pool

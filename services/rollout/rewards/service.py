@@ -34,7 +34,7 @@ class ServiceAnswer(BaseModel):
 
 
 class RewardService:
-    """A RewardSource over HTTP. All responses of a call are scored together, within `timeout_s` for each of them."""
+    """A service over HTTP. All responses of a call are scored together, within `timeout_s` for each of them."""
 
     def __init__(self, name: str, settings: RewardServiceSettings) -> None:
         self._name, self._settings = name, settings
@@ -47,6 +47,7 @@ class RewardService:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
+        """Try once; as `RewardPool.score`, with the deadline on the event loop's clock."""
         limit_s = min(request.timeout_s * len(indexes), deadline - asyncio.get_running_loop().time())
         if limit_s <= 0:  # not the service's failure
             message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
