@@ -41,9 +41,6 @@ LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 class PolicyMoved(Exception):
     """A visitor was cancelled because another version was due."""
 
-    def __init__(self, served: int | None, wanted: int | None) -> None:
-        super().__init__(f"the policy moved on from version {served} to {wanted}")
-
 
 @dataclass(frozen=True)
 class GateLimits:
@@ -114,7 +111,7 @@ class VersionGate:
         except TimeoutError:
             if not stay.expired():
                 raise
-            raise PolicyMoved(version, self._wanted) from None
+            raise PolicyMoved(f"the policy moved on from version {version} to {self._wanted}") from None
 
     async def _empty(self) -> None:
         """Wait until nothing is inside; cancel visitors after their grace. Raises EngineBroken if they do not leave."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RolloutSession:
     def __init__(self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
         self.job_id = job.job_id
-        self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
+        self._settings, self._ledger = job.settings, job.ledger
         self._ends = Ends()
         self._is_stopping = False
         self._attachment = Attachment(job, create_engine, connect_weights, self._ends)
@@ -62,11 +62,6 @@ class RolloutSession:
     def leave(self) -> None:
         """Drain and leave, because another job needs this rollout more."""
         self._ends.drain.set()
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that the job computes in."""
-        return self._config.model.dtype
 
     # ---- reported in heartbeats ----------------------------------------------------------------------------------
 

@@ -86,10 +86,6 @@ class Worker:
             self._session = session
             logger.info("serving job %s", session.job_id)
             await self._emit(session.job_id, "worker.joined")
-            if session.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
-                slow = "expect it to be many times slower than in float32"
-                what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
-                await self._warn(session.job_id, what)
             await session.run()
             await self._emit(session.job_id, "worker.left")
             self._session = None
@@ -103,6 +99,10 @@ class Worker:
             return None
         workers = await self._ledger.workers.live(self._settings.pool)
         job = choose_job(running, workers, self._settings.worker_id)
+        if job.config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
+            slow = "expect it to be many times slower than in float32"
+            what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
+            await self._warn(job.job_id, what)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
         return RolloutSession(served, self._create_engine, self._connect_weights)
 
