@@ -163,7 +163,8 @@ class ClaimLoop:
             await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                await self._hand_back(flights)
+                for flight in flights:
+                    await self._hand_back(flight)
         meters.IN_FLIGHT.set(0)
 
     # ---- steps of the loop ---------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class ClaimLoop:
         for flight in [flight for flight in self.flights.values() if flight.task.done()]:
             if flight.task.cancelled():
                 del self.flights[flight.claim.entry_id]
-                await self._hand_back([flight])
+                await self._hand_back(flight)
             elif (error := flight.task.exception()) is not None:
                 await self._settle_error(flight, error)
             else:
@@ -244,7 +245,7 @@ class ClaimLoop:
         self._pause.begin(error, task.policy_version)
         self._producer.remember_error(task, reason)
         meters.RELEASED.inc()
-        await self._hand_back([flight])
+        await self._hand_back(flight)
         message = f"{task.group_id}, attempt {flight.claim.attempt}, on {job.settings.worker_id}: {reason}"
         await job.ledger.event_log.emit(job.job_id, "group.released", message, {"group_id": task.group_id})
         if isinstance(error, PASSING_ERRORS) and not is_engine_silent(flight, error):
@@ -255,13 +256,11 @@ class ClaimLoop:
         if isinstance(error, EngineBroken) or self._num_engine_errors >= MAX_ENGINE_ERRORS:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
-    async def _hand_back(self, flights: Sequence[Flight]) -> None:
-        """Release our leases of flights that are over or left behind."""
-        job, ours = self._job, [flight for flight in flights if not flight.is_lost]
-        for is_attempt in (True, False):
-            entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
-            worker = job.settings.worker_id
-            await job.ledger.rollout.release(job.job_id, worker, entry_ids, is_attempt=is_attempt)
+    async def _hand_back(self, flight: Flight) -> None:
+        """Release the lease, if it is ours, of a flight that is over or left behind."""
+        if not flight.is_lost:
+            job, entry_ids, is_attempt = self._job, [flight.claim.entry_id], is_groups_fault(flight)
+            await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, is_attempt=is_attempt)
 
 
 def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
