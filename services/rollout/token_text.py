@@ -65,7 +65,9 @@ class TokenText:
             if not piece.startswith(part) or num_held > MAX_HELD:
                 return []
             ends.append(ends[-1] + len(part))
-        held = text[ends[-1] :].rstrip(BROKEN)  # before a character that is not complete
-        if not self._tokenizer.decode(list(token_ids), skip_special_tokens=True).rstrip(BROKEN).endswith(held):
-            return []
-        return [end - start for start, end in pairwise([*ends[:-1], len(text)])]
+        if held := text[ends[-1] :]:  # it ends within a character
+            given = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+            if not num_held or not given.rstrip(BROKEN).endswith(held.rstrip(BROKEN)):
+                return []
+            ends[-num_held:] = [len(text)] * num_held
+        return [end - start for start, end in pairwise(ends)]
