@@ -18,7 +18,7 @@ MAX_HELD = 256  # tokens without a character of their own, one after the other: 
 
 
 class PlainStream:
-    """What DecodeStream is, for a tokenizer that is written in Python."""
+    """A stream like DecodeStream, for a tokenizer that is written in Python."""
 
     def __init__(self, tokenizer: Any, ids: Sequence[int]) -> None:
         self._shown, self._new = list(ids), list[int]()  # tokens before the next piece, and those of it
