@@ -26,6 +26,7 @@ class PrivateFolder:
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """Make the folder in `parent` (default: the system's place), and remove dead ones of the prefix there."""
         parent = Path(tempfile.gettempdir()) if parent is None else parent
+        parent.mkdir(parents=True, exist_ok=True)
         remove_dead(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self.lock_fd = os.open(self.path, os.O_RDONLY)  # inherited by processes that may outlive this one

@@ -55,7 +55,7 @@ class FakeEngine:
         self._capacity = capacity
         self._weights = -1
         self._version: int | None = None
-        self._num_in_flight = 0
+        self.num_in_flight = 0
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert (model_dir / "config.json").exists()
@@ -69,12 +69,12 @@ class FakeEngine:
         if expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         self.requests.append((expected_version, len(prompt_token_ids), sampling))
-        self._num_in_flight += num_samples
+        self.num_in_flight += num_samples
         try:
             await asyncio.sleep(self.delay_s)
             await self.may_finish.wait()
         finally:
-            self._num_in_flight -= num_samples
+            self.num_in_flight -= num_samples
         if self.generate_errors:
             raise self.generate_errors.pop(0)
         return [self._response() for _ in range(num_samples)]
@@ -86,7 +86,7 @@ class FakeEngine:
         return GeneratedResponse(token_ids, logprobs, "stop", [span], self.text)
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
-        assert self._num_in_flight == 0, "load while generating"
+        assert self.num_in_flight == 0, "load while generating"
         self._version = None
         self.loads.append(policy_version)
         assert [name async for names in arrivals for name in names] == ["version"]
@@ -106,9 +106,6 @@ class FakeEngine:
 
     def capacity(self) -> int:
         return self._capacity
-
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
 
     async def stop(self) -> None:
         self._version, self.stopped = None, True

@@ -5,7 +5,6 @@ The first device is the trainer's, which is one process; the rollouts share the 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,19 +16,6 @@ KINDS = {
 MEMORY = "ONBEAT_GPU_MEMORY_UTILIZATION"
 # The shares of a device's memory for all its rollouts together. The first, without the trainer, is a rollout's default.
 ROLLOUTS_MEMORY, BESIDE_TRAINER_MEMORY = 0.85, 0.4
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    trainer: list[str]
-    rollouts: list[list[str]]  # one list per replica; replicas share when there are too few
-
-    def memory_share(self, rollout: int) -> float:
-        """Return the share of each of its devices' memory that a rollout may take."""
-        own = self.rollouts[rollout]
-        num_sharing = max(sum(device in devices for devices in self.rollouts) for device in own)
-        is_beside_trainer = any(device in self.trainer for device in own)
-        return (BESIDE_TRAINER_MEMORY if is_beside_trainer else ROLLOUTS_MEMORY) / num_sharing
 
 
 def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")) -> tuple[str, list[str]]:
@@ -69,16 +55,16 @@ def parse_devices(text: str) -> list[str]:
     return names
 
 
-def plan_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int = 1) -> DevicePlan:
-    """Assign `per_rollout` devices to each rollout, in turn when there are too few; surplus devices stay idle.
+def rollout_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int = 1) -> list[list[str]]:
+    """Return `per_rollout` devices for each rollout, in turn when there are too few; surplus devices stay idle.
 
-    >>> plan_devices(["0", "1", "2"], num_rollouts=3)
-    DevicePlan(trainer=['0'], rollouts=[['1'], ['2'], ['1']])
+    >>> rollout_devices(["0", "1", "2"], num_rollouts=3)
+    [['1'], ['2'], ['1']]
     """
     rest = devices[1:] if len(devices) > per_rollout else devices
     num_places = max(1, len(rest) // per_rollout)
     places = [list(rest[place * per_rollout : (place + 1) * per_rollout]) for place in range(num_places)]
-    return DevicePlan(list(devices[:1]), [places[rollout % num_places] for rollout in range(num_rollouts)])
+    return [places[rollout % num_places] for rollout in range(num_rollouts)]
 
 
 def device_environments(
@@ -89,10 +75,11 @@ def device_environments(
     if not devices:
         return {}, [{} for _ in range(num_rollouts)]
     size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # the rollouts report a wrong value, and end
-    plan = plan_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
-    rollouts = [{variable: ",".join(own)} for own in plan.rollouts]
-    for index, added in enumerate(rollouts):
-        share = plan.memory_share(index)
+    rollouts = rollout_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
+    additions = [{variable: ",".join(own)} for own in rollouts]
+    for own, added in zip(rollouts, additions, strict=True):
+        num_sharing = max(sum(device in others for others in rollouts) for device in own)
+        share = (BESIDE_TRAINER_MEMORY if devices[0] in own else ROLLOUTS_MEMORY) / num_sharing
         if MEMORY not in environment and share < ROLLOUTS_MEMORY:
             added[MEMORY] = f"{share:.3g}"
-    return {variable: ",".join(plan.trainer)}, rollouts
+    return {variable: devices[0]}, additions

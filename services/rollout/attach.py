@@ -1,18 +1,16 @@
 """The attachment of a rollout to a job: fetch the model, start the engine on it, put the parts that serve together."""
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
-from onbeat.temporary import private_folder
 from onbeat.types import WeightUpdate
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
@@ -23,7 +21,7 @@ from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
-from services.rollout.engines.interface import Engine, TalkativeEngine
+from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
@@ -62,7 +60,7 @@ class Attachment:
         self._job, self._ends = job, ends
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
         self._create_engine, self._connect_weights = create_engine, connect_weights
-        self._newest_served: int | None = None
+        self._newest_served = -1
         self._starting: Engine | None = None
         self.has_model = asyncio.Event()
 
@@ -71,8 +69,7 @@ class Attachment:
         """The step of the start, in words."""
         if self._starting is None:
             return "getting the model from the trainer"
-        step = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
-        return step or "starting the engine"
+        return getattr(self._starting, "doing", "") or "starting the engine"
 
     async def create_puller(self, cleanup: AsyncExitStack) -> WeightsPuller:
         """Create the puller and the server that passes on what it pulls."""
@@ -80,7 +77,9 @@ class Attachment:
         peer = Peer(worker_id=settings.worker_id, host_id=host_id(), zone=settings.zone)
         is_relay = settings.weights_relay and security.can_serve
         is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
-        puller = WeightsPuller(self._connect, self._find_address, peer, is_kept=is_kept)
+        puller = WeightsPuller(
+            lambda address: self._connect_weights(address, self.job_id), self._find_address, peer, is_kept=is_kept
+        )
         cleanup.push_async_callback(puller.close)
         if is_relay:
             server = PayloadServer(self.job_id, puller, security)
@@ -99,7 +98,7 @@ class Attachment:
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
         engine = self._starting = self._create_engine(self._config)
-        cleanup.push_async_exit(functools.partial(stop_engine, engine))
+        cleanup.push_async_callback(stop_engine, engine)
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
         settings = self._settings
@@ -169,8 +168,8 @@ class Attachment:
 
     async def _record_ready(self, pull: Pull, load_s: float) -> None:
         stats, version, worker = pull.stats, pull.version, self._settings.worker_id
-        is_news = self._newest_served is not None and version > self._newest_served
-        self._newest_served = version if self._newest_served is None else max(self._newest_served, version)
+        is_news = 0 <= self._newest_served < version
+        self._newest_served = max(self._newest_served, version)
         update = WeightUpdate(
             received_bytes=stats.received_bytes,
             sources=list(dict.fromkeys(stats.sources)),
@@ -197,23 +196,11 @@ class Attachment:
             load_s,
         )
 
-    def _connect(self, address: str) -> WeightsClient:
-        return self._connect_weights(address, self.job_id)
-
     async def _find_address(self) -> str:
         try:
             return (await self._ledger.jobs.fields(self.job_id))["weights_address"]
         except JobNotFound as error:
             raise WeightsError(f"job {self.job_id} is gone") from error
-
-
-@contextmanager
-def staging_folder(parent: Path | None) -> Iterator[Path]:
-    """Make a private folder for one session, removed with everything inside, and remove what a killed process left."""
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with private_folder("onbeat-rollout-", parent) as folder:
-        yield folder
 
 
 def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:

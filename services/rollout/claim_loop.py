@@ -76,17 +76,15 @@ class Pause:
 
     def __init__(self, announcements: Announcements) -> None:
         self._announcements = announcements
-        self._resume_at = 0.0
-        self._missing_version: int | None = None  # one that could not be pulled
-        self._missing_until = 0.0
+        self._resume_at = self._missing_until = 0.0
+        self._missing_version = 0  # one that could not be pulled
 
     def begin(self, error: BaseException, policy_version: int) -> None:
         """Pause after the error of a group of this version."""
         now = time.monotonic()
         self._resume_at = now + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_DELAY_S)
         if isinstance(error, WeightsError):
-            self._missing_version = max(policy_version, self._missing_version or 0)
-            self._missing_until = now + MISSING_VERSION_S
+            self._missing_version, self._missing_until = policy_version, now + MISSING_VERSION_S
 
     @property
     def left_s(self) -> float:
@@ -94,10 +92,8 @@ class Pause:
         return self._resume_at - time.monotonic()
 
     def is_on(self) -> bool:
-        wanted = self._missing_version
-        if wanted is not None and (self._announcements.has_reached(wanted) or time.monotonic() >= self._missing_until):
-            self._missing_version = None
-        return self.left_s > 0 or self._missing_version is not None
+        has_waited = time.monotonic() >= self._missing_until
+        return self.left_s > 0 or not (has_waited or self._announcements.has_reached(self._missing_version))
 
 
 class ClaimLoop:
@@ -167,7 +163,8 @@ class ClaimLoop:
             await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                await self._hand_back(flights)
+                for flight in flights:
+                    await self._hand_back(flight)
         meters.IN_FLIGHT.set(0)
 
     # ---- steps of the loop ---------------------------------------------------------------------------------------
@@ -231,7 +228,7 @@ class ClaimLoop:
         for flight in [flight for flight in self.flights.values() if flight.task.done()]:
             if flight.task.cancelled():
                 del self.flights[flight.claim.entry_id]
-                await self._hand_back([flight])
+                await self._hand_back(flight)
             elif (error := flight.task.exception()) is not None:
                 await self._settle_error(flight, error)
             else:
@@ -248,7 +245,7 @@ class ClaimLoop:
         self._pause.begin(error, task.policy_version)
         self._producer.remember_error(task, reason)
         meters.RELEASED.inc()
-        await self._hand_back([flight])
+        await self._hand_back(flight)
         message = f"{task.group_id}, attempt {flight.claim.attempt}, on {job.settings.worker_id}: {reason}"
         await job.ledger.event_log.emit(job.job_id, "group.released", message, {"group_id": task.group_id})
         if isinstance(error, PASSING_ERRORS) and not is_engine_silent(flight, error):
@@ -259,13 +256,11 @@ class ClaimLoop:
         if isinstance(error, EngineBroken) or self._num_engine_errors >= MAX_ENGINE_ERRORS:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
-    async def _hand_back(self, flights: Sequence[Flight]) -> None:
-        """Release our leases of flights that are over or left behind."""
-        job, ours = self._job, [flight for flight in flights if not flight.is_lost]
-        for is_attempt in (True, False):
-            entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
-            worker = job.settings.worker_id
-            await job.ledger.rollout.release(job.job_id, worker, entry_ids, is_attempt=is_attempt)
+    async def _hand_back(self, flight: Flight) -> None:
+        """Release the lease, if it is ours, of a flight that is over or left behind."""
+        if not flight.is_lost:
+            job, entry_ids, is_attempt = self._job, [flight.claim.entry_id], is_groups_fault(flight)
+            await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, is_attempt=is_attempt)
 
 
 def loads_of(config: JobConfig) -> tuple[Load, Load | None]:

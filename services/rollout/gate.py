@@ -41,9 +41,6 @@ LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 class PolicyMoved(Exception):
     """A visitor was cancelled because another version was due."""
 
-    def __init__(self, served: int | None, wanted: int | None) -> None:
-        super().__init__(f"the policy moved on from version {served} to {wanted}")
-
 
 @dataclass(frozen=True)
 class GateLimits:
@@ -75,18 +72,16 @@ class VersionGate:
     async def pinned(self, version: int) -> AsyncIterator[None]:
         """Make the engine serve `version` inside this context. Raises WeightsError if the version cannot be pulled
         (VersionGone if the trainer has published a newer one), or EngineBroken."""
-        await self._enter(version, time.monotonic())
+        arrived_at = time.monotonic()
+        async with self._entrance:
+            self._repeat_failure(version, arrived_at)
+            await self._reach(version)
+            self._num_groups += 1
         try:
             yield
         finally:
             self._num_groups -= 1
             self._has_left.set()
-
-    async def _enter(self, version: int, arrived_at: float) -> None:
-        async with self._entrance:
-            self._repeat_failure(version, arrived_at)
-            await self._reach(version)
-            self._num_groups += 1
 
     async def advance(self, version: int) -> None:
         """Load a newer version before a group asks for it; nothing happens if it is not newer."""
@@ -116,29 +111,22 @@ class VersionGate:
         except TimeoutError:
             if not stay.expired():
                 raise
-            raise PolicyMoved(version, self._wanted) from None
+            raise PolicyMoved(f"the policy moved on from version {version} to {self._wanted}") from None
 
     async def _empty(self) -> None:
         """Wait until nothing is inside; cancel visitors after their grace. Raises EngineBroken if they do not leave."""
         loop = asyncio.get_running_loop()
         leave_at = loop.time() + self._limits.grace_s
         await self._until(lambda: not self._num_groups)
-        self._let_leave(leave_at)
+        for visit in self._visits:
+            if not visit.expired():
+                visit.reschedule(leave_at)
         try:
             async with asyncio.timeout_at(max(leave_at, loop.time()) + LEAVE_DEADLINE_S):
                 await self._until(lambda: not self._visits)
-        except asyncio.CancelledError:  # the waiting group was cancelled, so visitors may stay
-            self._let_leave(None)
-            raise
         except TimeoutError:
             message = f"{len(self._visits)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled"
             raise EngineBroken(message) from None
-
-    def _let_leave(self, at: float | None) -> None:
-        """Cancel the visits at this time of the loop's clock (None: never), except those that are cancelled already."""
-        for visit in self._visits:
-            if not visit.expired():
-                visit.reschedule(at)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until the condition holds. Only the holder of the entrance may call this."""

@@ -2,13 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from onbeat.types import WeightUpdate
+
+Interval = tuple[float, float]  # start and end, seconds
 
 WEIGHT_BUCKETS_S = (0.03, 0.1, 0.3, 1, 3, 10, 60)
 
@@ -96,43 +98,6 @@ class BusyMeter:
         self._since = now
 
 
-class EngineTimes:
-    """The times with at least one call in flight, by the clock."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._num_running = 0
-        self._since = 0.0
-        self._intervals: list[tuple[float, float]] = []
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        if not self._num_running:
-            self._since = self._clock()
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._intervals.append((self._since, self._clock()))
-
-    def seconds(self) -> float:
-        return sum(end - start for start, end in self._intervals)
-
-    def joined(self, max_number: int = MAX_INTERVALS) -> list[tuple[float, float]]:
-        """Return the intervals without the shortest gaps between them: those below SHORT_GAP_S, and more for fewer."""
-        gaps = sorted((start - end for (_, end), (start, _) in pairwise(self._intervals)), reverse=True)
-        longest_closed = gaps[max_number - 1] if len(gaps) >= max_number else 0.0
-        joined: list[tuple[float, float]] = []
-        for start, end in self._intervals:
-            if joined and start - joined[-1][1] <= max(longest_closed, SHORT_GAP_S):
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((start, end))
-        return joined
-
-
 class TokenRate:
     """The tokens per second of responses that were finished in the last RATE_WINDOW_S."""
 
@@ -148,3 +113,21 @@ class TokenRate:
         while self._finished and self._finished[0][0] < oldest:
             self._finished.popleft()
         return sum(num_tokens for _, num_tokens in self._finished) / RATE_WINDOW_S
+
+
+def union_of(intervals: Iterable[Interval], gap_s: float = 0.0) -> list[Interval]:
+    """Return the intervals in order. Those that overlap, or have a gap of at most `gap_s` between them, are one."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start - union[-1][1] <= gap_s:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def marks_of(union: Sequence[Interval], max_number: int = MAX_INTERVALS) -> list[Interval]:
+    """Return the intervals without the shortest gaps between them: those below SHORT_GAP_S, and more for fewer."""
+    gaps = sorted((start - end for (_, end), (start, _) in pairwise(union)), reverse=True)
+    longest_closed = gaps[max_number - 1] if len(gaps) >= max_number else 0.0
+    return union_of(union, max(longest_closed, SHORT_GAP_S))

@@ -23,12 +23,11 @@ from services.rollout.engines.interface import Engine, GeneratedResponse, Sampli
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage
-from services.rollout.meters import BusyMeter, EngineTimes, TokenRate
+from services.rollout.meters import BusyMeter, Interval, TokenRate, marks_of, union_of
 from services.rollout.prompts import GroupFailed, PromptEncoder, prompt_text
 from services.rollout.puller import VersionGone
-from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.rewards.weighing import weigh
 
 LONGEST_S = 3600.0  # the deadline of a task that names none, as every wait has one
 
@@ -145,12 +144,17 @@ class GroupProducer:
         """Fill the group with episodes. `generate_s` is then the time in which at least one of their calls was in the
         engine, and `score_s` the time in which all of them waited for their environment."""
         assert self._episodes is not None, "a job whose tasks have an environment has one in its configuration"
-        task, in_engine = flight.claim.task, EngineTimes()
+        task = flight.claim.task
+        calls: list[Interval] = []  # in the engine
         failures = self._failed_episodes.setdefault(task.group_id, Counter())
 
         async def generate(prompt_token_ids: list[int], sampling: Sampling) -> GeneratedResponse:
-            with self.busy.running(task.iteration), in_engine.running():
-                responses = await self._engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
+            started = time.monotonic()
+            try:
+                with self.busy.running(task.iteration):
+                    responses = await self._engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
+            finally:
+                calls.append((started, time.monotonic()))
             if len(responses) != 1 or not responses[0].token_ids:
                 raise RuntimeError("the engine gave no response to a call of an environment")
             self._count([responses[0]])
@@ -162,9 +166,10 @@ class GroupProducer:
         flight.stage = Stage.SCORING
         group.prompt_token_ids.extend(played.prompt_token_ids)
         group.responses.extend(played.responses)
-        group.timings.generate_s = in_engine.seconds()
+        in_engine = union_of(calls)
+        group.timings.generate_s = sum(end - start for start, end in in_engine)
         group.timings.score_s = max(0.0, played.played_s - group.timings.generate_s)
-        for start, end in in_engine.joined():
+        for start, end in marks_of(in_engine):
             group.timings.in_engine.add(start_s=max(0.0, start - began_at), end_s=max(0.0, end - began_at))
         meters.GENERATE_S.observe(group.timings.generate_s)
         meters.SCORE_S.observe(group.timings.score_s)

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from onbeat.errors import JobNotFound, WeightsError
+from onbeat.temporary import private_folder
 from onbeat.types import JobState
-from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory, staging_folder
+from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory
 from services.rollout.claim_loop import Assignment, Ends
-from services.rollout.engines.interface import MortalEngine
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.puller import WeightsPuller
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RolloutSession:
     def __init__(self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
         self.job_id = job.job_id
-        self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
+        self._settings, self._ledger = job.settings, job.ledger
         self._ends = Ends()
         self._is_stopping = False
         self._attachment = Attachment(job, create_engine, connect_weights, self._ends)
@@ -36,7 +36,7 @@ class RolloutSession:
         """Serve until the job is over or `stop` is called. Raises EngineBroken, Redis errors, and what the engine's
         start raises."""
         async with AsyncExitStack() as cleanup:
-            staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
+            staging_dir = cleanup.enter_context(private_folder("onbeat-rollout-", self._settings.staging_dir))
             puller = await self._attachment.create_puller(cleanup)
             async with asyncio.TaskGroup() as tasks:
                 early = (self._follow_job(), self._follow_weights(puller))
@@ -62,11 +62,6 @@ class RolloutSession:
     def leave(self) -> None:
         """Drain and leave, because another job needs this rollout more."""
         self._ends.drain.set()
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that the job computes in."""
-        return self._config.model.dtype
 
     # ---- reported in heartbeats ----------------------------------------------------------------------------------
 
@@ -138,10 +133,9 @@ class RolloutSession:
 
 async def watch_idle_engine(parts: Parts) -> None:
     """Raise EngineBroken when the engine dies while no group asks it; groups in flight get EngineDied themselves."""
-    engine = parts.engine
-    while isinstance(engine, MortalEngine):
+    while hasattr(parts.engine, "is_dead"):
         await asyncio.sleep(WATCH_S)
-        if engine.is_dead and not parts.loop.flights:
+        if parts.engine.is_dead and not parts.loop.flights:
             raise EngineBroken("the engine has died while it was idle")
 
 

@@ -1,6 +1,7 @@
 """The rollout replica: it finds a running job of the pool, serves it, and repeats. No other replica depends on it."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import time
@@ -44,8 +45,7 @@ class Worker:
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
-        self._left_alone: set[str] = set()  # jobs that are not served, each reported once
-        self._unsuited_for: list[str] = []  # those of them that are active
+        self._unsuited_for: list[str] = []  # active jobs that this rollout cannot serve
         self._is_unsuited = False  # these are all jobs of the pool
 
     async def run(self) -> None:
@@ -78,19 +78,16 @@ class Worker:
         while not self._stopping.is_set():
             session = await self._find_job()
             if session is None:
-                await self._pause(FIND_JOB_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FIND_JOB_S)
                 continue
             if self._stopping.is_set():
                 return
             self._session = session
             logger.info("serving job %s", session.job_id)
-            await self._emit("worker.joined")
-            if session.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
-                slow = "expect it to be many times slower than in float32"
-                what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
-                await self._warn(session.job_id, what)
+            await self._emit(session.job_id, "worker.joined")
             await session.run()
-            await self._emit("worker.left")
+            await self._emit(session.job_id, "worker.left")
             self._session = None
             del session  # it holds the pulled weights
             gc.collect()
@@ -102,6 +99,10 @@ class Worker:
             return None
         workers = await self._ledger.workers.live(self._settings.pool)
         job = choose_job(running, workers, self._settings.worker_id)
+        if job.config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
+            slow = "expect it to be many times slower than in float32"
+            what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
+            await self._warn(job.job_id, what)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
         return RolloutSession(served, self._create_engine, self._connect_weights)
 
@@ -119,53 +120,42 @@ class Worker:
             due_before = due
 
     async def _candidates(self) -> list[Candidate]:
-        """Return the pool's jobs that can be served, oldest first."""
+        """Return the pool's jobs that can be served, oldest first. Users of the others are warned once."""
         found, unsuited_for = [], []
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
             if not is_ours or "weights_address" not in fields:
                 continue
-            if config := await self._read_config(job_id, fields):
+            config = self._read_config(fields)
+            if isinstance(config, JobConfig):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
-            else:
-                unsuited_for.append(job_id)
+                continue
+            unsuited_for.append(job_id)
+            if job_id not in self._unsuited_for:
+                await self._warn(job_id, f"does not serve the job: {config}")
         self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not found
         return found
 
-    async def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
-        """Return the job as this rollout would serve it; None, with a warning to its user, if it cannot serve it."""
+    def _read_config(self, fields: Mapping[str, str]) -> JobConfig | str:
+        """Return the job as this rollout would serve it, or why it cannot serve it."""
         try:
             config = JobConfig.of_job(fields)
         except (ValidationError, LookupError) as error:
-            await self._leave_alone(job_id, f"it runs another version of Onbeat, which does not know the job: {error}")
-            return None
+            return f"it runs another version of Onbeat, which does not know the job: {error}"
         if config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "missing":
             reason = f"its {self._hardware} cannot compute in the job's bfloat16"
-            await self._leave_alone(job_id, f"{reason}; submit the job with model.dtype = auto or float32")
-            return None
+            return f"{reason}; submit the job with model.dtype = auto or float32"
         return config
-
-    async def _leave_alone(self, job_id: str, reason: str) -> None:
-        if job_id in self._left_alone:
-            return
-        self._left_alone.add(job_id)
-        await self._warn(job_id, f"does not serve the job: {reason}")
 
     async def _warn(self, job_id: str, what: str) -> None:
         warning = f"{self._settings.worker_id} {what}"
         logger.warning("job %s: %s", job_id, warning)
         await self._ledger.event_log.emit(job_id, "job.warning", warning)
 
-    async def _emit(self, kind: str) -> None:
-        if self.job_id is not None:
-            worker_id = self._settings.worker_id
-            await self._ledger.event_log.emit(self.job_id, kind, worker_id, {"worker_id": worker_id})
-
-    async def _pause(self, seconds: float) -> None:
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({stopping}, timeout=seconds)
-        stopping.cancel()
+    async def _emit(self, job_id: str, kind: str) -> None:
+        worker_id = self._settings.worker_id
+        await self._ledger.event_log.emit(job_id, kind, worker_id, {"worker_id": worker_id})
 
     async def _send_heartbeats(self) -> None:
         """Send a heartbeat every HEARTBEAT_S and at every change."""

@@ -30,14 +30,14 @@ def parent(tmp_path: Path) -> Path:
 
 
 def test_folder_is_private_and_goes_with_all_that_is_inside(parent: Path) -> None:
-    with pytest.raises(RuntimeError), private_folder(PREFIX, parent) as folder:  # noqa: PT012
-        assert folder.parent == parent
+    with pytest.raises(RuntimeError), private_folder(PREFIX, parent / "new") as folder:  # noqa: PT012
+        assert folder.parent == parent / "new"
         assert folder.stat().st_mode & 0o077 == 0
         (folder / "a" / "b").mkdir(parents=True)
         (folder / "link").symlink_to(parent)
         (folder / "file").write_text("x")
         raise RuntimeError
-    assert list(parent.iterdir()) == []
+    assert list((parent / "new").iterdir()) == []
 
 
 def test_what_a_killed_owner_left_goes_with_the_next(parent: Path) -> None:

@@ -63,7 +63,11 @@ class VersionMismatch(Exception):
 
 
 class Engine(Protocol):
-    """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight."""
+    """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight.
+
+    Two properties are optional: `doing`, the current step of the start in words or "", and `is_dead`, true when
+    processes of the engine have died, perhaps while they were idle.
+    """
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`."""
@@ -95,28 +99,8 @@ class Engine(Protocol):
     def capacity(self) -> int:
         """Return how many responses can be generated concurrently without queueing."""
 
-    def num_in_flight(self) -> int:
-        """Return how many responses are being generated now."""
-
     async def stop(self) -> None:
         """Release processes and memory. Safe to call twice."""
-
-
-@runtime_checkable
-class TalkativeEngine(Protocol):
-    """An engine that also reports the steps of its start, for people who wait for it."""
-
-    @property
-    def doing(self) -> str:
-        """The step of the start that it is at, in words; '' where there is nothing to say."""
-
-
-@runtime_checkable
-class MortalEngine(Protocol):
-    """An engine with processes of its own, which may die while they are idle."""
-
-    @property
-    def is_dead(self) -> bool: ...
 
 
 @runtime_checkable

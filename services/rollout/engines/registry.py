@@ -1,22 +1,19 @@
 """The installed engines by name, from the entry points of the group `onbeat.engines`, and their deadlines."""
 
 import asyncio
+import contextlib
 import inspect
-import logging
 from collections.abc import Callable
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from onbeat.hardware.processor import Hardware, read_processor
-from onbeat.installed import ENGINES
+from onbeat.installed import ENGINES, load_installed
 from services.rollout.engines.interface import Engine
 
-logger = logging.getLogger(__name__)
-
 CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
-STOP_DEADLINE_S = 150.0  # longer than vLLM's own wait for a start that cannot be interrupted
+STOP_DEADLINE_S = 150.0  # a start that cannot be interrupted goes on meanwhile
 
 
 class EngineBroken(Exception):
@@ -72,36 +69,32 @@ def knows_accelerators() -> bool:
 
 
 def prepare_engine(name: str, **options: Any) -> None:
-    """Let the engine begin the work that needs no model. Its static method `prepare`, if it has one, gets the options
-    that it knows, and returns at once.
-    """
+    """Let the engine begin the work that needs no model, by its static method `prepare`, if it has one."""
     if (prepare := getattr(load_engine(name), "prepare", None)) is not None:
-        known = inspect.signature(prepare).parameters
-        prepare(**{option: value for option, value in options.items() if option in known})
+        prepare(**known_options(prepare, options))
 
 
 def create_engine(name: str, **options: Any) -> Engine:
     """Build the engine with the options that its constructor knows. Raises ValueError for an unknown name."""
     factory = load_engine(name)
-    known = inspect.signature(factory).parameters
-    engine: Engine = factory(**{option: value for option, value in options.items() if option in known})
-    return engine
+    return factory(**known_options(factory, options))
 
 
 def load_engine(name: str) -> Callable[..., Engine]:
-    installed = {entry.name: entry for entry in entry_points(group=ENGINES)}
-    if name not in installed:
-        raise ValueError(
-            f"no engine {name!r} is installed here; ONBEAT_ENGINE is one of: {', '.join(sorted(installed))}"
-        )
     try:
-        factory: Callable[..., Engine] = installed[name].load()
+        factory: Callable[..., Engine] = load_installed(ENGINES, name)
     except (ImportError, RuntimeError) as error:  # torch raises RuntimeError for a back end without its driver
         reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
         raise ValueError(
             f"engine {name!r} cannot be imported: {reason}; docs/platforms.md says what each device needs"
         ) from error
     return factory
+
+
+def known_options(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for which the function has parameters."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
 
 
 async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, what: str, setting: str) -> None:
@@ -121,16 +114,9 @@ async def give_up(work: asyncio.Task[None]) -> None:
         await asyncio.wait({work}, timeout=CANCEL_DEADLINE_S)
 
 
-async def stop_engine(
-    engine: Engine, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-) -> None:
-    """Stop the engine; the last arguments are those of `__aexit__`. Raises EngineBroken, unless there is an error
-    already, when it does not end: what it still holds is unknown."""
-    try:
+async def stop_engine(engine: Engine) -> None:
+    """Stop the engine. Raises EngineBroken when it does not end: what it still holds is unknown."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_DEADLINE_S):
-            await engine.stop()
-    except TimeoutError:
-        message = f"the engine did not stop within {STOP_DEADLINE_S:.0f} s"
-        if error is None:
-            raise EngineBroken(message) from None
-        logger.error("%s", message)
+            return await engine.stop()
+    raise EngineBroken(f"the engine did not stop within {STOP_DEADLINE_S:.0f} s")

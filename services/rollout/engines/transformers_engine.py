@@ -64,7 +64,7 @@ class TransformersEngine:
         self._eos_token_ids: list[int] = []
         self._shapes: TensorShapes = {}
         self._version: int | None = None
-        self._num_in_flight = 0
+        self.num_in_flight = 0
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._model is None, "the engine is already started"
@@ -90,7 +90,7 @@ class TransformersEngine:
             raise VersionMismatch(expected_version, self._version)
         if sampling.temperature <= 0:
             raise ValueError(f"temperature {sampling.temperature} is not positive")
-        self._num_in_flight += num_samples
+        self.num_in_flight += num_samples
         is_over = threading.Event()
         try:
             async with self._turn:
@@ -98,7 +98,7 @@ class TransformersEngine:
                 token_ids_GT, logprobs_GT = await sampled
         finally:  # this may have been cancelled
             is_over.set()
-            self._num_in_flight -= num_samples
+            self.num_in_flight -= num_samples
         return [
             self._to_response(token_ids, logprobs, expected_version)
             for token_ids, logprobs in zip(token_ids_GT.tolist(), logprobs_GT.tolist(), strict=True)
@@ -147,7 +147,7 @@ class TransformersEngine:
         token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         shown = ""
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         try:
             while finish_reason is None:
                 token_ids.append(await asyncio.to_thread(self._draw_next, draft))
@@ -161,7 +161,7 @@ class TransformersEngine:
                 yield TextPiece(text[len(shown) :], 1, finish_reason)
                 shown = text
         finally:
-            self._num_in_flight -= 1
+            self.num_in_flight -= 1
 
     @torch.inference_mode()
     def _draw_next(self, draft: Draft) -> int:
@@ -190,7 +190,7 @@ class TransformersEngine:
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         assert self._model is not None, "load before start"
-        assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
+        assert self.num_in_flight == 0, f"load with {self.num_in_flight} responses in flight"
         served, self._version = self._version, None
         is_tied = self._model.config.tie_word_embeddings
         names_in_file = check_weight_file(weights_file, self._shapes, is_tied=is_tied)
@@ -212,9 +212,6 @@ class TransformersEngine:
 
     def capacity(self) -> int:
         return self._max_num_seqs
-
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
 
     async def stop(self) -> None:
         self._model = self._version = None

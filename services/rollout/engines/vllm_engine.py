@@ -54,16 +54,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-# `stop` waits this long (seconds) for an engine that is being built; after that it is shut down once it is there.
-BUILD_DEADLINE_S = 120.0
-
 MAX_SHUTDOWNS = 3
-
-# vLLM's engine core is looked at this often (seconds) while it owes an answer.
-CORE_CHECK_S = 0.5
-
-# Below this vLLM samples at another temperature than the one asked for.
-MIN_TEMPERATURE = 0.01
+CORE_CHECK_S = 0.5  # vLLM's engine core is looked at this often while it owes an answer
+MIN_TEMPERATURE = 0.01  # below this vLLM samples at another temperature than the one asked for
 
 
 class VllmEngine:
@@ -115,7 +108,7 @@ class VllmEngine:
         self._shapes: TensorShapes = {}
         self._is_tied = False
         self._version: int | None = None
-        self._num_in_flight = 0
+        self.num_in_flight = 0
         self._num_requests = 0
 
     @staticmethod
@@ -192,12 +185,12 @@ class VllmEngine:
             raise VersionMismatch(expected_version, self._version)
         params = _sampling_params(sampling, num_samples)
         self._num_requests += 1
-        self._num_in_flight += num_samples
+        self.num_in_flight += num_samples
         try:
             request = _complete(self._llm, prompt_token_ids, params, request_id=str(self._num_requests))
             return await _unless_core_dies(self._llm, request)
         finally:
-            self._num_in_flight -= num_samples
+            self.num_in_flight -= num_samples
 
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
@@ -207,21 +200,21 @@ class VllmEngine:
             raise VersionMismatch(expected_version, self._version)
         params = _chat_params(sampling)
         self._num_requests += 1
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
         try:
             async with aclosing(self._llm.generate(prompt, params, request_id=str(self._num_requests))) as outputs:
                 async for output in outputs:
                     yield _to_piece(output.outputs[0], expected_version)
         finally:
-            self._num_in_flight -= 1
+            self.num_in_flight -= 1
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         """Load a version; see `Engine`. When vLLM itself fails, a load of all tensors may repair it; if that fails too,
         or if this is cancelled, stop and start the engine.
         """
         assert self._llm is not None, "load before start"
-        assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
+        assert self.num_in_flight == 0, f"load with {self.num_in_flight} responses in flight"
         served, self._version = self._version, None
         names_in_file = check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
         async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
@@ -248,34 +241,18 @@ class VllmEngine:
     def capacity(self) -> int:
         return self._max_num_seqs
 
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
-
     async def stop(self) -> None:
-        if self._building is not None:
-            await self._end_building(self._building)
+        if (building := self._building) is not None:  # a cancelled or failed start, whose thread cannot be stopped
+            await asyncio.wait({building})
+            self._building = None
+            if not building.cancelled() and (error := building.exception()) is not None:
+                logger.warning("vLLM did not start: %s: %s", type(error).__name__, error)
         llm, self._llm, self._version = self._llm, None, None
         if llm is None:
             return
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would take the end of the engine core for a crash
         await asyncio.to_thread(shut_down, llm)
-
-    async def _end_building(self, building: "asyncio.Task[None]") -> None:
-        """Clean up after a cancelled or failed start. A thread cannot be stopped: wait for what it builds, within
-        bounds."""
-        self._building = None
-        await asyncio.wait({building}, timeout=BUILD_DEADLINE_S)
-        if not building.done():
-            logger.warning("vLLM is still starting %.0f s after it was asked to stop", BUILD_DEADLINE_S)
-            building.add_done_callback(self._shut_down_late)
-        elif not building.cancelled() and (error := building.exception()) is not None:
-            logger.warning("vLLM did not start: %s: %s", type(error).__name__, error)
-
-    def _shut_down_late(self, building: "asyncio.Task[None]") -> None:
-        llm, self._llm = self._llm, None
-        if not building.cancelled() and llm is not None:
-            asyncio.get_running_loop().run_in_executor(None, shut_down, llm)
 
 
 def shut_down(llm: "AsyncLLM") -> None:

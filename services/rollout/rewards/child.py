@@ -26,13 +26,7 @@ from typing import Any
 
 from onbeat.confine import die_with_parent
 from onbeat.installed import REWARDS, load_installed
-from services.rollout.children.limits import (
-    LOAD_S,
-    MAX_MESSAGE,
-    Answers,
-    restrict_this_process,
-    take_protocol_streams,
-)
+from services.rollout.children.limits import LOAD_S, MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 
 MAX_OPEN_FILES = 256

@@ -1,8 +1,9 @@
 """The outcomes of scoring a group: a score, a failure of the infrastructure, or a refusal by the reward itself."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -40,13 +41,14 @@ class RewardError(Exception):
     """A response has no score. `kind` names the reason in metrics and messages; how it is handled follows from the type
     alone.
 
-    `index`: of the response; None if the whole group failed. `is_final`: asking again would bring the same answer.
+    `index`: of the response; None if the whole group failed. `retry_after_s`: a retry before that is useless; infinite
+    when it would bring the same answer.
     """
 
-    def __init__(self, kind: str, message: str, index: int | None = None, *, is_final: bool = False) -> None:
+    def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
         where = "" if index is None else f"response {index}: "
         super().__init__(f"{where}{kind}: {message[:MAX_MESSAGE]}")
-        self.kind, self.index, self.is_final = kind, index, is_final
+        self.kind, self.index, self.retry_after_s = kind, index, retry_after_s
 
 
 class RewardRefused(RewardError):
@@ -55,25 +57,28 @@ class RewardRefused(RewardError):
 
 class RewardUnavailable(RewardError):
     """The reward gave no answer: it crashed, was killed, ran out of time or memory, or was not reachable. This says
-    nothing about the group. `retry_after_s`: a retry before that is useless."""
-
-    def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
-        super().__init__(kind, message, index)
-        self.retry_after_s = retry_after_s
+    nothing about the group."""
 
 
 class ServiceMissing(RewardUnavailable):
     """The service is missing in this rollout's settings."""
 
 
-class RewardSource(Protocol):
-    """A source of scores: a scoring process or a service."""
+def weigh(requests: Sequence[RewardRequest], scores: Sequence[Sequence[Score]]) -> list[Score]:
+    """Return one score per response from those of each reward, [R][G]. Raises RewardRefused for a sum out of bounds.
 
-    async def score(
-        self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
-    ) -> None:
-        """Try once: put the scores of the responses at `indexes` into `scores`. Raises RewardError; scores that were
-        there before an error are kept.
-
-        `deadline` is on the event loop's clock; the caller cancels soon after it.
-        """
+    The part of a reward is its own value, without the weight; what it has as parts is `PART.NAME`.
+    """
+    weighed = []
+    for index, of_response in enumerate(zip(*scores, strict=True)):
+        parts: dict[str, float] = {}
+        for request, score in zip(requests, of_response, strict=True):
+            prefix = f"{request.part}." if request.part else ""
+            parts |= {f"{prefix}{name}": value for name, value in score.parts.items()}
+            parts |= {request.part: score.reward} if request.part else {}
+        total = math.fsum(request.weight * score.reward for request, score in zip(requests, of_response, strict=True))
+        if abs(total) > MAX_REWARD:
+            message = f"the weighted sum is {total:g}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+            raise RewardRefused("invalid", f"{message}; lower reward.weight", index)
+        weighed.append(Score(total, parts))
+    return weighed

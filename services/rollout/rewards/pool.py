@@ -1,13 +1,115 @@
-"""A pool of scoring processes, started on first use and kept warm. A reward that hangs or crashes takes only its own
-process with it.
+"""The scoring processes: child processes that answer as child.py says, started on first use and kept warm. A reward
+that hangs or crashes takes only its own process with it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from onbeat.rewards import MAX_REWARDS
-from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
-from services.rollout.rewards.process import Limits, RewardProcess
+from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
+from services.rollout.children.limits import LOAD_S
+from services.rollout.children.process import ChildDied, ChildProcess
+from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
+
+CODE = "the reward"  # in messages
+
+
+class Scored(Answer):
+    step: Literal["scored"]
+    position: int
+    reward: Number
+    parts: dict[str, Number]
+
+
+class Failed(Answer):
+    step: Literal["failed"]
+    position: int
+    kind: Literal["load", "options", "raised", "invalid", "memory"]
+    message: str
+
+
+ANSWER: TypeAdapter[Loaded | Scored | Failed] = TypeAdapter(
+    Annotated[Loaded | Scored | Failed, Field(discriminator="step")]
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that one process has for all its life; see docs/rewards.md. `timeout_s`: of one response."""
+
+    timeout_s: float
+    memory_mb: int
+
+
+class RewardProcess:
+    """A process that scores the responses of one request after another."""
+
+    def __init__(self, child: ChildProcess, limits: Limits) -> None:
+        self.limits = limits
+        self._child = child
+        self._num_requests = 0
+
+    @classmethod
+    async def start(cls, limits: Limits) -> "RewardProcess":
+        """Start a process. Raises RewardUnavailable."""
+        arguments = ("services.rollout.rewards.child", str(limits.timeout_s), str(limits.memory_mb))
+        try:
+            child = await ChildProcess.start("the scoring process", *arguments)
+        except OSError as error:
+            raise RewardUnavailable("crashed", f"no scoring process could be started: {error}") from error
+        return cls(child, limits)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.is_alive
+
+    async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
+        """Score the responses at `indexes` into `scores`. Raises RewardError at the first that has no score."""
+        self._num_requests += 1
+        message = {
+            "request": self._num_requests,
+            "reward": request.name,
+            "options": request.options,
+            "context": request.context,
+            "responses": [request.responses[index] for index in indexes],
+        }
+        with living(indexes[0], "the scoring process did not take the request"):
+            await self._child.send(message)
+        with living(indexes[0], f"importing {request.name} took longer than {LOAD_S:g} s"):
+            if not isinstance(await self._receive(LOAD_S, indexes[0]), Loaded):
+                raise OutOfStep(CODE)
+        for position, index in enumerate(indexes):
+            with living(index, f"scoring took longer than {self.limits.timeout_s:g} s"):
+                answer = await self._receive(self.limits.timeout_s, index)
+                if not isinstance(answer, Scored) or answer.position != position:
+                    raise OutOfStep(CODE)
+            scores[index] = Score(answer.reward, answer.parts)
+
+    async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored:
+        answer = await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
+        if not isinstance(answer, Failed):
+            return answer
+        failure = RewardUnavailable if answer.kind == "memory" else RewardRefused
+        raise failure(answer.kind, answer.message, index)
+
+    async def kill(self) -> None:
+        await self._child.kill()
+
+
+@contextmanager
+def living(index: int, late: str) -> Iterator[None]:
+    """Raise RewardUnavailable for this response when the process dies, or does not answer in time."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RewardUnavailable("timeout", late, index) from error
+    except ChildDied as error:
+        raise RewardUnavailable("crashed", str(error), index) from error
 
 
 class RewardPool:
@@ -21,7 +123,8 @@ class RewardPool:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """Try once; see RewardSource. The caller enforces the deadline."""
+        """Try once: put the scores of the responses at `indexes` into `scores`. Raises RewardError; scores that were
+        there before an error are kept. The caller cancels this soon after the deadline."""
         async with self._turns:
             process = await self._take(Limits(request.timeout_s, request.memory_limit_mb))
             is_reusable = False

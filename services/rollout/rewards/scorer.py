@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from onbeat.rewards import HTTP_REWARD
 from services.rollout import meters
 from services.rollout.retries import delay_after
-from services.rollout.rewards.outcome import (
-    UNREACHABLE,
-    RewardError,
-    RewardRequest,
-    RewardSource,
-    RewardUnavailable,
-    Score,
-    ServiceMissing,
-)
+from services.rollout.rewards.outcome import UNREACHABLE, RewardError, RewardRequest, Score, ServiceMissing
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.service import RewardService
 from services.rollout.settings import RewardServiceSettings
@@ -35,7 +27,7 @@ class Scorer:
         self._pool = RewardPool(num_processes)
         self._services = {name: RewardService(name, settings) for name, settings in services.items()}
 
-    def source(self, name: str, options: dict[str, object]) -> RewardSource:
+    def source(self, name: str, options: dict[str, object]) -> RewardPool | RewardService:
         """Return the source of a reward. Raises ServiceMissing: call this before anything is generated in vain."""
         if name != HTTP_REWARD:
             return self._pool
@@ -66,11 +58,8 @@ class Scorer:
                 logger.warning("reward %s: %s", request.name, error)
                 num_failures += 1
                 num_tries[error.index] += error.kind != UNREACHABLE
-                delay_s = delay_after(num_failures)
-                if isinstance(error, RewardUnavailable):
-                    delay_s += error.retry_after_s  # what the service asked for
-                is_over = error.is_final or num_tries[error.index] >= request.max_attempts
-                if is_over or now() + delay_s >= deadline:
+                delay_s = delay_after(num_failures) + error.retry_after_s
+                if num_tries[error.index] >= request.max_attempts or now() + delay_s >= deadline:
                     raise
                 await asyncio.sleep(delay_s)
                 if now() >= deadline:  # it took longer, on a busy machine; a try without time would hide the reason

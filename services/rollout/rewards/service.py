@@ -6,6 +6,7 @@
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ class ServiceAnswer(BaseModel):
 
 
 class RewardService:
-    """A RewardSource over HTTP. All responses of a call are scored together, within `timeout_s` for each of them."""
+    """A service over HTTP. All responses of a call are scored together, within `timeout_s` for each of them."""
 
     def __init__(self, name: str, settings: RewardServiceSettings) -> None:
         self._name, self._settings = name, settings
@@ -46,6 +47,7 @@ class RewardService:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
+        """Try once; as `RewardPool.score`, with the deadline on the event loop's clock."""
         limit_s = min(request.timeout_s * len(indexes), deadline - asyncio.get_running_loop().time())
         if limit_s <= 0:  # not the service's failure
             message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
@@ -100,10 +102,10 @@ class RewardService:
             return
         if answer.is_redirect:
             message = f"{status}: redirects are not followed, correct its url in ONBEAT_REWARD_SERVICES"
-            raise RewardRefused("refused", message, is_final=True)
+            raise RewardRefused("refused", message, retry_after_s=math.inf)
         if answer.is_client_error and answer.status_code not in BUSY_STATUSES:
             remedy = ": set its bearer_token_file in ONBEAT_REWARD_SERVICES" if answer.status_code == 401 else ""
-            raise RewardRefused("refused", status + remedy, is_final=True)
+            raise RewardRefused("refused", status + remedy, retry_after_s=math.inf)
         raise RewardUnavailable(UNREACHABLE, status, retry_after_s=read_retry_after(answer))
 
     async def _read_body(self, answer: httpx.Response) -> bytes:

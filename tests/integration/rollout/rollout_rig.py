@@ -168,11 +168,22 @@ class Rig:
             assert time.monotonic() < deadline, "the condition was not met in time"
             await asyncio.sleep(0.02)
 
-    async def until_released(self, times: int) -> None:
-        async def is_released() -> bool:
-            return len(await self.event_messages("group.released")) >= times
+    async def until_told(self, kind: str, times: int = 1) -> list[str]:
+        """Wait until there are so many events of a kind. Return the messages."""
 
-        await self.until(is_released)
+        async def are_told() -> bool:
+            return len(await self.event_messages(kind)) >= times
+
+        await self.until(are_told)
+        return await self.event_messages(kind)
+
+    async def until_states(self, *states: str, timeout_s: float = 15.0) -> None:
+        """Wait until these are the states of the pool's rollouts."""
+
+        async def are_those() -> bool:
+            return [worker.state for worker in await self.ledger.workers.records(self.pool)] == list(states)
+
+        await self.until(are_those, timeout_s)
 
     async def event_messages(self, kind: str) -> list[str]:
         return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]

@@ -233,7 +233,7 @@ async def test_rapid_version_changes_end_a_chat_after_some_tries(rig: ChatRig, m
 async def test_groups_are_generated_while_chats_fill_their_slots(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.05, is_endless=True))
     asking = [asyncio.create_task(rig.ask(max_tokens=LONG)) for _ in range(2)]
-    await rig.until(lambda: engine.num_in_flight() == 2)
+    await rig.until(lambda: engine.num_in_flight == 2)
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
     assert len(await rig.drained(0, timeout_s=15)) == 4
     assert not any(task.done() for task in asking)
@@ -246,7 +246,7 @@ async def test_chats_never_exceed_the_engines_slots(rig: ChatRig) -> None:
     asking = [asyncio.create_task(rig.ask(n=4, seed=seed)) for seed in range(3)]
     most = 0
     while not all(task.done() for task in asking):
-        most = max(most, engine.num_in_flight())
+        most = max(most, engine.num_in_flight)
         await asyncio.sleep(0.001)
     assert most == 2
     assert [len(task.result().choices) for task in asking] == [4, 4, 4]
@@ -294,9 +294,9 @@ async def test_client_that_hangs_up_frees_the_slot(rig: ChatRig, is_streaming: b
             await stream.close()
         else:
             asking = asyncio.create_task(client.chat.completions.create(**rig.request(max_tokens=LONG)))
-            await rig.until(lambda: engine.num_in_flight() == 1)
+            await rig.until(lambda: engine.num_in_flight == 1)
             asking.cancel()
-        await rig.until(lambda: engine.num_in_flight() == 0, timeout_s=8)  # 20 s are what its tokens take
+        await rig.until(lambda: engine.num_in_flight == 0, timeout_s=8)  # 20 s are what its tokens take
     engine.pace_s = 0.0
     assert (await rig.ask()).usage.completion_tokens == 12
 
@@ -304,7 +304,7 @@ async def test_client_that_hangs_up_frees_the_slot(rig: ChatRig, is_streaming: b
 async def test_client_that_hangs_up_before_its_turn_is_not_answered(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.02, is_endless=True), chat_slots=1)
     first = asyncio.create_task(rig.ask(max_tokens=100))
-    await rig.until(lambda: engine.num_in_flight() == 1)
+    await rig.until(lambda: engine.num_in_flight == 1)
     second = asyncio.create_task(rig.ask(max_tokens=LONG))
 
     async def waits() -> bool:
@@ -322,7 +322,7 @@ async def test_client_that_hangs_up_before_its_turn_is_not_answered(rig: ChatRig
 async def test_rollout_that_stops_says_so(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.05, is_endless=True))
     asking = asyncio.create_task(refused(rig, 503, "rollout_left", max_tokens=LONG))
-    await rig.until(lambda: engine.num_in_flight() == 1)
+    await rig.until(lambda: engine.num_in_flight == 1)
     rig.running[0][0].stop()
     message = await asking
     assert "w0 leaves the job" in message
@@ -409,18 +409,18 @@ async def test_answer_that_takes_too_long_is_504_and_wanted_no_more(ledger: Ledg
         engine = await start(rig, PacedEngine(0.05, is_endless=True))
         message = await refused(rig, 504, "timeout", max_tokens=LONG)
         assert "ONBEAT_CHAT_ANSWER_S" in message
-        await rig.until(lambda: engine.num_in_flight() == 0, timeout_s=5)
+        await rig.until(lambda: engine.num_in_flight == 0, timeout_s=5)
 
 
 async def test_broker_that_stops_ends_its_chats(ledger: Ledger, tmp_path: Path) -> None:
     async with chatting(ledger, tmp_path) as rig:
         engine = await start(rig, PacedEngine(0.05, is_endless=True))
         asking = asyncio.create_task(refused(rig, 503, "broker_stopping", max_tokens=LONG))
-        await rig.until(lambda: engine.num_in_flight() == 1)
+        await rig.until(lambda: engine.num_in_flight == 1)
         assert rig.server is not None
         rig.server.should_exit = True
         await asking
-        await rig.until(lambda: engine.num_in_flight() == 0, timeout_s=5)
+        await rig.until(lambda: engine.num_in_flight == 0, timeout_s=5)
 
 
 async def test_request_whose_broker_has_died_is_forgotten(rig: ChatRig) -> None:
@@ -537,6 +537,6 @@ async def test_reference_engine_streams_characters_and_frees_its_slot(tmp_path: 
     stream = engine.stream([1], ChatSampling(10, 1.0, 0), 3)
     drawn = iter(engine._tokenizer("abc")["input_ids"])
     assert (await anext(stream)).text == "a"
-    assert engine.num_in_flight() == 1
+    assert engine.num_in_flight == 1
     await stream.aclose()
-    assert engine.num_in_flight() == 0
+    assert engine.num_in_flight == 0

@@ -58,9 +58,9 @@ async def test_vllm_answers_streams_stops_and_makes_way(ledger: Ledger, tmp_path
         assert not processor.has_unfinished_requests()  # what a stop string has cut off, too
         engine.may_go_on.clear()
         asking = asyncio.create_task(rig.ask(max_tokens=450))
-        await rig.until(lambda: engine.num_in_flight() == 1)
+        await rig.until(lambda: engine.num_in_flight == 1)
         asking.cancel()
-        await rig.until(lambda: engine.num_in_flight() == 0 and not processor.has_unfinished_requests())
+        await rig.until(lambda: engine.num_in_flight == 0 and not processor.has_unfinished_requests())
 
         stream = await client.chat.completions.create(**rig.request(max_tokens=450), stream=True)
         await anext(stream)

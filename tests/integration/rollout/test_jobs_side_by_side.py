@@ -180,7 +180,7 @@ async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, mo
     engine.may_finish.clear()
     pool.crew.start_worker(engine)
     await first.open(0, *(first.task(0, index) for index in range(3)))
-    await first.until(lambda: engine.num_in_flight() == 3 * G, PATIENCE_S)
+    await first.until(lambda: engine.num_in_flight == 3 * G, PATIENCE_S)
     await first.ledger.jobs.move(first.job_id, JobState.FAILED, "over")
     await first.ledger.jobs.delete(first.job_id)
     await second.start_job()
@@ -207,7 +207,7 @@ async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool: Poo
     for engine in engines[1:]:
         engine.may_finish.clear()
         rig.start_worker(engine)
-    await rig.until(lambda: all(engine.num_in_flight() for engine in engines), PATIENCE_S)
+    await rig.until(lambda: all(engine.num_in_flight for engine in engines), PATIENCE_S)
     for engine in engines:
         engine.may_finish.set()
     await accepted(12)

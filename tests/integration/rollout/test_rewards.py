@@ -18,7 +18,7 @@ from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards.child import MAX_OPEN_FILES
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
-from services.rollout.rewards.process import Limits, RewardProcess
+from services.rollout.rewards.pool import Limits, RewardProcess
 from services.rollout.rewards.scorer import Scorer
 from tests.broker_fixtures import make_group, tasks_for
 from tests.installed import install
@@ -138,11 +138,6 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
     defaults = {"name": "behave", "options": {}, "memory_limit_mb": 512}
     limits = {"timeout_s": timeout_s, "max_attempts": max_attempts}
     return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
-
-
-async def test_scores_come_back_in_order_with_their_parts(scorer):
-    scores = await score(scorer, request("a", "bbb"))
-    assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
@@ -356,7 +351,7 @@ def test_killed_rollout_leaves_no_scoring_process_behind():
     script = """
 import asyncio
 from services.rollout.rewards.outcome import RewardRequest
-from services.rollout.rewards.process import Limits, RewardProcess
+from services.rollout.rewards.pool import Limits, RewardProcess
 async def main():
     process = await RewardProcess.start(Limits(600.0, 512))
     print(process._child.pid, flush=True)

@@ -30,8 +30,7 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
     rig.start_worker(hardware=Hardware("Older", "AVX2, no bfloat16", "emulated"))
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
-    events = await rig.ledger.event_log.read(rig.job_id)
-    (warning,) = [event.message for event in events if event.kind == "job.warning"]
+    (warning,) = await rig.event_messages("job.warning")
     assert warning.startswith("w0 computes in the job's bfloat16 without instructions for it")
     (worker,) = await rig.ledger.workers.records(rig.pool)
     assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
@@ -40,13 +39,9 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
 async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
     rig.start_worker(hardware=Hardware("T4", "compute capability 7.5", "missing"))
     await rig.open(0, rig.task(0, 0))
-
-    async def warnings():
-        return [event.message for event in await rig.ledger.event_log.read(rig.job_id) if event.kind == "job.warning"]
-
-    await rig.until(warnings)
+    await rig.until_told("job.warning")
     await asyncio.sleep(3 * FIND_JOB_S)  # it looks again, and says nothing again
-    (warning,) = await warnings()
+    (warning,) = await rig.event_messages("job.warning")
     assert warning == (
         "w0 does not serve the job: its T4 (compute capability 7.5) cannot compute in the job's bfloat16; "
         "submit the job with model.dtype = auto or float32"
@@ -102,7 +97,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     rig.start_worker(engine)
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
     await rig.open(0, rig.task(0, 0, messages=messages, data_row=7), rig.task(0, 1, messages=[], text="2+2="))
-    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.until(lambda: engine.num_in_flight == 2 * G)
     engine.may_finish.set()
     chat, plain = await rig.drained(0)
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
@@ -160,16 +155,12 @@ async def test_heartbeat_reports_job_state_and_version(rig):
     await beat(rig.ledger, rig.pool, WorkerRecord(id="long-dead", state="idle"), ago_s=2 * 86_400)
     rig.start_worker(engine, tensor_parallel_size=2)
     await rig.open(0, rig.task(0, 0))
-
-    async def is_said(state) -> bool:
-        return [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == [state]
-
-    await rig.until(lambda: is_said("generating"))
+    await rig.until_states("generating")
     (worker,) = await rig.ledger.workers.records(rig.pool)  # nobody else: the dead one is forgotten
     assert (worker.id, worker.job_id, worker.policy_version, worker.num_devices) == ("w0", rig.job_id, 0, 2)
     engine.may_finish.set()
     await rig.drained(0)
-    await rig.until(lambda: is_said("idle"))
+    await rig.until_states("idle")
 
 
 async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
@@ -178,12 +169,7 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
     await rig.drained(0)
     await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
     await rig.until(lambda: rig.engines[0].stopped)
-
-    async def has_left() -> bool:
-        return await rig.event_messages("worker.left") == ["w0"]
-
-    await rig.until(has_left)
-    assert await rig.event_messages("worker.joined") == ["w0"]
+    assert await rig.until_told("worker.left") == await rig.event_messages("worker.joined") == ["w0"]
     rig.engines[0].stopped = False
     await rig.start_job()
     await rig.open(0, rig.task(0, 0))
@@ -199,31 +185,12 @@ async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
     engine.may_finish.clear()
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.open(1, rig.task(1, 0), version=0)
-    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.until(lambda: engine.num_in_flight == 2 * G)
     engine.may_finish.set()
     for iteration in (0, 1):
         assert {group.policy_version for group in await rig.drained(iteration)} == {0}
-
-
-async def test_dead_workers_group_is_generated_on_its_own_version(rig):
-    await rig.replace_job(max_staleness=2)
-    await rig.skip(0)
-    await rig.open(1, rig.task(1, 0), rig.task(1, 1))
-    (dead,) = await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=30.0)
-    rig.start_worker(lease_s=30.0)
-    await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
-    await rig.open(2, rig.task(2, 0), version=1)
-    await rig.drained(2)
-    await rig.trainer.publish(2)
-    await rig.until(lambda: rig.engines[0].version() == 2)  # idle, and ahead
-    prompts = JobKeys(rig.job_id).prompts
-    await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "dead", 0, [dead.entry_id], idle=60_000, justid=True)
-    groups = await rig.drained(1)
-    assert [list(r.token_ids) for group in groups for r in group.responses] == [[1] * 3] * (2 * G)
-    assert [version for version, _, _ in rig.engines[0].requests] == [1, 1, 1]
-    assert rig.engines[0].loads == [2, 1]
 
 
 async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
@@ -433,8 +400,8 @@ async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monk
     await rig.restart_trainer_behind(3)
     rig.start_worker()
     await rig.open(3, rig.task(3, 0))
-    await rig.until_released(4)
-    assert {message.split(", on")[0] for message in await rig.event_messages("group.released")} == {"3-0, attempt 1"}
+    released = await rig.until_told("group.released", times=4)
+    assert {message.split(", on")[0] for message in released} == {"3-0, attempt 1"}
     for version in (1, 2, 3):
         await rig.trainer.publish(version)
     assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
@@ -444,11 +411,7 @@ async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
     rig.trainer.is_up = False
     impatient, _ = rig.start_worker(drain_s=60.0), rig.start_worker()
     await rig.open(0, rig.task(0, 0))
-
-    async def are_starting() -> bool:
-        return [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"] * 2
-
-    await rig.until(are_starting)
+    await rig.until_states("starting", "starting")
     impatient.stop()  # it can be stopped while it waits
     await asyncio.wait_for(rig.running[0][1], timeout=20)
     rig.trainer.is_up = True
@@ -487,7 +450,7 @@ async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
     await rig.commit(0)
     engine.may_finish.clear()
     await rig.open(1, rig.task(1, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     entry = (await rig.ledger.redis.xrange(prompts))[-1][0].decode()
     await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "thief", 0, [entry], idle=0)
     await asyncio.wait_for(engine.is_cancelled.wait(), timeout=15)
@@ -524,7 +487,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     await rig.drained(0)
     engine.may_finish.clear()
     await rig.open(1, rig.task(1, 0), version=0)
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.commit(0)
     await rig.open(2, rig.task(2, 0), version=1)  # waits until the engine is free of version 0
     await rig.until(lambda: len(worker._session._parts.loop.flights) == 2)
@@ -537,7 +500,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
 
     await rig.until(is_free)
     assert [(claim.task.group_id, claim.attempt) for claim in taken] == [("2-0", 1)]
-    assert engine.num_in_flight() == G
+    assert engine.num_in_flight == G
     engine.may_finish.set()
     await asyncio.wait_for(rig.running[0][1], timeout=30)
     assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
@@ -553,7 +516,7 @@ async def test_group_not_ready_in_the_drain_time_is_handed_back(rig, drain_s):
     engine.may_finish.clear()
     worker = rig.start_worker(engine, drain_s=drain_s)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     worker.stop()
     await asyncio.wait_for(rig.running[0][1], timeout=10)
     rig.start_worker()
@@ -578,7 +541,7 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
     engine.may_finish.clear()
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.until(lambda: engine.num_in_flight == G)
     await rig.ledger.jobs.move(rig.job_id, JobState.CANCELLING)
     await rig.until(lambda: engine.stopped)
     assert not rig.running[0][1].done()
@@ -622,11 +585,7 @@ async def test_killed_rollout_loses_no_group_and_sigterm_ends_cleanly(served_rig
     try:
         tasks = [rig.task(0, index, max_response_tokens=300) for index in range(6)]
         await rig.open(0, *tasks)
-
-        async def is_generating() -> bool:
-            return any(worker.num_in_flight for worker in await rig.ledger.workers.records(rig.pool))
-
-        await rig.until(is_generating, timeout_s=60)
+        await rig.until_states("generating", timeout_s=60)
         doomed.kill()
         heir = Process(redis_url, rig.pool, "heir").process
         groups = [*await rig.drained(0, timeout_s=60)]
@@ -652,13 +611,9 @@ async def test_process_asked_twice_to_stop_returns_everything_at_once(served_rig
     process = Process(redis_url, rig.pool, "hasty", drain_s=600.0).process
     try:
         await rig.open(0, *(rig.task(0, index, max_response_tokens=300) for index in range(6)))
-
-        async def is_doing(state: str) -> bool:
-            return state in [worker.state for worker in await rig.ledger.workers.records(rig.pool)]
-
-        await rig.until(lambda: is_doing("generating"), timeout_s=60)
+        await rig.until_states("generating", timeout_s=60)
         process.send_signal(signal.SIGTERM)
-        await rig.until(lambda: is_doing("draining"), timeout_s=60)
+        await rig.until_states("draining", timeout_s=60)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
         num_accepted = len(await rig.groups(0))

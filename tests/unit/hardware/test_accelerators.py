@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.hardware import accelerators
-from onbeat.hardware.accelerators import (
-    KINDS,
-    DevicePlan,
-    available_devices,
-    device_environments,
-    plan_devices,
-)
+from onbeat.hardware.accelerators import KINDS, available_devices, device_environments, rollout_devices
 from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
 from services.trainer.device import VISIBLE_DEVICES
 
@@ -94,24 +88,7 @@ def test_visible_devices_are_counted_by_variable_and_files(
 def test_first_device_trains_and_the_rest_is_shared_out(
     devices: str, num_rollouts: int, per_rollout: int, rollouts: list[str]
 ) -> None:
-    expected = DevicePlan([devices[0]], [list(names) for names in rollouts])
-    assert plan_devices(list(devices), num_rollouts, per_rollout) == expected
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "shares"),
-    [
-        (["1", "2"], [0.85, 0.85]),
-        (["0"], [0.4]),
-        (["0", "0"], [0.2, 0.2]),
-        (["1", "2", "1"], [0.425, 0.85, 0.425]),
-        (["10"], [0.4]),
-        (["12", "12"], [0.425, 0.425]),
-    ],
-)
-def test_those_who_share_a_device_share_its_memory(rollouts: list[str], shares: list[float]) -> None:
-    plan = DevicePlan(["0"], [list(names) for names in rollouts])
-    assert [plan.memory_share(rollout) for rollout in range(len(rollouts))] == shares
+    assert rollout_devices(list(devices), num_rollouts, per_rollout) == [list(names) for names in rollouts]
 
 
 # ---- devices of the services -------------------------------------------------------------------------------
@@ -122,6 +99,10 @@ def test_memory_is_lowered_on_a_shared_device_unless_set_by_user(tmp_path: Path)
     assert device_environments({}, 1, files) == ({ASCEND: "0"}, [{ASCEND: "0", MEMORY: "0.4"}])
     assert device_environments({}, 3, files)[1] == [{ASCEND: "0", MEMORY: "0.133"}] * 3
     assert device_environments({MEMORY: "0.6"}, 1, files)[1] == [{ASCEND: "0"}]
+    files = machine(tmp_path, "nvidia0", "nvidia1", "nvidia2")
+    assert [added.get(MEMORY) for added in device_environments({}, 3, files)[1]] == ["0.425", None, "0.425"]
+    size = {"ONBEAT_TENSOR_PARALLEL_SIZE": "2"}
+    assert [added.get(MEMORY) for added in device_environments(size, 2, files)[1]] == ["0.425", "0.425"]
 
 
 @pytest.mark.parametrize(("size", "rollouts"), [("2", ["1,2", "3,4"]), ("two", ["1", "2"]), ("0", ["1", "2"])])

@@ -1,6 +1,5 @@
 """Small parts of the rollout: busy time, token rate, how much to claim, engines by name, model files."""
 
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,11 +13,11 @@ from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
 from services.rollout import __main__ as rollout
-from services.rollout.attach import staging_folder, write_model_files
+from services.rollout.attach import write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
-from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
+from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of, union_of
 from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -77,22 +76,12 @@ def test_token_rate_is_of_the_last_ten_seconds():
     assert rate.per_second() == 5.0
 
 
-def test_engine_times_leave_out_the_shortest_gaps():
-    clock = Clock()
-    times = EngineTimes(clock)
-    clock.now = 10.0
-    with times.running():
-        clock.now = 11.0
-        with times.running():  # a second call of another episode
-            clock.now = 12.0
-    for start, end in ((12.05, 13.0), (15.0, 16.0), (17.0, 18.0)):
-        clock.now = start
-        with times.running():
-            clock.now = end
-    assert times.seconds() == pytest.approx(4.95)
-    assert times.joined() == [(10.0, 13.0), (15.0, 16.0), (17.0, 18.0)]
-    assert times.joined(2) == [(10.0, 13.0), (15.0, 18.0)]
-    assert times.joined(1) == [(10.0, 18.0)]
+def test_marks_of_calls_leave_out_the_shortest_gaps():
+    in_engine = union_of([(10.0, 11.5), (17.0, 18.0), (12.05, 13.0), (11.0, 12.0), (11.2, 11.3), (15.0, 16.0)])
+    assert in_engine == [(10.0, 12.0), (12.05, 13.0), (15.0, 16.0), (17.0, 18.0)]
+    assert marks_of(in_engine) == [(10.0, 13.0), (15.0, 16.0), (17.0, 18.0)]
+    assert marks_of(in_engine, 2) == [(10.0, 13.0), (15.0, 18.0)]
+    assert marks_of(in_engine, 1) == [(10.0, 18.0)]
 
 
 def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> list[Flight]:
@@ -183,14 +172,14 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
             prepared.append(device)
 
     entries = [SimpleNamespace(name="narrow", load=lambda: Narrow), SimpleNamespace(name="plain", load=lambda: object)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: entries)
     engine = create_engine("narrow", dtype="float32", cpu_cores="0")
     assert isinstance(engine, Narrow)
     assert engine.dtype == "float32"
     for name in ("narrow", "plain"):
         prepare_engine(name, device="cpu", cpu_cores="0")
     assert prepared == ["cpu"]
-    with pytest.raises(ValueError, match=r"no engine 'wide' .* one of: narrow"):
+    with pytest.raises(ValueError, match=r"no engine 'wide' .* there are: narrow"):
         create_engine("wide")
 
 
@@ -240,19 +229,6 @@ def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
     assert [registry.find_device(name) for name in ("auto", "cpu")] == [found, found]
     assert registry.find_device("cuda") == "looked"
-
-
-def test_private_staging_folder_replaces_a_killed_rollouts_one(tmp_path):
-    parent = tmp_path / "a" / "b"
-    with staging_folder(parent) as killed:
-        (killed / "model").mkdir()
-        left = parent / "onbeat-rollout-killed__"
-        shutil.copytree(killed, left)  # nobody locks it
-    assert list(parent.iterdir()) == [left]
-    with staging_folder(parent) as folder:
-        assert folder.stat().st_mode & 0o077 == 0
-        assert list(parent.iterdir()) == [folder]
-    assert list(parent.iterdir()) == []
 
 
 def test_model_files_are_plain_data_inside_the_folder(tmp_path):

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from services.broker.datasets import PromptItem
 from services.broker.tasks import build_tasks
-from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
-from services.rollout.rewards.weighing import weigh
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
 from tests.broker_fixtures import job_body
 
 SEVERAL = [

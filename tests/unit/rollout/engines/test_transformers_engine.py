@@ -22,4 +22,4 @@ async def test_groups_that_wait_leave_threads_to_others() -> None:
         await asyncio.wait(groups)
     await pulling
     assert done
-    assert engine.num_in_flight() == 0
+    assert engine.num_in_flight == 0

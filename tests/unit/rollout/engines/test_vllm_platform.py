@@ -13,14 +13,7 @@ from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout.engines import registry, vllm_engine, vllm_platform
 from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_platform import (
-    GIB,
-    check_vllm,
-    cores_per_rank,
-    engine_arguments,
-    engine_environment,
-    kv_cache_bytes,
-)
+from services.rollout.engines.vllm_platform import GIB, check_vllm, engine_arguments, engine_environment, kv_cache_bytes
 from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
@@ -127,14 +120,6 @@ def test_cpu_environment_binds_threads_and_keeps_users_choices(monkeypatch: pyte
     assert environ["OMP_PLACES"] == "{4,5,6,7}"
 
 
-@pytest.mark.parametrize(
-    ("cores", "num_ranks", "shared_out"),
-    [("0-3", 1, "0-3"), ("0-3", 2, "0-1|2-3"), ("0,2,4", 2, "0,2|4"), ("5", 2, "5|5")],
-)
-def test_ranks_share_the_cores_out(cores: str, num_ranks: int, shared_out: str) -> None:
-    assert cores_per_rank(cores, num_ranks) == shared_out
-
-
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm="0.32.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -173,7 +158,7 @@ class OnDevice:
 
 
 def install_engine(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
+    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
 
 
 def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
