@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 from onbeat.errors import StreamLost
 from onbeat.streams.codec import (
@@ -18,7 +18,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart, load_script
 from onbeat.types import Verdict
 
 
@@ -34,9 +34,9 @@ class Claim:
 class RolloutSide(LedgerPart):
     """The ledger as rollouts use it."""
 
-    def __init__(self, scripts: Scripts) -> None:
-        super().__init__(scripts)
-        self._submission = BatchedScript(self.redis, scripts.script("submit_group"))
+    def __init__(self, redis: Any) -> None:
+        super().__init__(redis)
+        self._submission = BatchedScript(redis, redis.register_script(load_script("submit_group")))
 
     async def claim(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
         """Claim up to `count` prompts, those of dead workers first. This never blocks."""
