@@ -167,7 +167,7 @@ class PayloadServer:
 
     async def _check_job(self, request: Any, context: Context) -> None:
         if not request.job_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request names no job, or is not of this method")
         if request.job_id != self._job_id:
             detail = f"this address serves job {self._job_id}, not {request.job_id[:80]}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
