@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
@@ -101,8 +101,7 @@ class Pull:
 
     async def complete(self) -> None:
         """Wait until the version is here. Raise the error that ended the pull."""
-        while not self.is_over:
-            await self._wait()
+        await self.over()
         if self.error is not None:
             raise self.error
 
@@ -253,35 +252,30 @@ class PayloadPull:
 
     async def _receive(self, source: str) -> None:
         """Write what the source sends, from where the previous source ended."""
-        if self._attempt.connections.client(source) is not self._attempt.trainer:
+        client = self._attempt.connections.client(source)
+        is_relay = client is not self._attempt.trainer
+        if is_relay:
             self._attempt.relayed.add(self._key.shard)  # set before its first byte, and never unset
         self._host.expect(self._key)
-        async with contextlib.aclosing(self._stream(source)) as messages:
-            async for message in messages:
-                if isinstance(message, Plan):
-                    self._open(message)
-                else:
-                    self._write(message)
-                    self._start_applying()
-        if self._payload is None or not self._payload.is_complete:
-            got, size = (0, 0) if self._payload is None else (self._payload.available, self._payload.plan.size_bytes)
-            raise WeightsError(f"the stream of {self._key} ended after {got} of {size} bytes")
-
-    async def _stream(self, source: str) -> AsyncGenerator[Plan | memoryview, None]:
-        client = self._attempt.connections.client(source)
         offset = 0 if self._payload is None else self._payload.available
         has_others = source not in self._failed
         slowest_s = SLOWEST_PULL_S * 2 ** len(self._failed) if has_others else math.inf
         try:
             async with contextlib.aclosing(client.pull(self._key, offset, slowest_s)) as messages:
                 async for message in messages:
-                    if not isinstance(message, Plan):
+                    if isinstance(message, Plan):
+                        self._open(message)
+                    else:
                         self._pull.stats.received_bytes += len(message)
-                    yield message
+                        self._write(message)
+                        self._start_applying()
         except WeightsError:
-            if client is not self._attempt.trainer:
+            if is_relay:
                 await self._attempt.connections.drop(source)
             raise
+        if self._payload is None or not self._payload.is_complete:
+            got, size = (0, 0) if self._payload is None else (self._payload.available, self._payload.plan.size_bytes)
+            raise WeightsError(f"the stream of {self._key} ended after {got} of {size} bytes")
 
     def _open(self, plan: Plan) -> None:
         key = self._key
