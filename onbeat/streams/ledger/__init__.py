@@ -6,12 +6,11 @@ Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that d
 from redis.asyncio import Redis
 
 from onbeat.streams import keys
-from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.evaluations import Evaluations
-from onbeat.streams.ledger.event_log import EventLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.streams.ledger.job_lists import JobLists
 from onbeat.streams.ledger.jobs import Extension, Jobs
+from onbeat.streams.ledger.logs import AuditLog, EventLog
 from onbeat.streams.ledger.processes import Processes
 from onbeat.streams.ledger.rollout_side import Claim, RolloutSide
 from onbeat.streams.ledger.scripts import LedgerPart

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from onbeat.errors import StreamLost
 from onbeat.streams.codec import (
@@ -49,7 +49,7 @@ class RolloutSide(LedgerPart):
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
         answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
-        return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
+        return answer[0][1][-1][0].decode() if answer else last_seen
 
     async def num_unclaimed_prompts(self, job_id: str) -> int:
         """Return how many prompts no rollout has claimed yet, including those of evaluations."""
