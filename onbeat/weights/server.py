@@ -84,9 +84,9 @@ class Payload:
         if self._reason:
             raise PayloadGivenUp(f"{self.key} is given up: {self._reason}")
 
-    async def wait_for(self, size_bytes: int, timeout_s: float) -> bool:
+    async def wait_for(self, size_bytes: int, timeout_s: float | None = None) -> bool:
         """Return whether `size_bytes` bytes arrive in time. Raise PayloadGivenUp."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while True:
             self.check()
             if self.available >= size_bytes:
