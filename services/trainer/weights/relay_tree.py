@@ -16,11 +16,8 @@ from onbeat.network import host_of, is_loopback
 from onbeat.weights.wire import PayloadKey, Peer
 
 UNSPECIFIED = ("0.0.0.0", "::")  # what a server that listens everywhere may report
-
 SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
-
 FORGET_S = 3600.0  # a worker that has asked for nothing for this long is no longer a source
-
 ROOT = ""  # the trainer, among worker ids
 
 
