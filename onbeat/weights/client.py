@@ -163,23 +163,22 @@ class WeightsClient:
 
     @contextlib.contextmanager
     def _as_weights_error(self, doing: str, not_found: type[WeightsError] = WeightsError) -> Iterator[None]:
+        failed = f"could not {doing} at {self.address}"
         try:
             yield
         except grpc.aio.AioRpcError as error:
             kind = not_found if error.code() is grpc.StatusCode.NOT_FOUND else WeightsError
-            raise kind(f"could not {doing} at {self.address}: {error.code().name}: {error.details()}") from error
+            raise kind(f"{failed}: {error.code().name}: {error.details()}") from error
         except WeightsError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: {error}") from error
-        except grpc.aio.UsageError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+            raise WeightsError(f"{failed}: {error}") from error
         except TimeoutError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
-        except asyncio.CancelledError as error:
+            raise WeightsError(f"{failed}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
+        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+            # gRPC also cancels when the channel is closed; a task ended by that would pass for a cancelled one.
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            # gRPC also raises this when the channel is closed; a task ended by it would pass for a cancelled one.
-            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+            raise WeightsError(f"{failed}: the connection was closed here") from error
 
 
 class Connections:
