@@ -118,14 +118,10 @@ class WeightsClient:
                     now = time.monotonic()
                     if now - started > PROGRESS_S:
                         if received < PROGRESS_BYTES:
-                            raise WeightsError(
-                                f"{key}: only {received} bytes in {PROGRESS_S:.0f} s from {self.address}"
-                            )
+                            raise WeightsError(f"only {received} bytes in {PROGRESS_S:.0f} s")
                         started, received = now, 0
                     if num_data < num_wanted * (now - began - PROGRESS_S) / slowest_s:  # it may have waited itself
-                        raise WeightsError(
-                            f"{key}: only {num_data} of {num_wanted} bytes in {now - began:.0f} s from {self.address}"
-                        )
+                        raise WeightsError(f"only {num_data} of {num_wanted} bytes in {now - began:.0f} s")
                     async with asyncio.timeout(MESSAGE_DEADLINE_S):
                         message = await anext(messages, None)
                     if message is None:
@@ -134,7 +130,7 @@ class WeightsClient:
                     part = read_message(key, message)
                     if isinstance(part, Plan):
                         if has_plan:  # an endless series of plans would pass for progress
-                            raise WeightsError(f"{key}: a second plan came")
+                            raise WeightsError("a second plan came")
                         has_plan, num_wanted = True, part.size_bytes - offset_bytes
                     else:
                         num_data += len(part)
