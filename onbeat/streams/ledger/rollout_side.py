@@ -88,19 +88,19 @@ class RolloutSide(LedgerPart):
         check_token_lengths(group)
         job = JobKeys(job_id)
         number = group.iteration
-        kind, keys_of_unit = (
-            ("evaluation", (job.evaluation(number), job.evaluation_groups(number), job.evaluation_results(number)))
-            if group.is_evaluation
-            else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
-        )
-        unit, ledger, results = keys_of_unit
+        if group.is_evaluation:
+            unit, ledger = job.evaluation(number), job.evaluation_groups(number)
+            kind, results = "evaluation", job.evaluation_results(number)
+        else:
+            unit, ledger = job.iteration(number), job.groups(number)
+            kind, results = "iteration", job.rollouts
         more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths, job.spares(number)]
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
-        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
-        described = (versions, failure_text(group), group.timings.worker_busy_s, kind)
-        more_args = (*described, payload_digest(payload), *length_of(group), int(do_rewards_differ(group)))
-        verdict = await self._submission([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
+        args: list[Any] = [entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload]
+        args += [versions, failure_text(group), group.timings.worker_busy_s, kind]
+        args += [payload_digest(payload), *length_of(group), int(do_rewards_differ(group))]
+        verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())
 
 
