@@ -232,7 +232,9 @@ def _refusal(code: grpc.StatusCode, detail: str) -> Handler:
 
 
 def _server_credentials(security: WireSecurity) -> grpc.ServerCredentials:
-    pair = (_pem(TLS_KEY, security.tls_key), _pem(TLS_CERT, security.tls_cert))
+    assert security.tls_cert is not None
+    assert security.tls_key is not None
+    pair = (read_file(TLS_KEY, security.tls_key).encode(), read_file(TLS_CERT, security.tls_cert).encode())
     has_authority = security.tls_ca is not None
     return grpc.ssl_server_credentials([pair], _pem(TLS_CA, security.tls_ca), require_client_auth=has_authority)
 
