@@ -106,6 +106,7 @@ class Trainer:
     async def start(self) -> Answer:
         port = await self._server.start(self._host, 0)
         self._address = f"{self._host}:{port}"
+        await self.serve(egress=1, fanout=1)
         self._bare = create_server(self._security, max_concurrent_calls=16)
         stream = grpc.unary_stream_rpc_method_handler(self._stream)
         self._bare.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(JOB, {BARE_METHOD: stream}),))

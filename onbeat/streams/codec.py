@@ -97,24 +97,21 @@ def check_group(group: RolloutGroup) -> None:
 
 def check_content(group: RolloutGroup) -> None:
     """Check all of a group but its durations. Raise ValueError like `check_group`."""
+    name = f"group {group.group_id}"
     if unknown := sorted(set(group.failed_episodes) - set(EpisodeFailureKind)):
         kinds = ", ".join(EpisodeFailureKind)
-        raise ValueError(
-            f"group {group.group_id}: {unknown[0]!r:.80} is no kind of a failed episode; there are: {kinds}"
-        )
+        raise ValueError(f"{name}: {unknown[0]!r:.80} is no kind of a failed episode; there are: {kinds}")
     if group.HasField("failure"):
         if group.responses:
-            raise ValueError(f"group {group.group_id}: a failed group holds no responses")
+            raise ValueError(f"{name}: a failed group holds no responses")
         if not group.failure.kind:
-            raise ValueError(
-                f"group {group.group_id}: its failure has no kind; set failure.kind, say generation_failed"
-            )
+            raise ValueError(f"{name}: its failure has no kind; set failure.kind, say generation_failed")
         return
     if not group.responses or not group.prompt_token_ids:
-        raise ValueError(f"group {group.group_id}: has no prompt or no responses")
+        raise ValueError(f"{name}: has no prompt or no responses")
     for index, response in enumerate(group.responses):
         if problem := problem_of(response) or problem_of_turns(response, len(group.prompt_token_ids)):
-            raise ValueError(f"group {group.group_id}, response {index}: {problem}")
+            raise ValueError(f"{name}, response {index}: {problem}")
 
 
 def problem_of(response: Response) -> str:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from onbeat.errors import JobNotFound
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.event_log import to_event
+from onbeat.streams.ledger.logs import to_event
 from onbeat.streams.ledger.scripts import as_text, group_states
 from onbeat.types import Event
 

@@ -3,6 +3,7 @@
 No other module builds keys, and nothing ever flushes a database: Redis may be shared with other programs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PREFIX = "onbeat"
@@ -39,128 +40,69 @@ def trainers(pool: str) -> str:
     return f"{PREFIX}:trainers:{pool}"
 
 
+class Key:
+    """A key that a job has once; it ends with the name of its attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: "JobKeys", owner: type) -> str:
+        return f"{PREFIX}:{{{keys.job_id}}}:{self._name}"
+
+
+class NumberedKey:
+    """A key that a job has for each iteration, evaluation or policy version: `JobKeys(job_id).groups(3)`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: "JobKeys", owner: type) -> Callable[[int], str]:
+        return lambda number: f"{PREFIX}:{{{keys.job_id}}}:{self._name}:{number}"
+
+
 @dataclass(frozen=True)
 class JobKeys:
     job_id: str
 
-    def _key(self, name: str) -> str:
-        return f"{PREFIX}:{{{self.job_id}}}:{name}"
+    job = Key()  # hash: state, config, lease, progress
+    deleted = Key()  # hash: the job's record while its other keys are being removed; then a mark that lasts for a day
+    prompts = Key()  # stream of PromptTask; an entry lives until its group is accepted
+    rollouts = Key()  # stream of RolloutGroup; pending for the trainer until the step that used it is durable
+    events = Key()  # stream of events, newest few thousand
+    audit = Key()  # stream, a chain: `line` and `link`, the hash of the previous link and of the line
+    chats = Key()  # stream of chat requests that no rollout has taken; expires a minute after the last one
+    lengths = Key()  # hash: row of the data -> mean tokens per response, when last generated; for rows that come again
+    versions = Key()  # hash: policy version -> time when the first rollout served it
+    open_evaluations = Key()  # set: the numbers of evaluations that have not ended
+    traces = Key()  # hash: the first iteration left to export as a trace; expires a day after a broker last looked
 
-    @property
-    def job(self) -> str:
-        """Hash: state, config, lease, progress."""
-        return self._key("job")
+    # These are for each iteration.
+    iteration = NumberedKey()  # hash: state, policy version, counts, times, metrics
+    groups = NumberedKey()  # hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`
+    busy = NumberedKey()  # hash: worker id -> seconds with a response in flight
+    spares = NumberedKey()  # list: group id, PromptTask and so on, in order: spare prompts while the iteration is open
+    micro_batches = NumberedKey()  # hash: `<trainer replica>:<index>` -> number and group ids, which a replay follows
+    taken = NumberedKey()  # set: ids of the groups that a trainer replica has taken
+    advantages = NumberedKey()  # hash: group id -> one per response, as JSON; from commit to trimming
 
-    @property
-    def deleted(self) -> str:
-        """Hash: the job's record while its other keys are being removed; then a mark that lasts for a day."""
-        return self._key("deleted")
+    # These are for each evaluation. The last two are removed when it has ended.
+    evaluation = NumberedKey()  # hash: state, policy version, counts, times, scores
+    evaluation_groups = NumberedKey()  # hash like `groups`
+    evaluation_results = NumberedKey()  # stream of RolloutGroup
 
-    @property
-    def prompts(self) -> str:
-        """Stream of PromptTask; an entry lives until its group is accepted."""
-        return self._key("prompts")
-
-    @property
-    def rollouts(self) -> str:
-        """Stream of RolloutGroup; pending for the trainer until the step that used it is durable."""
-        return self._key("rollouts")
-
-    @property
-    def events(self) -> str:
-        """Stream of events, newest few thousand."""
-        return self._key("events")
-
-    @property
-    def audit(self) -> str:
-        """Stream, a chain: `line` and `link`, the hash of the previous link and of the line."""
-        return self._key("audit")
-
-    def iteration(self, iteration: int) -> str:
-        """Return the key of an iteration. Hash: state, policy version, counts, times, metrics."""
-        return self._key(f"iteration:{iteration}")
-
-    def groups(self, iteration: int) -> str:
-        """Return the ledger's key. Hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`."""
-        return self._key(f"groups:{iteration}")
-
-    def busy(self, iteration: int) -> str:
-        """Return the key of an iteration's busy times. Hash: worker id -> seconds with a response in flight."""
-        return self._key(f"busy:{iteration}")
-
-    def spares(self, iteration: int) -> str:
-        """Return the key of an open iteration's spare prompts. List: group id, PromptTask and so on, in order."""
-        return self._key(f"spares:{iteration}")
-
-    @property
-    def lengths(self) -> str:
-        """Hash: row of the data -> mean tokens per response, when last generated; for data whose rows come again."""
-        return self._key("lengths")
-
-    def evaluation(self, evaluation: int) -> str:
-        """Return the key of an evaluation. Hash: state, policy version, counts, times, scores."""
-        return self._key(f"evaluation:{evaluation}")
-
-    def evaluation_groups(self, evaluation: int) -> str:
-        """Return the key of an evaluation's groups. Hash like `groups`; removed when the evaluation has ended."""
-        return self._key(f"evaluation_groups:{evaluation}")
-
-    def evaluation_results(self, evaluation: int) -> str:
-        """Return the key of an evaluation's results. Stream of RolloutGroup; removed when the evaluation has ended."""
-        return self._key(f"evaluation_results:{evaluation}")
-
-    @property
-    def open_evaluations(self) -> str:
-        """Set: the numbers of evaluations that have not ended."""
-        return self._key("open_evaluations")
-
-    @property
-    def versions(self) -> str:
-        """Hash: policy version -> time when the first rollout served it."""
-        return self._key("versions")
-
-    def weights(self, version: int) -> str:
-        """Return the key of a version. Hash: `digest`; as JSON `published` (trainer), `rollout:<worker id>`."""
-        return self._key(f"weights:{version}")
-
-    def micro_batches(self, iteration: int) -> str:
-        """Return the key of micro-batches. Hash: `<trainer replica>:<index>` -> its group ids, comma separated.
-
-        A replay follows it.
-        """
-        return self._key(f"micro_batches:{iteration}")
-
-    def taken(self, iteration: int) -> str:
-        """Return the key of the groups that a trainer replica has taken. Set: group ids."""
-        return self._key(f"taken:{iteration}")
-
-    @property
-    def traces(self) -> str:
-        """Hash: the first iteration that is left to export as a trace; expires a day after a broker last looked."""
-        return self._key("traces")
-
-    @property
-    def chats(self) -> str:
-        """Stream of chat requests that no rollout has taken; expires a minute after the last one."""
-        return self._key("chats")
+    # This is for each policy version.
+    weights = NumberedKey()  # hash: `digest`; as JSON `published` (trainer), `rollout:<worker id>`
 
     def chat(self, chat_id: str) -> str:
         """Return the key of a chat. Stream of a rollout's replies; expires half a minute after it was last wanted."""
-        return self._key(f"chat:{chat_id}")
-
-    def advantages(self, iteration: int) -> str:
-        """Return the key of advantages. Hash: group id -> one per response, as JSON; from commit to trimming."""
-        return self._key(f"advantages:{iteration}")
+        return f"{PREFIX}:{{{self.job_id}}}:chat:{chat_id}"
 
     @property
     def of_job(self) -> list[str]:
-        """Every key of the job that has no number, except its record."""
-        streams = [self.prompts, self.rollouts, self.events, self.audit, self.chats]
-        return [*streams, self.lengths, self.versions, self.open_evaluations, self.traces]
+        """Every key of the job that has no number, except its records `job` and `deleted`."""
+        names = [name for name, kind in vars(JobKeys).items() if isinstance(kind, Key)]
+        return [getattr(self, name) for name in names if name not in ("job", "deleted")]
 
     def numbered(self, number: int) -> list[str]:
         """Return every key of the iteration, the evaluation and the policy version of this number."""
-        of_iteration = [self.iteration(number), self.groups(number), self.busy(number), self.spares(number)]
-        of_training = [self.micro_batches(number), self.taken(number), self.weights(number), self.advantages(number)]
-        of_evaluation = [self.evaluation(number), self.evaluation_groups(number), self.evaluation_results(number)]
-        return [*of_iteration, *of_training, *of_evaluation]
+        return [getattr(self, name)(number) for name, kind in vars(JobKeys).items() if isinstance(kind, NumberedKey)]

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean
-from typing import Any
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.inspection import IterationHashes, iteration_hashes
@@ -33,12 +32,7 @@ def iteration_record(
     (the first one: by the first opening).
     """
     fields = hashes.fields
-    of_groups = ("num_groups", "num_accepted", "num_replaced", "num_not_replaced", "num_failed_groups")
-    refused = ("num_stale", "num_duplicate", "num_lost")
-    times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
-    known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
-    known |= {name: fields[name] for name in ("policy_version", *of_groups, *refused, *times) if name in fields}
-    record = IterationRecord.model_validate(known)
+    record = IterationRecord.model_validate({**fields, "metrics": {}})
     record.engine_ready_at = ready_at
     if ready_at is not None and published_at is not None:
         record.weight_sync_s = max(0.0, ready_at - published_at)
@@ -131,10 +125,9 @@ def first_iteration(job: Fields) -> int:
 
 
 def evaluation_record(fields: Fields) -> EvaluationRecord:
-    known: dict[str, Any] = {name: fields[name] for name in EvaluationRecord.model_fields if name in fields}
     scores = json.loads(fields.get("scores", "{}"))
-    known |= {name: scores.pop(name) for name in SCORES if name in scores}
-    return EvaluationRecord.model_validate(known | {"metrics": scores})
+    known = {name: scores.pop(name) for name in SCORES if name in scores}
+    return EvaluationRecord.model_validate({**fields, **known, "metrics": scores})
 
 
 async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:

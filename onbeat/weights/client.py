@@ -118,14 +118,10 @@ class WeightsClient:
                     now = time.monotonic()
                     if now - started > PROGRESS_S:
                         if received < PROGRESS_BYTES:
-                            raise WeightsError(
-                                f"{key}: only {received} bytes in {PROGRESS_S:.0f} s from {self.address}"
-                            )
+                            raise WeightsError(f"only {received} bytes in {PROGRESS_S:.0f} s")
                         started, received = now, 0
                     if num_data < num_wanted * (now - began - PROGRESS_S) / slowest_s:  # it may have waited itself
-                        raise WeightsError(
-                            f"{key}: only {num_data} of {num_wanted} bytes in {now - began:.0f} s from {self.address}"
-                        )
+                        raise WeightsError(f"only {num_data} of {num_wanted} bytes in {now - began:.0f} s")
                     async with asyncio.timeout(MESSAGE_DEADLINE_S):
                         message = await anext(messages, None)
                     if message is None:
@@ -134,7 +130,7 @@ class WeightsClient:
                     part = read_message(key, message)
                     if isinstance(part, Plan):
                         if has_plan:  # an endless series of plans would pass for progress
-                            raise WeightsError(f"{key}: a second plan came")
+                            raise WeightsError("a second plan came")
                         has_plan, num_wanted = True, part.size_bytes - offset_bytes
                     else:
                         num_data += len(part)
@@ -163,23 +159,22 @@ class WeightsClient:
 
     @contextlib.contextmanager
     def _as_weights_error(self, doing: str, not_found: type[WeightsError] = WeightsError) -> Iterator[None]:
+        failed = f"could not {doing} at {self.address}"
         try:
             yield
         except grpc.aio.AioRpcError as error:
             kind = not_found if error.code() is grpc.StatusCode.NOT_FOUND else WeightsError
-            raise kind(f"could not {doing} at {self.address}: {error.code().name}: {error.details()}") from error
+            raise kind(f"{failed}: {error.code().name}: {error.details()}") from error
         except WeightsError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: {error}") from error
-        except grpc.aio.UsageError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+            raise WeightsError(f"{failed}: {error}") from error
         except TimeoutError as error:
-            raise WeightsError(f"could not {doing} at {self.address}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
-        except asyncio.CancelledError as error:
+            raise WeightsError(f"{failed}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
+        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+            # gRPC also cancels when the channel is closed; a task ended by that would pass for a cancelled one.
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            # gRPC also raises this when the channel is closed; a task ended by it would pass for a cancelled one.
-            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+            raise WeightsError(f"{failed}: the connection was closed here") from error
 
 
 class Connections:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
@@ -101,8 +101,7 @@ class Pull:
 
     async def complete(self) -> None:
         """Wait until the version is here. Raise the error that ended the pull."""
-        while not self.is_over:
-            await self._wait()
+        await self.over()
         if self.error is not None:
             raise self.error
 
@@ -204,8 +203,7 @@ class PayloadPull:
         self._attempt, self._pull, self._host, self._key = attempt, attempt.pull, attempt.host, key
         self._is_last = key.policy_version == attempt.pull.version  # leads to the version itself
         self._payload: Payload | None = None  # once its plan is here
-        self._num_applied = 0  # entries of the plan
-        self._applying: asyncio.Task[None] | None = None  # ends when it has caught up; never cancelled
+        self._applying: asyncio.Task[None] | None = None  # follows the payload to its end; never cancelled
         self._failed: list[str] = []  # sources
 
     async def run(self) -> None:
@@ -216,16 +214,13 @@ class PayloadPull:
                 source = await self._attempt.trainer.locate(self._key, self._attempt.connections.peer, self._failed)
                 try:
                     await self._receive(source)
-                    await self._catch_up()
                     self._pull.stats.sources.append(source)
                     is_complete = True
                 except WeightsError as error:
                     await self._blame(source, error)
         finally:
-            if self._applying is not None:
-                await asyncio.wait({self._applying})
             if not is_complete:
-                self._host.drop(self._key, "it could not be had here")
+                await self._give_up("it could not be had here")
             elif self._is_last:
                 self._host.offer(self._host.layout, self._key.shard)
             report = self._attempt.report_finished(self._key, is_complete and self._is_last)
@@ -238,50 +233,52 @@ class PayloadPull:
         if (is_wrong and is_delta) or source in self._failed or len(self._failed) == MAX_SOURCES:
             raise type(error)(f"{source}: {error}") from error
         if is_wrong:
-            await self._start_over()
+            await self._give_up("its bytes were wrong")
         self._failed.append(source)
         self._pull.stats.faults.append(f"{source}: {error}")
         logger.warning("%s: %s did not deliver, another source is asked for: %s", self._key, source, error)
 
-    async def _start_over(self) -> None:
-        if self._applying is not None:  # it writes to the copy, too
+    async def _give_up(self, reason: str) -> None:
+        self._host.drop(self._key, reason)
+        if self._applying is not None:  # it writes to the copy, and ends now
             await asyncio.wait({self._applying})
-        self._host.drop(self._key, "its bytes were wrong")
-        self._payload, self._applying, self._num_applied = None, None, 0
+        self._payload = self._applying = None
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     async def _receive(self, source: str) -> None:
-        """Write what the source sends, from where the previous source ended."""
-        if self._attempt.connections.client(source) is not self._attempt.trainer:
+        """Write what the source sends, from where the previous source ended, until all is applied and checked.
+
+        Raise WrongBytes, or WeightsError when the source does not deliver.
+        """
+        client = self._attempt.connections.client(source)
+        is_relay = client is not self._attempt.trainer
+        if is_relay:
             self._attempt.relayed.add(self._key.shard)  # set before its first byte, and never unset
         self._host.expect(self._key)
-        async with contextlib.aclosing(self._stream(source)) as messages:
-            async for message in messages:
-                if isinstance(message, Plan):
-                    self._open(message)
-                else:
-                    self._write(message)
-                    self._start_applying()
-        if self._payload is None or not self._payload.is_complete:
-            got, size = (0, 0) if self._payload is None else (self._payload.available, self._payload.plan.size_bytes)
-            raise WeightsError(f"the stream of {self._key} ended after {got} of {size} bytes")
-
-    async def _stream(self, source: str) -> AsyncGenerator[Plan | memoryview, None]:
-        client = self._attempt.connections.client(source)
         offset = 0 if self._payload is None else self._payload.available
         has_others = source not in self._failed
         slowest_s = SLOWEST_PULL_S * 2 ** len(self._failed) if has_others else math.inf
         try:
             async with contextlib.aclosing(client.pull(self._key, offset, slowest_s)) as messages:
                 async for message in messages:
-                    if not isinstance(message, Plan):
+                    if isinstance(message, Plan):
+                        self._open(message)
+                    else:
                         self._pull.stats.received_bytes += len(message)
-                    yield message
+                        self._write(message)
+                        if self._applying is not None and self._applying.done():
+                            self._applying.result()
         except WeightsError:
-            if client is not self._attempt.trainer:
+            if is_relay:
                 await self._attempt.connections.drop(source)
             raise
+        if self._payload is None or not self._payload.is_complete:
+            got, size = (0, 0) if self._payload is None else (self._payload.available, self._payload.plan.size_bytes)
+            raise WeightsError(f"the stream of {self._key} ended after {got} of {size} bytes")
+        assert self._applying is not None
+        await asyncio.wait({self._applying})
+        self._applying.result()
 
     def _open(self, plan: Plan) -> None:
         key = self._key
@@ -291,6 +288,9 @@ class PayloadPull:
                 raise WeightsError(reason) if key.base_version is None else WrongBytes(reason)
             return
         self._payload = self._host.open(key, plan)
+        self._applying = asyncio.create_task(self._apply_all(self._payload))
+        # `_receive` raises the task's error, unless the stream has failed as well.
+        self._applying.add_done_callback(lambda task: task.cancelled() or task.exception())
         if self._is_last and key.base_version is not None:
             planned = {entry.tensor_index for entry in plan.entries}
             shard = self._host.layout.shards[key.shard]
@@ -322,37 +322,21 @@ class PayloadPull:
 
     # ---- applying ----------------------------------------------------------------------------------------------------
 
-    def _start_applying(self) -> None:
-        """Start the task unless it runs. Raise the error of the previous one."""
-        if self._applying is None or self._applying.done():
-            if self._applying is not None:
-                self._applying.result()
-            self._applying = asyncio.create_task(self._apply_available())
-            # The next use of this payload raises the task's error; there is none when the stream has failed as well.
-            self._applying.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def _catch_up(self) -> None:
-        """Wait until all bytes are applied and checked. Raise WrongBytes."""
-        self._start_applying()
-        assert self._applying is not None
-        await asyncio.wait({self._applying})
-        self._start_applying()  # for bytes that came after its last look
-        await self._applying
+    async def _apply_all(self, payload: Payload) -> None:
+        """Apply and check each tensor once its bytes are here, and check the others at last. Raise WrongBytes."""
+        entries, starts, num_applied = payload.plan.entries, payload.plan.starts, 0
+        while num_applied < len(entries):
+            await payload.wait_for(starts[num_applied + 1])
+            ready = bisect_right(starts, payload.available) - 1
+            started = time.monotonic()
+            await asyncio.to_thread(self._apply, payload, num_applied, ready)
+            self._pull.stats.apply_s += time.monotonic() - started
+            if self._is_last:
+                self._pull.announce(entry.tensor_index for entry in entries[num_applied:ready])
+            num_applied = ready
         if self._is_last:
             await asyncio.to_thread(self._attempt.check_rest, self._key.shard)
             self._pull.announce(self._host.layout.shards[self._key.shard])
-
-    async def _apply_available(self) -> None:
-        payload = self._payload
-        assert payload is not None
-        while (ready := bisect_right(payload.plan.starts, payload.available) - 1) > self._num_applied:
-            started = time.monotonic()
-            entries = payload.plan.entries[self._num_applied : ready]
-            await asyncio.to_thread(self._apply, payload, self._num_applied, ready)
-            self._num_applied = ready
-            self._pull.stats.apply_s += time.monotonic() - started
-            if self._is_last:
-                self._pull.announce(entry.tensor_index for entry in entries)
 
     def _apply(self, payload: Payload, first: int, end: int) -> None:
         for position in range(first, end):

@@ -162,9 +162,7 @@ def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, _server_credentials(security))
     except RuntimeError as error:
-        raise WeightsError(
-            f"cannot listen on {address}: the port is taken or the host is not of this machine"
-        ) from error
+        raise WeightsError(f"cannot listen on {address}: its port is taken, or its host not of this machine") from error
 
 
 def create_channel(address: str, security: WireSecurity) -> grpc.aio.Channel:

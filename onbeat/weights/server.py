@@ -7,14 +7,15 @@ on a payload that it has received only in part. All of this happens on one event
 import asyncio
 import logging
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf import message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from onbeat.errors import WeightsError
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
@@ -83,9 +84,9 @@ class Payload:
         if self._reason:
             raise PayloadGivenUp(f"{self.key} is given up: {self._reason}")
 
-    async def wait_for(self, size_bytes: int, timeout_s: float) -> bool:
+    async def wait_for(self, size_bytes: int, timeout_s: float | None = None) -> bool:
         """Return whether `size_bytes` bytes arrive in time. Raise PayloadGivenUp."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while True:
             self.check()
             if self.available >= size_bytes:
@@ -165,6 +166,8 @@ class PayloadServer:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
 
     async def _check_job(self, request: Any, context: Context) -> None:
+        if not request.job_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request names no job, or is not of this method")
         if request.job_id != self._job_id:
             detail = f"this address serves job {self._job_id}, not {request.job_id[:80]}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
@@ -179,34 +182,17 @@ def service_handler(servicer: object) -> grpc.GenericRpcHandler:
     for method in weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].methods:
         if not hasattr(servicer, method.name):
             continue
-        read = message_factory.GetMessageClass(method.input_type).FromString
+        kind = "unary_stream" if method.server_streaming else "unary_unary"
+        create = getattr(grpc, f"{kind}_rpc_method_handler")
+        read = partial(read_request, message_factory.GetMessageClass(method.input_type))
         write = message_factory.GetMessageClass(method.output_type).SerializeToString
-        create: Any = grpc.unary_unary_rpc_method_handler
-        serve = answering(getattr(servicer, method.name), read)
-        if method.server_streaming:
-            create, serve = grpc.unary_stream_rpc_method_handler, streaming(getattr(servicer, method.name), read)
-        methods[method.name] = create(serve, None, None if method.name == "Pull" else write)
+        methods[method.name] = create(getattr(servicer, method.name), read, None if method.name == "Pull" else write)
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def answering(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
-    async def serve(data: bytes, context: Any) -> Any:
-        return await method(await parse(data, read, context), context)
-
-    return serve
-
-
-def streaming(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
-    async def serve(data: bytes, context: Any) -> AsyncIterator[Any]:
-        async for message in method(await parse(data, read, context), context):
-            yield message
-
-    return serve
-
-
-async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
-    """Return the request. An unreadable one is the caller's fault: abort the call, without a traceback in our log."""
+def read_request(kind: type[Message], data: bytes) -> Message:
+    """Return the request; an empty one, of no job, for unreadable bytes: gRPC would log a traceback of an error."""
     try:
-        return read(data)
+        return kind.FromString(data)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
+        return kind()

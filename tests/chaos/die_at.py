@@ -26,7 +26,7 @@ LEDGER = "onbeat.streams.ledger"
 CHECKPOINT = "services.trainer.checkpoints.store"
 METHODS = {
     "services.broker": [
-        f"{LEDGER}.scripts:Scripts.run",
+        f"{LEDGER}.scripts:LedgerPart._run",
         f"{LEDGER}.jobs:Jobs.create",
         f"{LEDGER}.jobs:Jobs.move",
         f"{LEDGER}.iterations:Iterations.open",
@@ -60,7 +60,8 @@ HELD_FOR_S = 120.0
 
 @dataclass(frozen=True)
 class Orders:
-    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module (`Scripts.run:SCRIPT`: a script).
+    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module; `LedgerPart._run:SCRIPT` is a
+    script.
 
     The content is JSON: `action`, kill | stop (SIGKILL, SIGSTOP) | hold (the calling thread waits until the orders are
     withdrawn), and `nth`, 1 for the next call. Who takes it leaves its process id in `....taken`.
@@ -134,7 +135,7 @@ class Obedience:
 
             @functools.wraps(method)
             async def wrapped_async(*args: Any, **options: Any) -> Any:
-                point = f"{name}:{args[1]}" if name == "Scripts.run" else name  # by its script
+                point = f"{name}:{args[1]}" if name == "LedgerPart._run" else name  # by its script
                 self.at(f"{point}.before")
                 self.write_down(name, args)
                 result = await method(*args, **options)

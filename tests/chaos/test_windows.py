@@ -54,7 +54,7 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     ),
     (
         Window("trainer:taken-not-recorded", "TrainerSide.take.after"),
-        Window("broker:indexed-not-created", "Scripts.run:create_job.before"),
+        Window("broker:indexed-not-created", "LedgerPart._run:create_job.before"),
         {"environment": GAME},
     ),
     (

@@ -8,7 +8,6 @@ nothing in the streams that a trainer reads.
 
 import json
 from collections.abc import Sequence
-from typing import cast
 
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
@@ -29,8 +28,7 @@ class Evaluations(LedgerPart):
         job = JobKeys(job_id)
         pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
         more_keys = [job.evaluation(evaluation), job.evaluation_groups(evaluation), job.prompts, job.open_evaluations]
-        reason = await self._run("open_evaluation", job, more_keys, evaluation, version, following, *pairs)
-        return cast(str, reason.decode())
+        return (await self._run("open_evaluation", job, more_keys, evaluation, version, following, *pairs)).decode()
 
     async def finish(
         self, job_id: str, evaluation: int, message: str, scores: Scores, samples: Sequence[Sample] = ()

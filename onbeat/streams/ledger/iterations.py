@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Container, Sequence
-from typing import cast
 
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
@@ -31,8 +30,7 @@ class Iterations(LedgerPart):
         pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts, job.spares(iteration)]
         args = (iteration, version, ROLLOUT_GROUP, len(tasks), *pairs)
-        reason = await self._run("open_iteration", job, more_keys, *args)
-        return cast(str, reason.decode())
+        return (await self._run("open_iteration", job, more_keys, *args)).decode()
 
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return the iteration hash as text; empty when it was never opened."""

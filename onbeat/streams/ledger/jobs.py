@@ -10,7 +10,7 @@ from onbeat.streams import keys
 from onbeat.streams.codec import payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.job_lists import FINAL, JobLists
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart, load_script
 from onbeat.types import JOB_MOVES, JobState
 
 UNLINKED_AT_ONCE = 100  # iterations
@@ -29,8 +29,8 @@ class Extension:
 class Jobs(LedgerPart):
     """The records of all jobs."""
 
-    def __init__(self, scripts: Scripts, lists: JobLists) -> None:
-        super().__init__(scripts)
+    def __init__(self, redis: Any, lists: JobLists) -> None:
+        super().__init__(redis)
         self._lists = lists
 
     async def create(
@@ -44,7 +44,7 @@ class Jobs(LedgerPart):
         Raise JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
-        time_s = await self._scripts.now()  # whole seconds would sort the jobs of one second by name
+        time_s = await self.now()  # whole seconds would sort the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
         text = json.dumps(config)
         digest = payload_digest(text.encode())
@@ -84,7 +84,8 @@ class Jobs(LedgerPart):
         """Return the hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""
         if not job_ids:
             return []
-        script, pipeline = self._scripts.script("read_job"), self.redis.pipeline(transaction=False)
+        script = self.redis.register_script(load_script("read_job"))
+        pipeline = self.redis.pipeline(transaction=False)
         for job_id in job_ids:
             await script(keys=[JobKeys(job_id).job], client=pipeline)
         return list(await pipeline.execute())
@@ -159,7 +160,7 @@ class Jobs(LedgerPart):
             await self.redis.unlink(*(key for number in batch for key in job.numbered(number)))
         pipeline = self.redis.pipeline(transaction=True)  # the record becomes a mark, which refuses the id for a while
         pipeline.delete(job.deleted)
-        pipeline.hset(job.deleted, "deleted_at", await self._scripts.now())
+        pipeline.hset(job.deleted, "deleted_at", await self.now())
         pipeline.expire(job.deleted, DELETED_ID_S)
         await pipeline.execute()
         await self._lists.remove(job_id)

@@ -5,11 +5,11 @@ It may come from another version of Onbeat or from another program: no process m
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.types import TrainerRecord, WorkerRecord
 
 FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
@@ -26,14 +26,14 @@ class Heartbeats(Generic[RecordT]):
 class Processes(LedgerPart, Generic[RecordT]):
     """The rollouts of all pools, or the trainers."""
 
-    def __init__(self, scripts: Scripts, kind: type[RecordT], key_of: Callable[[str], str]) -> None:
-        super().__init__(scripts)
+    def __init__(self, redis: Any, kind: type[RecordT], key_of: Callable[[str], str]) -> None:
+        super().__init__(redis)
         self._kind: type[RecordT] = kind
         self._key_of = key_of
 
     async def heartbeat(self, pool: str, record: RecordT) -> None:
         """Write a heartbeat with the time of Redis: clocks of machines differ."""
-        seen = record.model_copy(update={"last_seen_at": await self._scripts.now()})
+        seen = record.model_copy(update={"last_seen_at": await self.now()})
         await self.redis.hset(self._key_of(pool), record.id, seen.model_dump_json())
 
     async def remove(self, pool: str, *ids: str) -> None:
@@ -53,7 +53,7 @@ class Processes(LedgerPart, Generic[RecordT]):
         return (await self.heartbeats(pool)).records
 
     async def live(self, pool: str) -> list[RecordT]:
-        now = await self._scripts.now()
+        now = await self.now()
         return [record for record in await self.records(pool) if record.is_alive(now)]
 
     async def forget_old(self, pool: str) -> None:
@@ -62,6 +62,6 @@ class Processes(LedgerPart, Generic[RecordT]):
         Only a live process of the kind may call this: then none of those dropped is the pool's last sign of life. A
         rollout that stops takes itself off the list; a trainer stays, and waits for a trainer count from there.
         """
-        now, beats = await self._scripts.now(), await self.heartbeats(pool)
+        now, beats = await self.now(), await self.heartbeats(pool)
         if gone := [record.id for record in beats.records if record.silence_s(now) > FORGET_S] + beats.unreadable:
             await self.remove(pool, *gone)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import cast
+from typing import Any
 
 from onbeat.errors import StreamLost
 from onbeat.streams.codec import (
@@ -18,7 +18,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart, load_script
 from onbeat.types import Verdict
 
 
@@ -34,9 +34,9 @@ class Claim:
 class RolloutSide(LedgerPart):
     """The ledger as rollouts use it."""
 
-    def __init__(self, scripts: Scripts) -> None:
-        super().__init__(scripts)
-        self._submission = BatchedScript(self.redis, scripts.script("submit_group"))
+    def __init__(self, redis: Any) -> None:
+        super().__init__(redis)
+        self._submission = BatchedScript(redis, redis.register_script(load_script("submit_group")))
 
     async def claim(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
         """Claim up to `count` prompts, those of dead workers first. This never blocks."""
@@ -49,7 +49,7 @@ class RolloutSide(LedgerPart):
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
         answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
-        return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
+        return answer[0][1][-1][0].decode() if answer else last_seen
 
     async def num_unclaimed_prompts(self, job_id: str) -> int:
         """Return how many prompts no rollout has claimed yet, including those of evaluations."""
@@ -88,19 +88,19 @@ class RolloutSide(LedgerPart):
         check_token_lengths(group)
         job = JobKeys(job_id)
         number = group.iteration
-        kind, keys_of_unit = (
-            ("evaluation", (job.evaluation(number), job.evaluation_groups(number), job.evaluation_results(number)))
-            if group.is_evaluation
-            else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
-        )
-        unit, ledger, results = keys_of_unit
+        if group.is_evaluation:
+            unit, ledger = job.evaluation(number), job.evaluation_groups(number)
+            kind, results = "evaluation", job.evaluation_results(number)
+        else:
+            unit, ledger = job.iteration(number), job.groups(number)
+            kind, results = "iteration", job.rollouts
         more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths, job.spares(number)]
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
-        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
-        described = (versions, failure_text(group), group.timings.worker_busy_s, kind)
-        more_args = (*described, payload_digest(payload), *length_of(group), int(do_rewards_differ(group)))
-        verdict = await self._submission([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
+        args: list[Any] = [entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload]
+        args += [versions, failure_text(group), group.timings.worker_busy_s, kind]
+        args += [payload_digest(payload), *length_of(group), int(do_rewards_differ(group))]
+        verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())
 
 

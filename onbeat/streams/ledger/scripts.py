@@ -1,11 +1,10 @@
 """The scripts of the ledger. They are atomic in Redis: a process that dies half-way or wakes up late breaks no rule."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
-
-from redis.asyncio import Redis
 
 from onbeat.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
@@ -14,40 +13,26 @@ from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 MessageT = TypeVar("MessageT", PromptTask, RolloutGroup)
 
 
+@functools.cache
 def load_script(name: str) -> str:
     folder = resources.files("onbeat.streams") / "scripts"
     return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
 
 
-class Scripts:
-    """The scripts by name, registered when they are first run."""
+class LedgerPart:
+    """The ledger or a part of it: the calls of one kind of caller, or about one kind of thing."""
 
-    def __init__(self, redis: Redis) -> None:
-        self.redis: Any = redis  # redis-py types answers as unions over both protocols
-        self._registered: dict[str, Any] = {}
-
-    async def run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
-        return await self.script(name)(keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
-
-    def script(self, name: str) -> Any:
-        if name not in self._registered:
-            self._registered[name] = self.redis.register_script(load_script(name))
-        return self._registered[name]
+    def __init__(self, redis: Any) -> None:  # redis-py types answers as unions over both protocols
+        self.redis = redis
 
     async def now(self) -> float:
         """Return Unix seconds by the Redis clock, the source of all times in the ledger."""
         seconds, microseconds = await self.redis.time()
         return float(seconds) + float(microseconds) / 1e6
 
-
-class LedgerPart:
-    """A part of the ledger: the calls of one kind of caller, or about one kind of thing."""
-
-    def __init__(self, scripts: Scripts) -> None:
-        self.redis, self._scripts = scripts.redis, scripts
-
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
-        return await self._scripts.run(name, job, more_keys, *args)
+        script = self.redis.register_script(load_script(name))
+        return await script(keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
 
     async def _run_as_owner(self, name: str, job: JobKeys, more_keys: Sequence[str], epoch: str, *args: Any) -> Any:
         """Run a script that answers nil to a trainer which no longer owns the job. Raise LeaseLost then."""

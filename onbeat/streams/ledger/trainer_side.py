@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -9,7 +10,7 @@ from onbeat.errors import LeaseLost, StreamLost
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
-from onbeat.streams.ledger.scripts import LedgerPart, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.streams.ledger.versions import diverged
 from onbeat.types import JobState
 
@@ -17,8 +18,8 @@ from onbeat.types import JobState
 class TrainerSide(LedgerPart):
     """The ledger as trainers use it."""
 
-    def __init__(self, scripts: Scripts, jobs: Jobs) -> None:
-        super().__init__(scripts)
+    def __init__(self, redis: Any, jobs: Jobs) -> None:
+        super().__init__(redis)
         self._jobs = jobs
 
     async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:

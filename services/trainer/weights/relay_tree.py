@@ -16,11 +16,8 @@ from onbeat.network import host_of, is_loopback
 from onbeat.weights.wire import PayloadKey, Peer
 
 UNSPECIFIED = ("0.0.0.0", "::")  # what a server that listens everywhere may report
-
 SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
-
 FORGET_S = 3600.0  # a worker that has asked for nothing for this long is no longer a source
-
 ROOT = ""  # the trainer, among worker ids
 
 
@@ -59,28 +56,19 @@ class Sources:
     def locate(self, key: PayloadKey, puller: Peer, failed: set[str]) -> str:
         """Return the address that `puller` gets the payload from: never one that it feeds itself, and of `failed`
         addresses only the trainer's."""
-        self._slots.pop((puller.worker_id, key.shard), None)
+        shard = key.shard
+        self._slots.pop((puller.worker_id, shard), None)
         self._hear(puller, key, failed)
-        fed = self._fed_by(puller.worker_id, key.shard)
-        candidates = [
-            worker_id
-            for worker_id, holder in self._holders.items()
-            if worker_id not in fed and self._may_feed(holder, key, puller, failed)
-        ]
-        loads = self._loads(key.shard)
-        free = [worker_id for worker_id in [*candidates, ROOT] if self._has_room(worker_id, key.shard, puller, loads)]
+        fed, loads = self._fed_by(puller.worker_id, shard), self._loads(shard)
+        able = [name for name, holder in self._holders.items() if self._may_feed(holder, key, puller, failed)]
+        candidates = [name for name in able if name not in fed] + [ROOT]
+        free = [name for name in candidates if self._has_room(name, shard, puller, loads)]
         if free:
-            chosen = min(
-                free,
-                key=lambda worker_id: (
-                    distance(self._peer(worker_id, key.shard), puller),
-                    self._depth(worker_id, key.shard),
-                ),
-            )
+            chosen = min(free, key=lambda name: (distance(self._peer(name, shard), puller), self._depth(name, shard)))
         else:
-            chosen = min([*candidates, ROOT], key=lambda worker_id: loads[worker_id])
-        self._slots[puller.worker_id, key.shard] = Slot(key, chosen, time.monotonic() + SLOT_S)
-        return self._peer(chosen, key.shard).address
+            chosen = min(candidates, key=lambda name: loads[name])
+        self._slots[puller.worker_id, shard] = Slot(key, chosen, time.monotonic() + SLOT_S)
+        return self._peer(chosen, shard).address
 
     def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """Free the puller's slot. `is_complete`: it holds this shard of the version in full."""
@@ -140,12 +128,9 @@ class Sources:
         for (worker_id, taken_shard), slot in self._slots.items():
             holder = self._holders.get(worker_id)
             is_on = taken_shard == shard and slot.until > now and (slot.source == ROOT or slot.source in self._holders)
-            if (
-                is_on
-                and holder is not None
-                and not holder.is_suspect
-                and distance(self._peer(slot.source, shard), self._peer(worker_id, shard)) > 0
-            ):
+            if not is_on or holder is None or holder.is_suspect:
+                continue
+            if distance(self._peer(slot.source, shard), holder.peer) > 0:
                 loads[slot.source] += 1
         return loads
 

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from onbeat.weights.host import host_id
 from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import Context, PayloadServer
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import Peer, read_key
+from onbeat.weights.wire import read_key
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.store import WeightStore
 
@@ -30,13 +29,7 @@ class WeightServer(PayloadServer):
         self._model_files = model_files
         self._store = store
         self._changed = asyncio.Condition()
-        self.sources = Sources([])
-
-    async def start(self, host: str, port: int) -> int:
-        """Start as `PayloadServer` does, as the only source; set `sources` if other ranks serve shards."""
-        bound = await super().start(host, port)
-        self.sources = Sources([Peer(address=f"{host}:{bound}", host_id=host_id())])
-        return bound
+        self.sources = Sources([])  # nothing can be pulled until its owner sets who serves which shard
 
     async def announce(self) -> None:
         """Wake all watchers: the store has a newer version."""

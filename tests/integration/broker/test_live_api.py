@@ -22,7 +22,7 @@ from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.logs import AuditLog
 from onbeat.types import (
     Diagnosis,
     Event,

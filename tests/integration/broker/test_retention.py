@@ -18,7 +18,6 @@ from onbeat.streams.chat import Chats
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.scripts import Scripts
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
@@ -211,7 +210,7 @@ LATE_CALLS: dict[str, Call] = {
     "commit_iteration": lambda ledger, job: ledger.trainer.commit(job, "1", 0, 1, "d", {}, "u"),
     "create_job": lambda ledger, job: ledger.jobs.create(job, {"name": "n", "pool": "p"}, 1, 0),
     "delete_job": lambda ledger, job: ledger.jobs.delete(job),
-    "drop_foreign": lambda ledger, job: Scripts(ledger.redis).run(
+    "drop_foreign": lambda ledger, job: ledger._run(
         "drop_foreign", JobKeys(job), [JobKeys(job).rollouts], "trainer", "1-1"
     ),
     "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),

@@ -13,7 +13,7 @@ from onbeat.errors import ApiError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.logs import AuditLog
 from onbeat.types import EvaluationState, Verdict
 from services.broker.retention import Retention
 from services.broker.views import alike as alike_module

@@ -16,6 +16,8 @@ from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, Verdict
+from onbeat.weights.host import host_id
+from onbeat.weights.wire import Peer
 from services.rollout.attach import SourceFactory
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
@@ -200,6 +202,7 @@ async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
     """The weights of the rig's job are those of a real tiny model, over real gRPC, and each version has others."""
     from safetensors.torch import load_file
 
+    from services.trainer.weights.relay_tree import Sources
     from services.trainer.weights.server import WeightServer
     from services.trainer.weights.store import WeightStore, take_snapshot
     from tests.tiny_models import write_perturbed_weights, write_tied_model
@@ -217,6 +220,7 @@ async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
     await rig.start_job()
     server = WeightServer(rig.job_id, files, store)
     rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    server.sources = Sources([Peer(address=rig.trainer.address, host_id=host_id())])
     rig.trainer.publish = publish  # type: ignore[method-assign]
     await rig.announce()
     try:

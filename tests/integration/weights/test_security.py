@@ -319,15 +319,6 @@ async def test_calls_that_end_by_themselves_free_their_slots(wire):
         await assert_is_answered(stub)
 
 
-async def test_stream_abandoned_by_its_reader_frees_its_slot(wire):
-    stub = wire.stub(await wire.serve(PLAIN, max_concurrent_calls=1), PLAIN)
-    stream = aiter(stub.Watch(weights_pb2.WatchRequest(job_id="endless")))
-    await asyncio.wait_for(anext(stream), DEADLINE_S)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(stream), 0.1)
-    await wait_until_answered(stub)
-
-
 HOLDER = """
 import sys, time, grpc
 from onbeat.weights.v1 import weights_pb2
