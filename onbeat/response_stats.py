@@ -7,8 +7,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
+
+from pydantic import BaseModel
 
 from onbeat.streams.codec import MAX_REWARD, Response
 
@@ -61,16 +62,15 @@ def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
     return {match[1]: value for match, value in found if match}
 
 
-@dataclass
-class ResponseStats:
+class ResponseStats(BaseModel):
     """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved."""
 
     solved_at: float = 1.0
     num_groups: int = 0
     num_solved_all: int = 0
     num_solved_none: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)  # number of tokens -> responses
-    parts: dict[str, Sums] = field(default_factory=dict)
+    lengths: Counter[int] = Counter()  # number of tokens -> responses
+    parts: dict[str, Sums] = {}
 
     def add(self, responses: Sequence[Response]) -> None:
         """Add a group; one that failed has no responses and counts for nothing."""
@@ -97,16 +97,6 @@ class ResponseStats:
         self.lengths.update(other.lengths)
         for name, sums in other.parts.items():
             self._add_part(name, sums)
-
-    def to_json(self) -> dict[str, Any]:
-        counts = [self.num_groups, self.num_solved_all, self.num_solved_none]
-        return {"counts": counts, "lengths": list(self.lengths.items()), "parts": self.parts}
-
-    @classmethod
-    def from_json(cls, state: dict[str, Any]) -> Self:
-        stats = cls(lengths=Counter(dict(state["lengths"])), parts=state["parts"])
-        stats.num_groups, stats.num_solved_all, stats.num_solved_none = state["counts"]
-        return stats
 
     def shape(self) -> dict[str, float]:
         """Return what is known of lengths and solved groups; empty without responses."""

@@ -66,10 +66,8 @@ class Audit:
             kind, *words = entry.line.split("\t")
             try:
                 self._check_link(entry)
-                rule = RULES.get(kind)
-                require(rule is not None, f"{kind!r} is no kind of entry")
-                assert rule is not None
-                rule(self, *words)
+                require(kind in RULES, f"{kind!r} is no kind of entry")
+                RULES[kind](self, *words)
             except (AuditViolation, TypeError, ValueError, IndexError) as error:
                 raise AuditViolation(f"audit entry {entry.id} ({entry.line[:120]!r}): {error}") from error
             self.num_entries += 1

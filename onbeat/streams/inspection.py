@@ -1,7 +1,6 @@
 """Views for people of the streams behind a job: leases, lengths, events. Nothing here decides anything or writes."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from pydantic_core import from_json
@@ -56,12 +55,11 @@ async def read_leases(ledger: Ledger, job_id: str) -> dict[str, PromptLease]:
     }
 
 
-async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evaluation: bool = False) -> dict[str, str]:
-    """Return group id -> entry of the prompts stream, for the groups of an iteration or evaluation not accepted yet."""
+async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evaluation: bool = False) -> list[str]:
+    """Return the entries of the prompts stream whose groups of an iteration or evaluation are not accepted yet."""
     job = JobKeys(job_id)
     states = await ledger.redis.hgetall(job.evaluation_groups(number) if is_evaluation else job.groups(number))
-    waiting = {name: state for name, state in as_text(states).items() if state.startswith("waiting:")}
-    return {group_id: state.removeprefix("waiting:") for group_id, state in waiting.items()}
+    return [state.removeprefix("waiting:") for state in as_text(states).values() if state.startswith("waiting:")]
 
 
 async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[int, str]]) -> list[str | None]:
@@ -78,10 +76,14 @@ async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
     return found[0][1][b"group"] if found else None
 
 
-async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
-    """Return the advantage of each response of one group, like `Iterations.advantages`; empty if none were recorded."""
-    stored = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
-    return list(json.loads(stored)) if stored else []
+async def stored_groups(
+    ledger: Ledger, job_id: str, after: str = "-", at_once: int = 64
+) -> AsyncIterator[tuple[str, bytes]]:
+    """Yield the raw entries of the rollouts stream after an id, with reads of `at_once` entries: (id, RolloutGroup)."""
+    while page := await ledger.audit_log.rollouts(job_id, after, at_once):
+        for entry, payload in page:
+            yield entry, payload
+        after = page[-1][0]
 
 
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:

@@ -149,7 +149,7 @@ def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer
         return None
     from services.broker.tracing.exporter import Tracer  # only then: it needs packages of OpenTelemetry
 
-    return Tracer(ledger, settings, meters.traces)
+    return Tracer(ledger, settings, meters)
 
 
 def report_end(task: asyncio.Task[None], on_end: Callable[[], None]) -> None:

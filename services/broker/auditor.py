@@ -1,10 +1,10 @@
 """The audit of a job: it checks the audit log by itself, then the ledger and the groups still kept against the log."""
 
 import json
-from collections.abc import AsyncIterator
 
 from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import decode_group, do_rewards_differ, payload_digest, span_versions
+from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.types import AuditReport, IterationState, JobState
 
@@ -128,11 +128,3 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
     wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)
     require(versions == wanted, f"group {group_id} has tokens of versions {versions}, its iteration is on {wanted}")
-
-
-async def stored_groups(ledger: Ledger, job_id: str) -> AsyncIterator[tuple[str, bytes]]:
-    last = "-"
-    while entries := await ledger.audit_log.rollouts(job_id, last):
-        for entry in entries:
-            yield entry
-        last = entries[-1][0]

@@ -135,7 +135,7 @@ def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: S
 
     `known_parts`: of the reward, in earlier evaluations.
     """
-    stats = ResponseStats(solved_at)
+    stats = ResponseStats(solved_at=solved_at)
     for group in groups:
         stats.add(group.responses)
     responses = [response for group in groups for response in group.responses]

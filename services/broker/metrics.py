@@ -25,7 +25,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
-class JobGauges:
+class JobGauges(Collector):
     """The gauges of jobs, filled from the ledger once for one rendering."""
 
     def __init__(self) -> None:
@@ -52,6 +52,9 @@ class JobGauges:
             "onbeat_weight_received_bytes", "What its rollouts received, together.", labels=["job_id"]
         )
 
+    def collect(self) -> list[Metric]:
+        return list(vars(self).values())  # in the order in which they are rendered
+
     def add_weights(self, job_id: str, record: WeightsRecord) -> None:
         updates = record.rollouts.values()
         open_s = [update.open_s for update in updates if update.open_s is not None]
@@ -70,44 +73,29 @@ class JobTotals:
     num_settled: int = 0
 
 
-class ComputedFamilies(Collector):
-    """A collector of families that are computed for one rendering."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
 def known_method(method: str) -> str:
     """Return the method, or `other` if it is unknown: a client may send any word, but a label needs few values."""
     return method if method in METHODS else "other"
 
 
-class TraceMeters:
-    """The metrics of this broker's traces."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.traces = prometheus_client.Counter(
-            "onbeat_traces", "Iterations by what became of their trace.", ["outcome"], registry=registry
-        )
-        self.failures = prometheus_client.Counter(
-            "onbeat_trace_failures", "Tries in which the collector, or Redis, was away.", registry=registry
-        )
-
-
 class Meters:
+    """All metrics of this broker: its own in a registry, those of jobs read at each scrape."""
+
     def __init__(self) -> None:
-        self._requests = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._latency = Histogram(
             "onbeat_http_request_seconds",
             "Time to answer a request, streams to their end.",
             ["method", "route", "status"],
-            registry=self._requests,
+            registry=registry,
             buckets=LATENCY_BUCKETS_S,
         )
-        self.traces = TraceMeters(self._requests)
+        self.traces = prometheus_client.Counter(
+            "onbeat_traces", "Iterations by what became of their trace.", ["outcome"], registry=registry
+        )
+        self.trace_failures = prometheus_client.Counter(
+            "onbeat_trace_failures", "Tries in which the collector, or Redis, was away.", registry=registry
+        )
         self._totals: dict[str, JobTotals] = {}
         self._reading = asyncio.Lock()  # two at once would count an iteration twice
 
@@ -116,12 +104,11 @@ class Meters:
         self._latency.labels(known_method(method), route, str(status)).observe(seconds)
 
     async def render(self, ledger: Ledger) -> tuple[bytes, str]:
-        registry = CollectorRegistry()
         async with self._reading:
-            registry.register(ComputedFamilies(await self._read_jobs(ledger)))
-        return generate_latest(self._requests) + generate_latest(registry), CONTENT_TYPE_LATEST
+            of_jobs = await self._read_jobs(ledger)
+        return generate_latest(self._registry) + generate_latest(of_jobs), CONTENT_TYPE_LATEST
 
-    async def _read_jobs(self, ledger: Ledger) -> list[Metric]:
+    async def _read_jobs(self, ledger: Ledger) -> JobGauges:
         gauges, counts = JobGauges(), Counter(await ledger.lists.counts())
         started = await ledger.lists.started()
         found = await existing_jobs(ledger, list(dict.fromkeys([*started, *self._totals])))
@@ -144,7 +131,7 @@ class Meters:
             gauges.jobs.add_metric([state.value], counts[state])
         for kind, number in num_unreadable.items():
             gauges.unreadable.add_metric([kind], number)
-        return list(vars(gauges).values())  # in the order in which they are rendered
+        return gauges
 
     async def _add_job(self, ledger: Ledger, job_id: str, fields: dict[str, str], gauges: JobGauges) -> JobState:
         """Add a job's values. Raises ValueError or LookupError when the record of the job cannot be read."""

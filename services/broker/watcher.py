@@ -36,8 +36,6 @@ MAX_REASONS = 8  # findings that are stored with a failure
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
         self._ledger, self._process, self._job_id = ledger, process, job_id
-        self._config: JobConfig | None = None
-        self._config_text = ""
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s, self._began = WAIT_S, time.monotonic()
@@ -64,16 +62,15 @@ class JobWatcher:
         if state.is_final:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
-        if self._config is None or fields["config"] != self._config_text:  # a resume may have added iterations
-            self._config, self._config_text = JobConfig.of_job(fields), fields["config"]
+        config = JobConfig.of_job(fields)
         if state is JobState.PENDING:
-            self._prepare(self._config, int(fields["num_opened"]))
-            self._evaluator.prepare(self._config)
-            deadline_s = self._config.schedule.start_deadline_s
+            self._prepare(config, int(fields["num_opened"]))
+            self._evaluator.prepare(config)
+            deadline_s = config.schedule.start_deadline_s
             if time.monotonic() - self._began > min(ARRIVAL_S, deadline_s):
                 await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif state is JobState.RUNNING:
-            await self._conduct(self._config, fields)
+            await self._conduct(config, fields)
         elif state is JobState.CANCELLING:
             await self._cancel_if_abandoned(fields)
         return False
@@ -134,20 +131,15 @@ class JobWatcher:
     # ---- ending --------------------------------------------------------------------------------------------------
 
     async def _fail_if_stuck(self, config: JobConfig) -> None:
+        """Fail a job in which this watcher has seen no progress for too long. Time in which all services were down, or
+        their machine slept, does not count."""
         fields = await self._ledger.jobs.fields(self._job_id)  # again: the job may just have changed
-        deadline_s = config.schedule.iteration_deadline_s
-        silent_s = self._watch_progress(fields)
+        if fields["progress_at"] != self._progress_at:
+            self._progress_at, self._progress_seen = fields["progress_at"], time.monotonic()
+        deadline_s, silent_s = config.schedule.iteration_deadline_s, time.monotonic() - self._progress_seen
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
-
-    def _watch_progress(self, fields: Fields) -> float:
-        """Return the seconds for which this watcher has seen no progress. Time in which all services were down, or
-        their machine slept, does not count."""
-        now = time.monotonic()
-        if fields["progress_at"] != self._progress_at:
-            self._progress_at, self._progress_seen = fields["progress_at"], now
-        return now - self._progress_seen
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """Fail a job that has lost too many trainers in a row, instead of handing it to the next one for ever."""

@@ -156,7 +156,7 @@ class IterationStats:
         The fixed order gives the same bits everywhere: each replica makes decisions from the total by itself.
         """
         self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
-        self.responses = ResponseStats(self.responses.solved_at)
+        self.responses = ResponseStats(solved_at=self.responses.solved_at)
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -168,11 +168,11 @@ class IterationStats:
             assert not twice, f"groups {', '.join(sorted(twice))} are used by two replicas"
             self.digests |= replica["digests"]
             self.advantages |= replica["advantages"]
-            self.responses.merge(ResponseStats.from_json(replica["responses"]))
+            self.responses.merge(ResponseStats.model_validate(replica["responses"]))
 
     def to_bytes(self) -> bytes:
         names = ("sums", "maxima", "first_failure", "digests", "advantages")
-        recorded = {name: getattr(self, name) for name in names} | {"responses": self.responses.to_json()}
+        recorded = {name: getattr(self, name) for name in names} | {"responses": self.responses.model_dump(mode="json")}
         return json.dumps(recorded).encode()
 
     @property

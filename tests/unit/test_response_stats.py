@@ -1,7 +1,5 @@
 """What is reported of scored responses: worked by hand, added up over replicas, and never without bounds."""
 
-import json
-
 import pytest
 
 from onbeat.response_stats import MAX_PARTS, ResponseStats, more_parts
@@ -13,7 +11,7 @@ def respond(reward: float, num_tokens: int = 3, **parts: float) -> Response:
 
 
 def stats_of(*groups: list[Response], solved_at: float = 1.0) -> ResponseStats:
-    stats = ResponseStats(solved_at)
+    stats = ResponseStats(solved_at=solved_at)
     for group in groups:
         stats.add(group)
     return stats
@@ -54,7 +52,7 @@ def test_solved_is_what_reaches_the_threshold() -> None:
 def test_replicas_add_up_to_the_whole() -> None:
     whole, total = stats_of(*GROUPS), ResponseStats()
     for groups in (GROUPS[:1], GROUPS[1:]):
-        total.merge(ResponseStats.from_json(json.loads(json.dumps(stats_of(*groups).to_json()))))
+        total.merge(ResponseStats.model_validate_json(stats_of(*groups).model_dump_json()))
     assert total == whole
 
 

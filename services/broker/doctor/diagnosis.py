@@ -75,17 +75,12 @@ async def examine_redis(ledger: Ledger) -> list[Finding]:
     asked_at, started = time.time(), time.perf_counter()
     redis_time = await ledger.now()
     round_trip_s = time.perf_counter() - started
-    skew_s = asked_at + round_trip_s / 2 - redis_time
-    where = public_address(ledger.redis)
+    where, skew_s = public_address(ledger.redis), abs(asked_at + round_trip_s / 2 - redis_time)
     answer = Finding(sentence=f"Redis at {where} answers within {round_trip_s * 1000:.1f} ms", who="redis")
-    return [answer, explain_skew(skew_s), *await examine_storage(ledger)]
-
-
-def explain_skew(skew_s: float) -> Finding:
-    is_problem = abs(skew_s) > MAX_SKEW_S
-    sentence = f"the clocks of broker and Redis differ by {abs(skew_s):.1f} s"
-    sentence += "; synchronise them (NTP), or the dashboard shows wrong ages" if is_problem else ""
-    return Finding(sentence=sentence, who="broker", is_problem=is_problem)
+    is_skewed, sentence = skew_s > MAX_SKEW_S, f"the clocks of broker and Redis differ by {skew_s:.1f} s"
+    sentence += "; synchronise them (NTP), or the dashboard shows wrong ages" if is_skewed else ""
+    clocks = Finding(sentence=sentence, who="broker", is_problem=is_skewed)
+    return [answer, clocks, *await examine_storage(ledger)]
 
 
 async def examine_storage(ledger: Ledger) -> list[Finding]:
@@ -127,11 +122,8 @@ async def explain_persistence(ledger: Ledger, info: dict[str, Any]) -> Finding:
 
 async def examine_pools(ledger: Ledger) -> list[Finding]:
     """Examine the default pool and those of the jobs that are explained."""
-    unfinished = await ledger.lists.started_and_next(MAX_PENDING)
-    pools = {
-        "default",
-        *(fields.get("pool", "default") for fields in (await existing_jobs(ledger, unfinished)).values()),
-    }
+    jobs = await existing_jobs(ledger, await ledger.lists.started_and_next(MAX_PENDING))
+    pools = {"default", *(fields.get("pool", "default") for fields in jobs.values())}
     now = await ledger.now()
     findings: list[Finding] = []
     idle: list[ProcessRecord] = []

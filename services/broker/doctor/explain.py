@@ -108,11 +108,9 @@ def explain_pending(s: Situation) -> list[Finding]:
 
 
 def explain_running(s: Situation) -> list[Finding]:
-    findings = [*explain_losses(s), explain_trainer(s), explain_opening(s)]
-    findings += [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
-    findings += waiting_episodes(s)
-    findings += [*missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s), explain_deadline(s)]
-    return [finding for finding in findings if finding is not None]
+    units = [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
+    of_rollouts = [*waiting_episodes(s), *missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s)]
+    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, explain_deadline(s)]
 
 
 def explain_paused(s: Situation) -> list[Finding]:
@@ -205,9 +203,9 @@ def explain_trainer(s: Situation) -> Finding:
         return s.find(sentence, who=s.owner, is_problem=True, **about)
     doing = s.fields.get("doing") or "its activity is not reported"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
-    record = s.trainers.get(s.owner)
-    is_silent = record is not None and s.silence_s(record) >= SILENT_S
-    silence = f", and it was last seen {s.silence_s(record):.0f} s ago" if record and is_silent else ""
+    silent_s = record.silence_s(s.now) if (record := s.trainers.get(s.owner)) else 0.0
+    is_silent = silent_s >= SILENT_S
+    silence = f", and it was last seen {silent_s:.0f} s ago" if is_silent else ""
     sentence = f"{s.owner} holds {s.job_id}: {doing}, for {doing_s:.0f} s"
     sentence += f" (its lease runs out in {left_s:.0f} s, unless renewed{silence})"
     about = {"waits_for": doing, "since_s": doing_s, "next": "another trainer may take over", "deadline_s": left_s}
@@ -220,29 +218,29 @@ def last_seen(s: Situation) -> str:
         return ""
     last = max(s.trainers.values(), key=lambda trainer: trainer.last_seen_at)
     how = "stopped" if last.state == "stopped" else "was last seen"
-    return f" (the last one, {last.id}, {how} {s.silence_s(last):.0f} s ago)"
+    return f" (the last one, {last.id}, {how} {last.silence_s(s.now):.0f} s ago)"
 
 
 # ---- iterations --------------------------------------------------------------------------------------------------
 
 
-def explain_opening(s: Situation) -> Finding | None:
-    """Explain why no iteration is open; None while one is open."""
+def explain_opening(s: Situation) -> list[Finding]:
+    """Explain why no iteration is open; empty while one is open."""
     iteration, published = int(s.fields["next_iteration"]), s.fields.get("policy_version", "none")
     about: dict[str, Any] = {"who": s.job_id, "since_s": s.silent_s}
     if iteration >= s.config.schedule.num_iterations:
         sentence = f"all {iteration} iterations are committed, but {s.owner} has not finished the job yet"
-        return s.find(sentence, waits_for=s.owner, **about)
+        return [s.find(sentence, waits_for=s.owner, **about)]
     if s.iterations:
-        return None
+        return []
     wanted = max(0, iteration - s.config.max_staleness)
     if published == "none" or int(published) < wanted:
         sentence = f"iteration {iteration} is not open: it needs policy version {wanted}, and trainer {s.owner} has "
-        return s.find(f"{sentence}published {published}", waits_for=s.owner, **about)
+        return [s.find(f"{sentence}published {published}", waits_for=s.owner, **about)]
     is_slow = s.silent_s > SLOW_OPENING_S
     sentence = f"iteration {iteration} is not open yet: a broker has been preparing its prompts for {s.silent_s:.0f} s"
     sentence += "; see the log of the broker" if is_slow else ""
-    return s.find(sentence, waits_for="broker", is_problem=is_slow, **about)
+    return [s.find(sentence, waits_for="broker", is_problem=is_slow, **about)]
 
 
 def explain_unit(s: Situation, unit: Unit) -> Finding:
@@ -269,7 +267,7 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
 
 def describe_leases(s: Situation, unit: Unit) -> list[str]:
     """Describe where the groups are that have not been accepted."""
-    waiting = [lease for entry in unit.waiting.values() if (lease := s.leases.get(entry))]
+    waiting = [lease for entry in unit.waiting if (lease := s.leases.get(entry))]
     parts = []
     for worker, leases in sorted(held_by_worker(waiting).items()):
         renewed_s, attempt = min(lease.idle_s for lease in leases), max(lease.attempt for lease in leases)
@@ -280,7 +278,7 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
     if back := [lease for lease in waiting if lease.is_handed_back]:
         attempt = max(lease.attempt for lease in back)
         parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
-    if fresh := [entry for entry in unit.waiting.values() if entry not in s.leases]:
+    if fresh := [entry for entry in unit.waiting if entry not in s.leases]:
         since_s = max(0.0, s.now - min(map(time_of, fresh)))
         parts.append(f"{len(fresh)} unclaimed for {since_s:.0f} s: {why_unclaimed(s)}")
     return parts
@@ -292,8 +290,8 @@ def waiting_episodes(s: Situation) -> list[Finding]:
     for worker in s.live_workers():
         if worker.job_id != s.job_id or (wait := worker.waiting_episode) is None:
             continue
-        since_s = wait.waited_s + s.silence_s(worker)
-        left_s = None if wait.left_s is None else max(0.0, wait.left_s - s.silence_s(worker))
+        since_s = wait.waited_s + worker.silence_s(s.now)
+        left_s = None if wait.left_s is None else max(0.0, wait.left_s - worker.silence_s(s.now))
         sentence = f"group {wait.group_id}: {worker.id} waits for {wait.waits_for} of episode {wait.episode} "
         sentence += f"for {since_s:.0f} s"
         sentence += "" if left_s is None else f"; the episode is given up in {left_s:.0f} s (environment.timeout_s)"
@@ -341,7 +339,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
     """Explain silent rollouts that hold prompts of this job or have served it recently."""
     held = held_by_worker(s.leases.values())
     ours = [worker for worker in s.workers.values() if worker.job_id == s.job_id]
-    served = {worker.id for worker in ours if s.silence_s(worker) < RECENT_S}
+    served = {worker.id for worker in ours if worker.silence_s(s.now) < RECENT_S}
     return [
         explain_silence(s, worker_id, held.get(worker_id, []))
         for worker_id in sorted(held.keys() | served)
@@ -351,7 +349,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
 
 def explain_silence(s: Situation, worker_id: str, leases: list[PromptLease]) -> Finding:
     worker = s.workers.get(worker_id)
-    since_s = s.silence_s(worker) if worker else None
+    since_s = worker.silence_s(s.now) if worker else None
     seen = f"was last seen {since_s:.0f} s ago ({worker.state})" if worker else "is no longer listed"
     if not leases:
         return s.find(f"{worker_id} {seen}; it holds nothing", who=worker_id, is_problem=True, since_s=since_s)

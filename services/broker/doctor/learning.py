@@ -42,10 +42,6 @@ class Course:
     around_best: Sequence[IterationRecord]  # iterations from the best of these evaluations on
 
     @property
-    def best(self) -> EvaluationRecord | None:
-        return best_of(self.evaluations)
-
-    @property
     def has_risen(self) -> bool:
         """True if the reward of the last iterations is higher than that of the first ones. In a young job they overlap,
         so a rise from the first half of the last iterations to the second half is enough."""
@@ -183,7 +179,7 @@ def explain_solved(c: Course) -> Finding:
 
 def look_at_held_out(c: Course) -> Finding | None:
     """Look for a held-out reward that falls, twice in a row, while that of training rises."""
-    best, newest = c.best, c.evaluations[-2:]
+    best, newest = best_of(c.evaluations), c.evaluations[-2:]
     num_prompts = c.config.held_out[0].num_prompts if c.config.held_out else 1  # the scores are those of the first set
     if best is None or best in newest or not all(is_below(each, best, num_prompts) for each in newest):
         return None

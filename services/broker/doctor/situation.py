@@ -9,7 +9,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import Event, Finding, ProcessRecord, TrainerRecord, WorkerRecord
+from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Unit:
 
     name: str
     fields: Fields
-    waiting: dict[str, str]  # group id -> entry, of groups that are not accepted
+    waiting: list[str]  # entries of the prompts whose groups are not accepted
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,6 @@ class Situation:
     def state_since_s(self) -> float:
         moves = (event.time for event in self.events if event.kind == "job.state")
         return max(0.0, self.now - next(moves, float(self.fields["created_at"])))
-
-    def silence_s(self, process: ProcessRecord) -> float:
-        return process.silence_s(self.now)
 
     def live_trainers(self, state: str) -> list[str]:
         return [t.id for t in self.trainers.values() if t.state == state and t.is_alive(self.now)]

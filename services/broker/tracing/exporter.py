@@ -33,7 +33,7 @@ from onbeat.streams.inspection import existing_jobs, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
 from onbeat.types import Event, JobState
-from services.broker.metrics import TraceMeters
+from services.broker.metrics import Meters
 from services.broker.settings import Settings
 from services.broker.tracing.tree import read_trace, trace_id
 
@@ -128,7 +128,7 @@ class Collector:
 class Tracer:
     """The exporter of one broker. No failure here ends the broker."""
 
-    def __init__(self, ledger: Ledger, settings: Settings, meters: TraceMeters) -> None:
+    def __init__(self, ledger: Ledger, settings: Settings, meters: Meters) -> None:
         self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
         self._settled: set[str] = set()  # jobs that have nothing left to export
@@ -151,13 +151,12 @@ class Tracer:
         self._collector.close()
 
     async def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._stopping.is_set()
+        while not self._stopping.is_set():
             await self.step()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._stopping.wait()
+        await self.step()
 
     async def step(self) -> None:
         """Look at every job once, unless the retry delay is not over."""
@@ -177,7 +176,7 @@ class Tracer:
                     logger.exception("job %s has no more traces: it cannot be read", job_id)
                     self._settled.add(job_id)
         except (CollectorUnavailable, RedisError) as problem:
-            self._meters.failures.inc()
+            self._meters.trace_failures.inc()
             self._retry_at = time.monotonic() + RETRY_S
             logger.warning(
                 "no traces to %s for %g s: %s: %s", self._collector.url, RETRY_S, type(problem).__name__, problem
@@ -204,15 +203,13 @@ class Tracer:
             reason = f"{type(error).__name__}: {error}"
             logger.warning("job %s: iteration %d cannot be read and has no trace: %s", job["id"], iteration, reason)
             return "unreadable"
-        return "missed" if spans is None else await self._send(job["id"], iteration, spans)
-
-    async def _send(self, job_id: str, iteration: int, spans: Sequence[ReadableSpan]) -> str:
-        """Send a trace, and return what became of it. Raises CollectorUnavailable."""
+        if spans is None:
+            return "missed"
         for first in range(0, len(spans), SPANS_AT_ONCE):
             if refusal := await self._collector.send(spans[first : first + SPANS_AT_ONCE]):
-                logger.warning("the trace of iteration %d of job %s is refused: %s", iteration, job_id, refusal)
+                logger.warning("the trace of iteration %d of job %s is refused: %s", iteration, job["id"], refusal)
                 return "refused"
-        logger.info("job %s: iteration %d is trace %s", job_id, iteration, trace_id(job_id, iteration))
+        logger.info("job %s: iteration %d is trace %s", job["id"], iteration, trace_id(job["id"], iteration))
         return "exported"
 
 

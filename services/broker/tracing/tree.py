@@ -41,7 +41,7 @@ MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (
     *("policy_version", "num_groups", "num_replaced", "num_failed_groups", "num_responses", "prompt_tokens"),
     *("response_tokens", "reward_mean", "reward_std", "staleness_max", "mismatch_mean", "wall_s", "generate_s"),
-    *("train_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd"),
+    *("train_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd", "iteration"),
 )
 OF_GROUP = (
     *("group_id", "worker_id", "policy_version", "num_responses"),
@@ -195,11 +195,11 @@ def replacement_times(groups: Iterable[AcceptedGroup], record: IterationRecord) 
 
 def add_root(trace: Trace, job: Fields, record: IterationRecord) -> None:
     """Add a span around all others: pulling the weights may begin before the opening, and a clock may be off."""
-    about = {"job_id": job["id"], "job_name": job.get("name", ""), "iteration": record.iteration}
     start, end = record.opened_at, record.committed_at or record.opened_at
     for span in trace.spans:
         start, end = min(start, (span.start_time or 0) / 1e9), max(end, (span.end_time or 0) / 1e9)
-    attributes = {f"onbeat.{name}": value for name, value in about.items()} | known_attributes(record, OF_RECORD)
+    attributes = {"onbeat.job_id": job["id"], "onbeat.job_name": job.get("name", "")}
+    attributes |= known_attributes(record, OF_RECORD)
     trace.add(trace.span("iteration", BROKER, start, end), "iteration", parent="", attributes=attributes)
 
 

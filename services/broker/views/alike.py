@@ -5,19 +5,18 @@ that other tasks have their turn, and with one reader per job at a time. A broke
 """
 
 import asyncio
-import json
-from collections import OrderedDict, deque
+import contextlib
+from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
 from blake3 import blake3
 
 from onbeat.streams.codec import RolloutGroup, decode_group
-from onbeat.streams.inspection import accepted_entries
+from onbeat.streams.inspection import accepted_entries, stored_groups
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields
-from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
 from services.broker.views.records import group_order
 
@@ -30,9 +29,6 @@ READ_S = 10.0  # per query; groups read by then stay in the index
 
 class StillReading(Exception):
     """The job has more groups than can be read in one query."""
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(f"the groups of job {job_id} are still being read; ask again")
 
 
 class Place(NamedTuple):
@@ -47,20 +43,15 @@ class Place(NamedTuple):
 class Prompts:
     """The index of one job, as far as its stream has been read."""
 
-    cursor: str | None = None  # the last entry that was read; None: not begun
-    places: deque[Place] = field(default_factory=deque)  # in the order of the stream
-    by_prompt: dict[bytes, deque[Place]] = field(default_factory=dict)
+    last: str = "-"  # the last entry that was read
+    places: deque[Place] = field(default_factory=lambda: deque(maxlen=MAX_GROUPS))  # in the order of the stream
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def add(self, place: Place) -> None:
-        self.places.append(place)
-        self.by_prompt.setdefault(place.prompt, deque()).append(place)
-        if len(self.places) > MAX_GROUPS:
-            oldest = self.places.popleft()
-            alike = self.by_prompt[oldest.prompt]
-            alike.popleft()
-            if not alike:
-                del self.by_prompt[oldest.prompt]
+    def add(self, entry: str, payload: bytes) -> None:
+        self.last = entry
+        with contextlib.suppress(ValueError):  # an entry of another program
+            group = decode_group(payload)
+            self.places.append(Place(entry, digest_of(group.prompt_text), summary_of(group)))
 
 
 class Alike:
@@ -68,56 +59,26 @@ class Alike:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._jobs: OrderedDict[str, Prompts] = OrderedDict()
+        self._index_of = lru_cache(MAX_JOBS)(lambda _job_id: Prompts())
 
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
         """Return the kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
-        job = await self._ledger.jobs.fields(job_id)
-        first_kept = int(job.get("num_trimmed", "0"))
-        prompts = self._prompts_of(job_id)
+        first_kept = int((await self._ledger.jobs.fields(job_id)).get("num_trimmed", "0"))
+        prompts = self._index_of(job_id)
         try:
             async with asyncio.timeout(READ_S), prompts.reading:
-                prompts.cursor = prompts.cursor or await self._start(job_id, job)
-                await self._read_on(job_id, prompts)
+                async for entry, payload in stored_groups(self._ledger, job_id, prompts.last, SLICE):
+                    prompts.add(entry, payload)
         except TimeoutError as error:
-            raise StillReading(job_id) from error
-        alike = prompts.by_prompt.get(digest_of(prompt), ())
-        found = [place for place in alike if place.group.iteration >= first_kept][-MAX_ALIKE:]
+            raise StillReading(f"the groups of job {job_id} are still being read; ask again") from error
+        wanted = digest_of(prompt)
+        alike = [each for each in prompts.places if each.prompt == wanted and each.group.iteration >= first_kept]
+        found = alike[-MAX_ALIKE:]
         names = [(place.group.iteration, place.group.group_id) for place in found]
         accepted = await accepted_entries(self._ledger, job_id, names)
         # Entries in the stream that were not accepted are left out: no trainer takes them.
         known = [place.group for place, entry in zip(found, accepted, strict=True) if place.entry == entry]
         return sorted(known, key=lambda group: group_order(group.group_id))
-
-    def _prompts_of(self, job_id: str) -> Prompts:
-        prompts = self._jobs.setdefault(job_id, Prompts())
-        self._jobs.move_to_end(job_id)
-        while len(self._jobs) > MAX_JOBS:
-            self._jobs.popitem(last=False)
-        return prompts
-
-    async def _start(self, job_id: str, job: Fields) -> str:
-        """Return the entry before the oldest iteration that fits into the index."""
-        rollout = json.loads(job["config"])["rollout"]
-        num_prompts = int(rollout.get("max_prompts_per_iteration") or rollout["num_prompts_per_iteration"])
-        first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
-        if first <= int(job.get("num_trimmed", "0")):
-            return "-"
-        accepted = await self._ledger.iterations.accepted_entries(job_id, first)
-        return id_before(accepted[0]) if accepted else "-"
-
-    async def _read_on(self, job_id: str, prompts: Prompts) -> None:
-        """Read to the end of the stream."""
-        assert prompts.cursor is not None, "it is not said where to begin"
-        while entries := await self._ledger.audit_log.rollouts(job_id, prompts.cursor, SLICE):
-            for entry, payload in entries:
-                try:
-                    group = decode_group(payload)
-                    prompts.add(Place(entry, digest_of(group.prompt_text), summary_of(group)))
-                except ValueError:  # an entry of another program
-                    continue
-            prompts.cursor = entries[-1][0]
-            await asyncio.sleep(0)
 
 
 def digest_of(prompt: str) -> bytes:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.codec import Response, RolloutGroup, decode_group
-from onbeat.streams.inspection import accepted_entries, stored_group
+from onbeat.streams.inspection import stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import read_evaluations
@@ -26,21 +26,20 @@ class GroupNotFound(Exception):
 
 async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
     """Return the stored RolloutGroup. Raises JobNotFound, GroupNotFound, GroupsTrimmed."""
-    job = await ledger.jobs.fields(job_id)
+    await ledger.jobs.state(job_id)  # raises JobNotFound
     if group_id.startswith(EVALUATION):
         number = group_id.split("-")[1]
         reason = f"groups of evaluations are not kept; /evaluations/{number}/samples has some of their responses"
         raise GroupNotFound(f"{group_id}: {reason}")
     iteration = int(group_id.partition("-")[0])
-    (entry,) = await accepted_entries(ledger, job_id, [(iteration, group_id)])
-    if entry is None:
-        is_waiting = group_id in await ledger.iterations.groups(job_id, iteration)
+    state, _, entry = (await ledger.iterations.groups(job_id, iteration)).get(group_id, "unknown").partition(":")
+    if state != "accepted":
+        is_waiting = state == "waiting"
         reason = "has not been accepted yet; it is being generated" if is_waiting else "is no group of this job"
         raise GroupNotFound(f"{group_id} {reason}")
     payload = await stored_group(ledger, job_id, entry)
     if payload is None:
-        num_trimmed = (await ledger.jobs.fields(job_id)).get("num_trimmed", job.get("num_trimmed", "0"))
-        raise GroupsTrimmed(job_id, iteration, int(num_trimmed))
+        raise GroupsTrimmed(job_id, iteration, int((await ledger.jobs.fields(job_id)).get("num_trimmed", "0")))
     return payload
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.sse import format_sse_event
@@ -36,7 +37,6 @@ TICK_S = 0.5
 EXPLAIN_S = 5.0
 HEARTBEAT_S = 15.0
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
-ITERATIONS_AT_ONCE = 1000  # iterations that are read at a time
 MAX_READING = 16  # reads from Redis at a time
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
 # These characters are line ends to Python and text to JSON.
@@ -99,26 +99,14 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
         record = job_record(fields)
         await place_in_queue(ledger, [record])
         states["job"] = encode("job", record)
-        updates = await read_updates(ledger, job_id, first_open) if int(fields["num_opened"]) > first_open else []
-        for update in updates:
-            states[f"iteration {update.record.iteration}"] = encode("iteration", update)
-            if update.record.state is IterationState.COMMITTED:
-                first_open = update.record.iteration + 1
+        for iteration in await read_iterations(ledger, job_id, first_open - 1, limit=int(fields["num_opened"])):
+            is_done = iteration.state is IterationState.COMMITTED
+            update = IterationUpdate(record=iteration, point=metrics_point(iteration) if is_done else {})
+            states[f"iteration {iteration.iteration}"] = encode("iteration", update)
+            if is_done:
+                first_open = iteration.iteration + 1
     messages = [encode("event", event, event.id) for event in events]
     return News(states, messages, Position(cursor, first_open, seen), state.is_final)
-
-
-async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[IterationUpdate]:
-    """Return the updates from iteration `first` to the newest."""
-    updates: list[IterationUpdate] = []
-    while True:
-        records = await read_iterations(ledger, job_id, first - 1, ITERATIONS_AT_ONCE)
-        for record in records:
-            is_done = record.state is IterationState.COMMITTED
-            updates.append(IterationUpdate(record=record, point=metrics_point(record) if is_done else {}))
-        if len(records) < ITERATIONS_AT_ONCE:
-            return updates
-        first += ITERATIONS_AT_ONCE
 
 
 async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
@@ -202,12 +190,14 @@ class JobStreams:
         renew_at = time.monotonic() + MAX_STREAM_S
         heartbeat_at, explained = time.monotonic() + HEARTBEAT_S, b""
         while not self._is_stopping():
-            news = await self._news(job_id, at)
+            news = await self._shared.answer((job_id, at), TICK_S / 2, partial(read_news, self._ledger, job_id, at))
             messages = [state for name, state in news.states.items() if sent.get(name) != state] + news.events
             at, sent = news.position, news.states or sent
             for message in messages:
                 yield message
-            explanation, is_waiting = await self._explanation(job_id, news.is_over)
+            # The question differs at the end, so that the last explanation is a new one.
+            question, read = ("explanation", job_id, news.is_over), partial(read_explanation, self._ledger, job_id)
+            explanation, is_waiting = await self._shared.answer(question, EXPLAIN_S, read)
             if explanation != explained and (is_waiting or explained):
                 messages.append(explanation)
                 yield explanation
@@ -222,14 +212,6 @@ class JobStreams:
                 heartbeat_at = now + HEARTBEAT_S
             await asyncio.sleep(TICK_S - now % TICK_S)  # all watchers look at the same moments
         yield end_of("stopping")
-
-    async def _news(self, job_id: str, at: Position) -> News:
-        return await self._shared.answer((job_id, at), TICK_S / 2, lambda: read_news(self._ledger, job_id, at))
-
-    async def _explanation(self, job_id: str, is_over: bool) -> tuple[bytes, bool]:
-        """Return the explanation of the last seconds, and at the end a new one."""
-        question, good_s = ("explanation", job_id, is_over), EXPLAIN_S
-        return await self._shared.answer(question, good_s, lambda: read_explanation(self._ledger, job_id))
 
     async def close(self) -> None:
         await self._shared.close()

@@ -107,7 +107,9 @@ def sample_groups(
 ) -> list[Sample]:
     """Return up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
-    samples = interleave([group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order])
+    of_groups = [group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order]
+    # The first response of every group, then the second of every group: few samples show many prompts.
+    samples = (sample for each in zip_longest(*of_groups) for sample in each if sample is not None)
     return list(islice(samples, offset, offset + limit))
 
 
@@ -174,12 +176,6 @@ def messages_of(turn: Turn) -> list[dict[str, Any]]:
     except ValueError:
         return []
     return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-
-
-def interleave(groups: list[Iterator[Sample]]) -> Iterator[Sample]:
-    """Yield the first response of every group, then the second of every group: few samples show many prompts."""
-    for round_of_samples in zip_longest(*groups):
-        yield from (sample for sample in round_of_samples if sample is not None)
 
 
 async def read_evaluation_samples(ledger: Ledger, job_id: str, evaluation: int) -> list[Sample]:

@@ -10,15 +10,16 @@ The timeline of the dashboard shows them by process, a trace as a tree. All mome
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
+from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before, order, time_of
-from onbeat.types import Event, Span
+from onbeat.types import Event, GroupSummary, Span
+from services.broker.views.alike import summary_of
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
@@ -28,23 +29,17 @@ MAX_GROUPS = 1000  # per iteration: those accepted first
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedGroup:
+class AcceptedGroup(GroupSummary):
     """A group without its texts."""
 
-    group_id: str
-    iteration: int
-    policy_version: int
     worker_id: str
     accepted_at: float
     generate_s: float
     score_s: float
     in_engine: tuple[tuple[float, float], ...]  # of episodes: when a call was in the engine, seconds since the start
     failure: str  # '' if it did not fail
-    num_responses: int
     prompt_tokens: int
     response_tokens: int
-    reward_mean: float | None
     do_rewards_differ: bool
 
 
@@ -57,32 +52,27 @@ async def read_groups(
     """
     accepted = (await ledger.iterations.accepted_entries(job_id, iteration))[:MAX_GROUPS]
     groups: dict[str, AcceptedGroup | None] = {entry: None for entry in accepted if entry not in known}
-    cursor = id_before(next(iter(groups))) if groups else "-"
-    while groups and order(cursor) < order(next(reversed(groups))):
-        page = await ledger.audit_log.rollouts(job_id, cursor)
-        if not page:
-            break
-        groups |= {entry: accepted_group(entry, decode_group(payload)) for entry, payload in page if entry in groups}
-        cursor = page[-1][0]
+    if groups:
+        first, last = next(iter(groups)), next(reversed(groups))
+        async for entry, payload in stored_groups(ledger, job_id, id_before(first)):
+            if entry in groups:
+                groups[entry] = accepted_group(entry, decode_group(payload))
+            if order(entry) >= order(last):
+                break
     return groups
 
 
 def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
-    rewards = [response.reward for response in group.responses]
     return AcceptedGroup(
-        group_id=group.group_id,
-        iteration=group.iteration,
-        policy_version=group.policy_version,
+        **summary_of(group).model_dump(),
         worker_id=group.worker_id,
         accepted_at=time_of(entry),
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
         in_engine=tuple((each.start_s, each.end_s) for each in group.timings.in_engine[:MAX_INTERVALS]),
         failure=failure_text(group),
-        num_responses=len(rewards),
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
-        reward_mean=sum(rewards) / len(rewards) if rewards else None,
         do_rewards_differ=do_rewards_differ(group),
     )
 

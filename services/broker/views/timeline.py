@@ -1,8 +1,8 @@
 """The timeline of the last iterations: their spans by process, and how much of the time each process was idle."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.inspection import iteration_hashes, newest_events
@@ -27,7 +27,8 @@ class Timelines:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._spans: OrderedDict[tuple[str, int], dict[str, list[Span]]] = OrderedDict()  # of groups, by their entries
+        # The spans of an iteration's groups, by their entries.
+        self._spans_of = lru_cache(MAX_REMEMBERED)(lambda _job_id, _iteration: dict[str, list[Span]]())
         self._reading = asyncio.Lock()
 
     async def read(self, job_id: str, num_iterations: int) -> Timeline:
@@ -38,9 +39,8 @@ class Timelines:
         if num_opened == start_of_job:
             return Timeline(start=now, end=now, iterations=[], lanes=[], spans=[])
         shown = range(max(start_of_job, num_opened - num_iterations), num_opened)
-        read = range(
-            max(start_of_job, shown[0] - int(job["max_staleness"])), num_opened
-        )  # older ones reach into the window
+        oldest = max(start_of_job, shown[0] - int(job["max_staleness"]))  # older ones reach into the window
+        read = range(oldest, num_opened)
         hashes = [each.fields for each in await iteration_hashes(self._ledger, job_id, read)]
         if not all(hashes):
             raise JobNotFound(job_id)  # deleted meanwhile
@@ -62,10 +62,7 @@ class Timelines:
 
     async def _group_spans(self, job_id: str, iteration: int, opened_at: float) -> list[Span]:
         """Return the spans of the accepted groups, as far as they are still kept."""
-        spans = self._spans.setdefault((job_id, iteration), {})
-        self._spans.move_to_end((job_id, iteration))
-        while len(self._spans) > MAX_REMEMBERED:
-            self._spans.popitem(last=False)
+        spans = self._spans_of(job_id, iteration)
         for entry, group in (await read_groups(self._ledger, job_id, iteration, spans)).items():
             found = group_spans(group, opened_at) if group else []
             spans[entry] = [span for span in found if span.end > span.start]

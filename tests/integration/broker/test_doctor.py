@@ -1,17 +1,12 @@
 """`explain` says who waits for whom in every phase of a job, and the doctor what is wrong, on a real Redis."""
 
 import asyncio
-import os
 import re
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from onbeat.config import JobConfig
 from onbeat.loop_thread import LoopThread
@@ -36,7 +31,6 @@ from tests.broker_fixtures import (
     make_group,
     run_iteration,
     running_broker,
-    serving,
     start_training,
     started_job,
     submit_groups,
@@ -343,7 +337,7 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, pool)
     assert sentence_of(end) == f"{job_id} failed N s ago, after 0 of 3 iterations: the disk is full"
 
 
-# ---- the API and the command -------------------------------------------------------------------------------------
+# ---- the API -------------------------------------------------------------------------------------------------
 
 
 async def test_api_explains_one_job_and_the_whole_installation(ledger, pool, broker):
@@ -419,40 +413,6 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
         await ledger.redis.aclose()
 
 
-async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "onbeat.cli", *arguments),
-        env=os.environ | {"ONBEAT_URL": url},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    out, _ = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode is not None
-    return process.returncode, out.decode()
-
-
-@pytest_asyncio.fixture
-async def broker_url(ledger: Ledger, tmp_path: Path) -> AsyncIterator[str]:
-    async with serving(ledger, tmp_path) as broker:
-        yield broker.url
-
-
-async def test_command_exits_zero_only_when_nothing_is_wrong(ledger, pool, broker_url):
-    job_id = await create_job(ledger, pool=pool)
-    code, out = await onbeat("doctor", job_id, url=broker_url)
-    assert code == 1
-    assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} has been PENDING for ")
-    assert out.splitlines()[-1] == "2 problems"
-    await ledger.jobs.move(job_id, JobState.CANCELLED)
-    code, out = await onbeat("doctor", job_id, url=broker_url)
-    assert (code, out.splitlines()[-1]) == (0, "healthy")
-    code, out = await onbeat("doctor", url=broker_url)
-    assert "ok       the broker answers, and its control loop runs" in out
-    code, out = await onbeat("doctor", "job-none", url=broker_url)
-    assert (code, "there is no job 'job-none'" in out) == (1, True)
-
-
 async def test_job_that_cannot_learn_is_a_problem(ledger, pool):
     """Its groups all had equal rewards, and its responses were all cut."""
     job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 5})
@@ -465,14 +425,6 @@ async def test_job_that_cannot_learn_is_a_problem(ledger, pool):
         found = "\n".join(problems(await explain_job(ledger, job_id)))
         assert f"{job_id} learns nothing: in the last 5 iterations" in found
         assert "raise rollout.max_response_tokens above 8" in found
-
-
-async def test_command_says_that_the_broker_is_what_does_not_answer():
-    url = f"http://127.0.0.1:{free_port()}"
-    code, out = await onbeat("doctor", url=url)
-    assert code == 1
-    assert out.startswith(f"PROBLEM  the broker at {url} does not answer (")
-    assert "(--url, ONBEAT_URL)" in out
 
 
 # ---- what trainers tell --------------------------------------------------------------------------------------

@@ -183,15 +183,6 @@ async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker, ledger):
     assert resumed[-1].data == {"reason": "over"}
 
 
-async def test_stream_sends_all_iterations_however_many_they_are(broker, ledger, monkeypatch):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 6})
-    await train(ledger, job_id, epoch, range(5))
-    await ledger.jobs.move(job_id, JobState.FAILED)
-    for at_once in (2, 5):  # the last read is full, or not
-        monkeypatch.setattr(live, "ITERATIONS_AT_ONCE", at_once)
-        assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
-
-
 async def test_unforeseen_error_is_logged_and_breaks_the_stream(broker, ledger, monkeypatch, caplog):
     async def crash(*_):
         raise ValueError("a record that nobody has foreseen")

@@ -27,7 +27,6 @@ from tests.broker_fixtures import (
     failed_group,
     make_group,
     serving,
-    start_training,
     started_job,
     tasks_for,
     wait_open,
@@ -316,25 +315,9 @@ async def test_index_keeps_the_newest_groups_of_the_newest_jobs(broker, ledger, 
     index = Alike(ledger)
     for job_id in (*jobs, jobs[1]):
         assert [each.group_id for each in await index.find(job_id, "a")] == ["3-0", "4-0"]
-    assert list(index._jobs) == [jobs[2], jobs[1]]
-    (prompts,) = [index._jobs[job_id] for job_id in jobs[1:2]]
-    assert len(prompts.places) == sum(map(len, prompts.by_prompt.values())) == 4
+    assert [len(index._index_of(job_id).places) for job_id in (jobs[1], jobs[2], jobs[0])] == [4, 4, 0]
     assert await index.find(jobs[1], "c") == []
     assert await find_alike(broker, jobs[0], "1-0") == ["1-0", "3-0", "4-0"]  # itself, though it is too old
-
-
-async def test_index_of_a_running_job_lets_go_of_the_oldest(ledger, monkeypatch):
-    monkeypatch.setattr(alike_module, "MAX_GROUPS", 3)
-    job_id, index = await create_job(ledger), Alike(ledger)
-    epoch = await start_training(ledger, job_id)
-    for iteration in range(3):
-        tasks = tasks_for(iteration)  # `prompt 0` and `prompt 1`
-        assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
-        await submit_open(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
-        await index.find(job_id, "prompt 0")
-    assert [each.group_id for each in await index.find(job_id, "prompt 0")] == ["2-0"]
-    assert [each.group_id for each in await index.find(job_id, "prompt 1")] == ["1-1", "2-1"]
 
 
 async def test_excess_readers_are_asked_to_retry_and_then_served(broker, ledger, monkeypatch):

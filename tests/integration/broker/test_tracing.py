@@ -76,14 +76,14 @@ class Exporter:
 
     def __init__(self, ledger: Ledger, url: str, **settings: Any) -> None:
         self.meters = Meters()
-        self.tracer = Tracer(ledger, Settings(otlp_endpoint=url, **settings), self.meters.traces)
+        self.tracer = Tracer(ledger, Settings(otlp_endpoint=url, **settings), self.meters)
 
     def count(self, outcome: str) -> float:
-        return self.meters._requests.get_sample_value("onbeat_traces_total", {"outcome": outcome}) or 0.0
+        return self.meters._registry.get_sample_value("onbeat_traces_total", {"outcome": outcome}) or 0.0
 
     @property
     def num_failures(self) -> float:
-        return self.meters._requests.get_sample_value("onbeat_trace_failures_total") or 0.0
+        return self.meters._registry.get_sample_value("onbeat_trace_failures_total") or 0.0
 
 
 @asynccontextmanager
@@ -321,18 +321,6 @@ async def test_only_the_unreadable_iteration_of_a_job_has_no_trace(ledger, recei
         await until("all are counted", lambda: (exporter.count("unreadable"), exporter.count("exported")) == (1, 2))
     assert exported(receiver, job_id) == [0, 2]
     assert f"job {job_id}: iteration 1 cannot be read and has no trace: " in caplog.text
-
-
-async def test_iteration_that_is_sent_again_is_the_same_trace(ledger, receiver):
-    """By another broker, after the first one died before it could count it."""
-    job_id, _ = await traced_iterations(ledger)
-    for _ in range(2):
-        async with exporting(ledger, receiver.url) as exporter:
-            await until("both are sent", lambda exporter=exporter: exporter.count("exported") == 2)
-        await ledger.redis.delete(JobKeys(job_id).traces)
-    half = len(receiver.spans) // 2
-    assert receiver.spans[:half] == receiver.spans[half:]
-    assert len(receiver.traces) == 2
 
 
 async def test_stopping_broker_exports_what_is_left(ledger, receiver, monkeypatch):

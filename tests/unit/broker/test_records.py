@@ -22,7 +22,7 @@ from onbeat.streams.records import (
 )
 from services.broker.evaluations import due_evaluation, score
 from services.broker.views.groups import group_detail
-from services.broker.views.records import group_order, group_samples, turns_of
+from services.broker.views.records import group_samples, turns_of
 
 COMMITTED = {
     "iteration": "3",
@@ -90,10 +90,6 @@ def test_series_hold_the_records_numbers_and_the_trainers():
     assert series["train/loss"] == [(3, 1.5)]
     assert series["iteration/reward_mean"] == [(3, 0.5)]
     assert "iteration/mismatch_max" not in series
-
-
-def test_groups_sort_by_number():
-    assert sorted(["2-10", "2-9", "10-0"], key=group_order) == ["2-9", "2-10", "10-0"]
 
 
 # ---- evaluations -------------------------------------------------------------------------------------------------

@@ -13,10 +13,6 @@ def parts_of(timings: Timings) -> list[tuple[str, float, float]]:
     return [(span.kind, span.start, span.end) for span in spans]
 
 
-def test_responses_are_generated_and_then_scored():
-    assert parts_of(Timings(generate_s=3.0, score_s=1.0)) == [("generate", 96, 99), ("score", 99, 100)]
-
-
 def test_waits_of_episodes_lie_between_their_calls():
     timings = Timings(generate_s=3.0, score_s=7.0)
     for start_s, end_s in ((0.0, 2.0), (6.0, 7.0)):

@@ -72,12 +72,24 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
 def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> None:
     fake.findings = [
         {"sentence": "it stands", "is_problem": True, "key": "reward"},
+        {"sentence": "it fails", "is_problem": True},
         {"sentence": "few groups teach", "key": "rollout.num_samples_per_prompt"},
         {"sentence": "trainer-0 holds job-1"},
     ]
     onbeat("jobs", "create", str(QUICKSTART))
     lines = onbeat("doctor", "job-1", code=1).out.splitlines()
-    assert lines[:3] == ["PROBLEM  it stands", "note     few groups teach", "ok       trainer-0 holds job-1"]
+    others = ["note     few groups teach", "ok       trainer-0 holds job-1"]
+    assert lines == ["PROBLEM  it stands", "PROBLEM  it fails", *others, "2 problems"]
+    assert "there is no job 'job-none'" in onbeat("doctor", "job-none", code=1).err
+    fake.findings = fake.findings[2:]
+    assert onbeat("doctor").out.splitlines() == [*others, "healthy"]
+
+
+def test_doctor_says_that_the_broker_does_not_answer(onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONBEAT_URL", "http://127.0.0.1:1")
+    out = onbeat("doctor", code=1).out
+    assert out.startswith("PROBLEM  the broker at http://127.0.0.1:1 does not answer (")
+    assert "(--url, ONBEAT_URL)" in out
 
 
 @pytest.mark.parametrize(("age_s", "num_alarms"), [(0.0, 0), (60.0, 1)])

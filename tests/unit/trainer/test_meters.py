@@ -41,10 +41,10 @@ def test_commits_add_up_and_the_time_between_spans_is_waiting():
 
 async def broker_families(ledger):
     meters = Meters()
-    families = await meters._read_jobs(ledger)
+    families = (await meters._read_jobs(ledger)).collect()
     labels = {family.name: family._labelnames for family in families}
     return {(family.name, family.type, labels[family.name]) for family in families} | {
-        (each._name, each._type, tuple(each._labelnames)) for each in set(meters._requests._collector_to_names)
+        (each._name, each._type, tuple(each._labelnames)) for each in set(meters._registry._collector_to_names)
     }
 
 
