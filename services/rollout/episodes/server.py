@@ -50,7 +50,7 @@ FIRST_REQUEST_S = 30.0
 MAX_SHARE = 0.5  # of the files that this process may have open are connections
 BACKLOG = 64  # asyncio tries as many at once, and logs each one that fails
 
-Endpoint = Callable[[Request, Episode], Awaitable[Response | None]]
+Endpoint = Callable[[Request, Episode], Awaitable[Response]]
 
 
 class Server(uvicorn.Server):
@@ -132,23 +132,20 @@ class SessionServer:
             episode.end()
 
     def _create_app(self) -> Starlette:
-        routes = (
-            ("/v1/chat/completions", "POST", chat),
-            ("/inference/v1/generate", "POST", generate),
-            ("/v1/models", "GET", list_models),
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._endpoint(chat), methods=["POST"]),
+                Route("/inference/v1/generate", self._endpoint(generate), methods=["POST"]),
+                Route("/v1/models", self._endpoint(list_models), methods=["GET"]),
+            ]
         )
-        return Starlette(routes=[Route(path, self._endpoint(work), methods=[method]) for path, method, work in routes])
 
     def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             outcome, episode = "answered", None
             try:
                 episode = self._find(request)
-                response = await work(request, episode)
-                if response is None:
-                    outcome = "cancelled"
-                    return Response(status_code=499)  # it reaches no client
-                return response
+                return await work(request, episode)
             except ChatFailed as refused:
                 outcome = refused.code
                 if episode is not None:
@@ -156,7 +153,7 @@ class SessionServer:
                 return to_response(refused.status, refused.to_body().model_dump())
             except ClientDisconnect:
                 outcome = "cancelled"
-                return Response(status_code=499)
+                return Response(status_code=499)  # it reaches no client
             finally:
                 if work is not list_models:
                     meters.EPISODE_CALLS.labels(outcome=outcome).inc()
@@ -173,25 +170,29 @@ class SessionServer:
         return episode
 
 
-async def chat(request: Request, episode: Episode) -> Response | None:
+async def chat(request: Request, episode: Episode) -> Response:
     body = parse_body(ChatBody, await read_body(request))
-    answer = await unless_left(request.receive, episode.chat(body))
-    if answer is None:
-        return None
+    answer = await answer_of(request, episode.chat(body))
     completion = to_completion(answer, body)
     return to_stream(completion, body) if body.stream else to_response(200, completion)
 
 
-async def generate(request: Request, episode: Episode) -> Response | None:
+async def generate(request: Request, episode: Episode) -> Response:
     body = parse_body(GenerateBody, await read_body(request))
-    answer = await unless_left(request.receive, episode.complete(body))
-    if answer is None:
-        return None
+    answer = await answer_of(request, episode.complete(body))
     generated = answer.call.generated
     choice = {"index": 0, "token_ids": generated.token_ids, "finish_reason": generated.finish_reason}
     choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(answer)
     content = {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
     return to_response(200, content)
+
+
+async def answer_of(request: Request, answering: Awaitable[AnsweredCall]) -> AnsweredCall:
+    """Return the answer. Raises ClientDisconnect, once it is cancelled, when the client hangs up before."""
+    answer = await unless_left(request.receive, answering)
+    if answer is None:
+        raise ClientDisconnect
+    return answer
 
 
 async def list_models(request: Request, episode: Episode) -> Response:
@@ -274,16 +275,10 @@ def to_completion(answer: AnsweredCall, body: ChatBody) -> dict[str, Any]:
 
 def to_logprobs(answer: AnsweredCall) -> dict[str, Any]:
     """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
-    generated = answer.call.generated
+    generated, unknown = answer.call.generated, {"bytes": None, "top_logprobs": []}
     return {
         "content": [
-            {
-                "token": f"token_id:{token_id}",
-                "token_id": token_id,
-                "logprob": logprob,
-                "bytes": None,
-                "top_logprobs": [],
-            }
+            {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, **unknown}
             for token_id, logprob in zip(generated.token_ids, generated.rollout_logprobs, strict=True)
         ]
     }
