@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
-from harness import ROOT, save, termination_as_exit
+from harness import ROOT, medians, save, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
@@ -270,10 +269,6 @@ def measure_broker(compose: Compose) -> dict[str, float]:
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
-
-
-def medians(measured: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
 
 
 def rounded(value: Any) -> Any:
