@@ -1,6 +1,7 @@
 """Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
 from services.rollout.environments.pool import EnvironmentProcesses
-from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
+from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest, Program
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
@@ -195,11 +196,13 @@ async def processes(monkeypatch: pytest.MonkeyPatch):
     await processes.close()
 
 
-def request(*keys: str, timeout_s: float = 20.0, **kwargs) -> PlayRequest:
-    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", kwargs.pop("metadata", {}))
-    defaults = {"name": "behave", "options": {}, "task": task, "memory_limit_mb": 1024}
+def request(
+    *keys: str, name="behave", options=None, memory_limit_mb=1024, metadata=None, timeout_s=20.0, **callbacks
+) -> PlayRequest:
+    program = Program(name, json.dumps(options or {}), memory_limit_mb)
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", metadata or {})
     access = [EpisodeAccess("http://127.0.0.1:9", key) for key in keys]
-    return PlayRequest(**(defaults | kwargs), access=access, timeout_s=timeout_s)
+    return PlayRequest(program, task, timeout_s, access, **callbacks)
 
 
 def kinds(results) -> list[str]:
@@ -424,10 +427,10 @@ def test_killed_rollout_leaves_no_environment_behind(tmp_path):
 import asyncio, sys
 from onbeat.environments import Task
 from services.rollout.environments import EnvironmentProcesses
-from services.rollout.episodes.contract import EpisodeAccess, PlayRequest
+from services.rollout.episodes.contract import EpisodeAccess, PlayRequest, Program
 task = Task([], "", metadata={"place": sys.argv[1]})
 access = [EpisodeAccess("http://127.0.0.1:9", "child")]
-asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
+asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest(Program("behave", "{}", 1024), task, 600.0, access)))
 """
     marker = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from onbeat.completions import ChatFailed
 from onbeat.environments import Outcome
 from onbeat.seeds import seed_of
-from onbeat.streams.codec import RolloutGroup, check_group, check_token_lengths
+from onbeat.streams.codec import Environment, PromptTask, RolloutGroup, check_group, check_token_lengths
 from services.rollout.engines.interface import GeneratedResponse, VersionSpan
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
-from services.rollout.episodes.episode import Episode, GroupContext, Vocabulary
+from services.rollout.episodes.episode import Episode, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
 from services.rollout.episodes.rendering import Renderer
-from services.rollout.token_text import TokenText
+from services.rollout.prompts import PromptEncoder
 from services.trainer.episode import turn_paths
 from tests.episode_rig import QWEN_LIKE, TOOL, VERSION, WITHOUT_SYSTEM, ScriptedEngine, tokenizer_of
 
@@ -97,20 +97,10 @@ async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple
         (response,) = await engine.generate(prompt_token_ids, 1, sampling, VERSION)
         return response
 
-    group = GroupContext(
-        group_id="0-0",
-        generate=generate,
-        renderer=Renderer(tokenizer),
-        messages=[],
-        token_lengths=TokenText(tokenizer).lengths,
-        vocabulary=Vocabulary(len(tokenizer), tokenizer.eos_token_id),
-        seed=SEED,
-        temperature=1.0,
-        max_turns=1000,
-        max_response_tokens=64,
-        max_context_tokens=None,
-        broken=asyncio.get_running_loop().create_future(),
-    )
+    limits = {"max_response_tokens": 64, "environment": Environment(max_turns=1000)}
+    task = PromptTask(group_id="0-0", seed=SEED, temperature=1.0, **limits)
+    broken = asyncio.get_running_loop().create_future()
+    group = GroupContext(task, [], generate, PromptEncoder(tokenizer, None), Renderer(tokenizer), broken)
     clients = [Client(group, index) for index in range(len(episodes))]
     for client, steps in zip(clients, episodes, strict=True):
         for step in [*steps, LAST]:
