@@ -192,7 +192,7 @@ async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
     with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)
-        await write_more_jobs(ledger, NUM_JOBS - 4)
+        await write_more_jobs(ledger, NUM_JOBS - 3)
         epoch = await write_running_job(ledger, num_iterations)
         await write_jobs(ledger, num_iterations)  # the newest, so that they are listed first
         with broker(redis_url, folder) as (url, _):

@@ -134,11 +134,6 @@ class Blocking:
 def gives_a_number():
     return 5
 
-def of_verifiers():
-    from onbeat.environments import verifiers
-    verifiers.PLAYER = Path(__file__).with_name("stand_in_player.py")
-    return verifiers.VerifiersEnvironment(sys.executable, {})
-
 def wait(response, context): time.sleep(3600)
 
 def ring(response, context, level):
@@ -147,30 +142,10 @@ def ring(response, context, level):
     return {"reward": level * (context["answer"] == "2"), "pid": os.getpid()}
 '''
 
-PLAYER = """
-import os, socketserver, sys, tempfile, threading
-from http.server import BaseHTTPRequestHandler
-
-class Refuse(BaseHTTPRequestHandler):
-    def address_string(self): return "a socket"
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(500)
-        self.end_headers()
-        self.wfile.write(b"player %d" % os.getpid())
-
-path = tempfile.mktemp()
-server = socketserver.UnixStreamServer(path, Refuse)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-print(path, flush=True)
-server.serve_forever()
-"""
-
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
 blocking = onbeat_test_environments:Blocking
 number = onbeat_test_environments:gives_a_number
-verifiers = onbeat_test_environments:of_verifiers
 missing = no_such_package:Nothing
 
 [onbeat.rewards]
@@ -182,8 +157,8 @@ score by ringing = onbeat_test_environments:ring
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own environments, on the path of child processes."""
-    code = {"stand_in_player": PLAYER, "onbeat_test_environments": ENVIRONMENTS}
-    site = install(tmp_path / "site", "onbeat_test_environments", ENTRIES, **code)
+    name = "onbeat_test_environments"
+    site = install(tmp_path / "site", name, ENTRIES, **{name: ENVIRONMENTS})
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
 
@@ -256,19 +231,6 @@ async def test_process_stays_warm_for_the_same_environment(processes):
     assert pid_of(first) == pid_of(second) != pid_of(third)
     with pytest.raises(ProcessLookupError):
         os.kill(pid_of(first), 0)
-
-
-async def test_process_whose_player_is_dead_is_replaced(processes):
-    def ask():
-        return processes.play(request("a", name="verifiers", metadata={"task": {}}))
-
-    (first,) = await ask()
-    os.kill(int(first.message.rpartition("player ")[2].split()[0]), signal.SIGKILL)
-    (broken,) = await ask()
-    (second,) = await ask()
-    assert (first.kind, broken.kind, second.kind) == ("raised", "crashed", "raised")
-    assert "the player of verifiers is gone" in broken.message
-    assert second.message != first.message
 
 
 @pytest.mark.parametrize(
