@@ -12,10 +12,6 @@ from onbeat.environments import Outcome, Task
 from onbeat.types import EpisodeFailureKind
 
 
-def ignore(*_: int) -> None:
-    """Do nothing: the default of `PlayRequest.on_begin` and `on_end`."""
-
-
 class EpisodeAccess(NamedTuple):
     """The session of one episode."""
 
@@ -41,10 +37,10 @@ class PlayRequest:
     timeout_s: float  # hard limit for each episode, from its start to its outcome
     access: Sequence[EpisodeAccess] = ()  # one per episode
     # Call it when the environment is loaded and the episodes begin: their time runs from now on.
-    on_begin: Callable[[], None] = ignore
+    on_begin: Callable[[], None] = lambda: None
     # Call it with an index of `access` once that episode has its result, while others go on: its session then refuses
     # further calls. Where it is not called, sessions end with the request.
-    on_end: Callable[[int], None] = ignore
+    on_end: Callable[[int], None] = lambda index: None
 
 
 @dataclass(frozen=True)

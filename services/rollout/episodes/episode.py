@@ -138,14 +138,13 @@ class Episode:
         call = await self._call(prompt, wanted, new_json)
         renderer, generated = self._group.renderer, call.generated
         content, tool_calls = renderer.parse_calls(generated) if tools else (generated.text, [])
-        answer = to_answer(call, content, tool_calls)
+        message = to_message(call.call_id, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
-        called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))
-        self._tools_called = [name for name in called if name in offered]
-        self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(answer.message)))
-        return answer
+        self._tools_called = [each.name for each in tool_calls if each.name in offered]
+        self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(message)))
+        return AnsweredCall(call, message)
 
-    async def complete(self, body: GenerateBody) -> AnsweredCall:
+    async def complete(self, body: GenerateBody) -> Call:
         """Continue token ids. Raises ChatFailed."""
         self._check_options(body.model_extra)
         self._check_options(body.sampling_params.model_extra)
@@ -157,7 +156,7 @@ class Episode:
             raise ChatFailed(400, "invalid_request", message, "token_ids")
         call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
         self._tools_called = []
-        return to_answer(call, call.generated.text, [])
+        return call
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
@@ -251,19 +250,13 @@ def too_long(what: str, limit: int) -> ChatFailed:
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
-def to_answer(call: Call, content: str, tool_calls: Sequence[ToolCall]) -> AnsweredCall:
-    """Return the message of a call."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": tool_call_id(call.call_id, index),
-                "type": "function",
-                "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
-            }
-            for index, each in enumerate(tool_calls)
-        ]
-    return AnsweredCall(call, message)
+def to_message(call_id: str, content: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return the answer of a call in OpenAI's form."""
+    called = []
+    for index, each in enumerate(tool_calls):
+        function = {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)}
+        called.append({"id": tool_call_id(call_id, index), "type": "function", "function": function})
+    return {"role": "assistant", "content": content} | ({"tool_calls": called} if called else {})
 
 
 def tool_call_id(call_id: str, index: int) -> str:

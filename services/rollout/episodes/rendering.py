@@ -48,22 +48,20 @@ class Renderer:
 
     def parse_calls(self, generated: GeneratedResponse) -> tuple[str, list[ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
-        return self._template.parse_calls(self._with_marks(generated) if self._hides_marks else generated.text)
+        text = generated.text
+        if self._beside_marks is not None:
+            text = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
+            text = self._beside_marks.sub("", text)
+        return self._template.parse_calls(text)
 
     @cached_property
-    def _special_tokens(self) -> set[str]:
-        """Return what decoding without special tokens leaves out."""
+    def _beside_marks(self) -> re.Pattern[str] | None:
+        """Match special tokens other than marks of calls. None where marks are no special tokens: an answer's text,
+        which leaves out special tokens, has them."""
         added = self._tokenizer.added_tokens_decoder.values()
-        return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-
-    @cached_property
-    def _hides_marks(self) -> bool:
-        return not self._special_tokens.isdisjoint(MARKS)
-
-    def _with_marks(self, generated: GeneratedResponse) -> str:
-        """Return the text of an answer with marks of calls that are special tokens."""
-        text: str = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
-        return re.sub("|".join(map(re.escape, self._special_tokens.difference(MARKS))) or "$", "", text)
+        special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        others = "|".join(map(re.escape, special.difference(MARKS))) or "$"
+        return None if special.isdisjoint(MARKS) else re.compile(others)
 
     def extended(
         self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]

@@ -17,14 +17,16 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from onbeat.completions import ChatFailed
 from onbeat.hangup import unless_left
 from services.rollout import meters
+from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import AnsweredCall, Episode
+from services.rollout.episodes.recorder import Call
 
 try:
     import uvicorn
@@ -50,6 +52,7 @@ FIRST_REQUEST_S = 30.0
 MAX_SHARE = 0.5  # of the files that this process may have open are connections
 BACKLOG = 64  # asyncio tries as many at once, and logs each one that fails
 
+T = TypeVar("T")
 Endpoint = Callable[[Request, Episode], Awaitable[Response]]
 
 
@@ -179,15 +182,15 @@ async def chat(request: Request, episode: Episode) -> Response:
 
 async def generate(request: Request, episode: Episode) -> Response:
     body = parse_body(GenerateBody, await read_body(request))
-    answer = await answer_of(request, episode.complete(body))
-    generated = answer.call.generated
+    call = await answer_of(request, episode.complete(body))
+    generated = call.generated
     choice = {"index": 0, "token_ids": generated.token_ids, "finish_reason": generated.finish_reason}
-    choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(answer)
-    content = {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
+    choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(generated)
+    content = {"request_id": call.call_id, "choices": [choice], "usage": usage_of(call)}
     return to_response(200, content)
 
 
-async def answer_of(request: Request, answering: Awaitable[AnsweredCall]) -> AnsweredCall:
+async def answer_of(request: Request, answering: Awaitable[T]) -> T:
     """Return the answer. Raises ClientDisconnect, once it is cancelled, when the client hangs up before."""
     answer = await unless_left(request.receive, answering)
     if answer is None:
@@ -251,31 +254,31 @@ def to_stream(completion: dict[str, Any], body: ChatBody) -> Response:
 
 
 def to_completion(answer: AnsweredCall, body: ChatBody) -> dict[str, Any]:
-    generated = answer.call.generated
+    call, generated = answer.call, answer.call.generated
     has_called = "tool_calls" in answer.message and generated.finish_reason == "stop"
     choice: dict[str, Any] = {
         "index": 0,
         "message": answer.message,
         "finish_reason": "tool_calls" if has_called else generated.finish_reason,
-        "logprobs": to_logprobs(answer) if body.logprobs else None,
+        "logprobs": to_logprobs(generated) if body.logprobs else None,
     }
     completion: dict[str, Any] = {
-        "id": answer.call.call_id,
+        "id": call.call_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
-        "usage": usage_of(answer),
+        "usage": usage_of(call),
     }
     if body.return_token_ids:
         choice["token_ids"] = generated.token_ids
-        completion["prompt_token_ids"] = answer.call.prompt_token_ids
+        completion["prompt_token_ids"] = call.prompt_token_ids
     return completion
 
 
-def to_logprobs(answer: AnsweredCall) -> dict[str, Any]:
+def to_logprobs(generated: GeneratedResponse) -> dict[str, Any]:
     """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
-    generated, unknown = answer.call.generated, {"bytes": None, "top_logprobs": []}
+    unknown = {"bytes": None, "top_logprobs": []}
     return {
         "content": [
             {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, **unknown}
@@ -284,6 +287,6 @@ def to_logprobs(answer: AnsweredCall) -> dict[str, Any]:
     }
 
 
-def usage_of(answer: AnsweredCall) -> dict[str, int]:
-    num_prompt, num_sampled = len(answer.call.prompt_token_ids), len(answer.call.generated.token_ids)
+def usage_of(call: Call) -> dict[str, int]:
+    num_prompt, num_sampled = len(call.prompt_token_ids), len(call.generated.token_ids)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}

@@ -79,14 +79,15 @@ class Client:
             path = self._paths[step["history"] % len(self._paths)]
             tokens = [*path[: len(path) - step["drop"] or 1], 7][: 1 + len(path)]
             sampling = {"max_tokens": step["max_tokens"]}
-            answer = await self.episode.complete(GenerateBody(token_ids=tokens, sampling_params=sampling))
+            call = await self.episode.complete(GenerateBody(token_ids=tokens, sampling_params=sampling))
         else:
             history = self._histories[step["history"] % len(self._histories)][step["drop"] :]
             body = {"messages": [*history, *step["new"]] or [{"role": "user", "content": "2+2="}]}
             body |= {"tools": [TOOL] if step["has_tools"] else None, "max_tokens": step["max_tokens"]}
             answer = await self.episode.chat(ChatBody.model_validate_json(json.dumps(body)))
             self._histories.append([*body["messages"], answer.message])
-        self._paths.append(answer.call.path)
+            call = answer.call
+        self._paths.append(call.path)
 
 
 async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple[ScriptedEngine, list[Episode]]:
