@@ -18,6 +18,7 @@ from services.rollout.rewards.outcome import Number
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
 SPOILING = (Kind.TIMEOUT, Kind.MEMORY)  # after these a process may have threads that hang: it is not used again
 CODE = "the environment"  # in messages
+BLOCKED = "code that does not await holds up all episodes of a group"
 
 
 class Ended(Answer):
@@ -53,7 +54,6 @@ class EnvironmentProcess:
         self.program = program
         self._child = child
         self._num_requests = 0
-        self._is_loaded = False
         self._is_spoilt = True  # until all episodes of a request have ended well enough
 
     @classmethod
@@ -72,7 +72,7 @@ class EnvironmentProcess:
         results: dict[int, PlayResult] = {}
         self._is_spoilt = True
         try:
-            failure = await self._load() or await self._play(request, results)
+            failure = await self._play(request, results)
         except ChildDied as error:
             failure = EpisodeFailure(Kind.OUTPUT if error.is_flood else Kind.CRASHED, str(error))
         if failure is not None:
@@ -80,25 +80,20 @@ class EnvironmentProcess:
         self._is_spoilt = any(getattr(result, "kind", None) in SPOILING for result in results.values())
         return [results[episode] for episode in sorted(results)]
 
-    async def _load(self) -> EpisodeFailure | None:
-        if self._is_loaded:
-            return None
-        try:
-            await self._child.send({"name": self.program.name, "options": json.loads(self.program.options_json)})
-            answer = await self._receive(LOAD_S)
-        except TimeoutError:
-            return EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
-        if isinstance(answer, Failed):
-            return answer.to_result()
-        if not isinstance(answer, Loaded):
-            raise OutOfStep(CODE)
-        self._is_loaded = True
-        return None
-
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:
+        """Fill `results`. Return the failure of those that there will not be."""
         self._num_requests += 1
+        failure = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
         try:
             await self._child.send(as_message(request, self._num_requests))
+            if self._num_requests == 1:
+                answer = await self._receive(LOAD_S)
+                if isinstance(answer, Failed):
+                    return answer.to_result()
+                if not isinstance(answer, Loaded):
+                    raise OutOfStep(CODE)
+            late = f"the episode took longer than {request.timeout_s:g} s and its process does not answer"
+            failure = EpisodeFailure(Kind.TIMEOUT, f"{late}: {BLOCKED}")
             request.on_begin()
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
@@ -109,11 +104,7 @@ class EnvironmentProcess:
                 results[answer.episode] = answer.to_result()
                 request.on_end(answer.episode)
         except TimeoutError:
-            message = (
-                f"the episode took longer than {request.timeout_s:g} s and its process does not answer: code that does "
-                "not await holds up all episodes of a group"
-            )
-            return EpisodeFailure(Kind.TIMEOUT, message)
+            return failure
         return None
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:
@@ -124,5 +115,6 @@ class EnvironmentProcess:
 
 
 def as_message(request: PlayRequest, number: int) -> dict[str, Any]:
-    task, access = dataclasses.asdict(request.task), [list(each) for each in request.access]
-    return {"request": number, "task": task, "access": access, "timeout_s": request.timeout_s}
+    program = {"name": request.program.name, "options": json.loads(request.program.options_json)}
+    episodes = {"task": dataclasses.asdict(request.task), "access": request.access, "timeout_s": request.timeout_s}
+    return {"request": number, **program, **episodes}

@@ -106,8 +106,8 @@ class Episode:
         else:
             what += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
         left_s = None if self._began_at is None else max(0.0, self._began_at + timeout_s - time.monotonic())
-        where = {"group_id": self._group.task.group_id, "episode": self.index}
-        return EpisodeWait(**where, waits_for=what, waited_s=self.waited_s, left_s=left_s)
+        group_id = self._group.task.group_id
+        return EpisodeWait(group_id=group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s)
 
     def end(self) -> None:
         """Refuse further calls, and cancel those in flight."""
