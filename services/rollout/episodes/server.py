@@ -9,7 +9,6 @@ It listens on this machine's loopback interface only. A key is valid for one epi
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import resource
@@ -86,13 +85,10 @@ class SessionServer:
     """The sessions of all episodes that this rollout plays now."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}  # by the SHA-256 of their keys: a look-up's time says nothing of a key
-        self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._port = 0
+        self._episodes: dict[str, Episode] = {}  # by their keys
 
     async def start(self) -> None:
-        """Listen on a free port. Clients may connect from now on."""
+        """Listen on a free port, until `stop`. Clients may connect from now on."""
         # Named as TCP: asyncio switches off Nagle's algorithm, which costs 40 ms a call, on such sockets only.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind((LOOPBACK, 0))
@@ -115,23 +111,19 @@ class SessionServer:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="serve sessions")
 
     async def stop(self) -> None:
-        if self._server is None or self._serving is None:
-            return
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=STOP_DEADLINE_S)
         self._serving.cancel()
-        self._server = self._serving = None
 
     def open(self, episode: Episode) -> EpisodeAccess:
         """Give an episode a URL and a key."""
-        assert self._server is not None, "the server is not started"
         key = secrets.token_urlsafe(32)
-        self._episodes[digest_of(key)] = episode
+        self._episodes[key] = episode
         return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)
 
     def close(self, access: EpisodeAccess) -> None:
         """Forget a key, and end its episode. It may be closed already."""
-        if (episode := self._episodes.pop(digest_of(access.key), None)) is not None:
+        if (episode := self._episodes.pop(access.key, None)) is not None:
             episode.end()
 
     def _create_app(self) -> Starlette:
@@ -166,7 +158,7 @@ class SessionServer:
     def _find(self, request: Request) -> Episode:
         """Return the episode whose key the request has. Raises ChatFailed."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        episode = self._episodes.get(digest_of(sent.strip())) if scheme.lower() == "bearer" else None
+        episode = self._episodes.get(sent.strip()) if scheme.lower() == "bearer" else None
         if episode is None:
             message = "this key is of no episode, or its episode has ended; send the key of the session, as a bearer"
             raise ChatFailed(401, "invalid_api_key", message)
@@ -224,10 +216,6 @@ async def read_body(request: Request) -> bytes:
         message = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the conversation"
         raise ChatFailed(413, "body_too_large", message)
     return b"".join(parts)
-
-
-def digest_of(key: str) -> str:
-    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
