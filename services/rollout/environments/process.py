@@ -77,7 +77,8 @@ class EnvironmentProcess:
             failure = EpisodeFailure(Kind.OUTPUT if error.is_flood else Kind.CRASHED, str(error))
         if failure is not None:
             return [results.get(episode, failure) for episode in range(len(request.access))]
-        self._is_spoilt = any(getattr(result, "kind", None) in SPOILING for result in results.values())
+        failures = [result for result in results.values() if isinstance(result, EpisodeFailure)]
+        self._is_spoilt = any(each.kind in SPOILING for each in failures)
         return [results[episode] for episode in sorted(results)]
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:
