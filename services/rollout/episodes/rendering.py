@@ -106,9 +106,8 @@ class Conversations:
     def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
         self._renderer = renderer
         self._known = set(digests_of(begun))  # of all beginnings of all histories
-        self._answered: dict[
-            tuple[bytes, bytes], Call
-        ] = {}  # by the tools, and the digest of a history with its answer
+        # By the tools, and the digest of the history that the call's answer ends.
+        self._answered: dict[tuple[bytes, bytes], Call] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""
