@@ -32,22 +32,31 @@ class TurnSpan:
     start: int
     first_sampled: int
     end: int
+    num_shared: int  # tokens of the path before it, those of the group's prompt included
+    parent: int  # -1: none
     before: int  # the token that its first one stands behind; -1: the last one of the group's prompt
 
 
 def turn_spans(response: Response, num_prompt: int) -> list[TurnSpan]:
     """Return the turns of an episode behind a prompt of that many tokens."""
     spans: list[TurnSpan] = []
-    paths: list[list[int]] = []  # the tokens of each turn's path behind the prompt
     start = 0
     for turn in response.turns:
-        shared = paths[turn.parent][: turn.num_shared - num_prompt] if turn.HasField("parent") else []
+        parent = turn.parent if turn.HasField("parent") else -1
+        before = token_at(spans, parent, turn.num_shared - 1, num_prompt)
         first_sampled = start + len(turn.observed_token_ids)
-        end = first_sampled + turn.num_sampled
-        spans.append(TurnSpan(start, first_sampled, end, shared[-1] if shared else -1))
-        paths.append([*shared, *range(start, end)])
-        start = end
+        spans.append(TurnSpan(start, first_sampled, first_sampled + turn.num_sampled, turn.num_shared, parent, before))
+        start = spans[-1].end
     return spans
+
+
+def token_at(spans: Sequence[TurnSpan], turn: int, position: int, num_prompt: int) -> int:
+    """Return the token at a position of a turn's path; -1: it is one of the group's prompt."""
+    if position < num_prompt:
+        return -1
+    while position < spans[turn].num_shared:
+        turn = spans[turn].parent
+    return spans[turn].start + position - spans[turn].num_shared
 
 
 def turn_paths(response: Response, prompt: list[int]) -> Iterator[tuple[list[int], list[int]]]:
