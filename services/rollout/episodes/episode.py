@@ -252,11 +252,12 @@ def too_long(what: str, limit: int) -> ChatFailed:
 
 def to_message(call_id: str, content: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
     """Return the answer of a call in OpenAI's form."""
-    called = []
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     for index, each in enumerate(tool_calls):
         function = {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)}
-        called.append({"id": tool_call_id(call_id, index), "type": "function", "function": function})
-    return {"role": "assistant", "content": content} | ({"tool_calls": called} if called else {})
+        called = {"id": tool_call_id(call_id, index), "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(called)
+    return message
 
 
 def tool_call_id(call_id: str, index: int) -> str:
