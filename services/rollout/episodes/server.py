@@ -266,7 +266,7 @@ def to_completion(answer: AnsweredCall, body: ChatBody) -> dict[str, Any]:
 
 def to_logprobs(generated: GeneratedResponse) -> dict[str, Any]:
     """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
-    unknown = {"bytes": None, "top_logprobs": []}
+    unknown: dict[str, Any] = {"bytes": None, "top_logprobs": []}
     return {
         "content": [
             {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, **unknown}
