@@ -84,9 +84,8 @@ class EveryAnswerCalls:
 
 def install(site: Path) -> None:
     """Write what `pip install` would leave behind, and put it on the path of all processes that this one starts."""
-    info = site / "bench_environments-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-environments\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
+    from tests.installed import install as install_package  # processes of environments need nothing of the tests
+
+    install_package(site, "bench_environments", ENTRIES)
     folders = (str(site), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))

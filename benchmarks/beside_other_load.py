@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness import own_dtype, run_job, save
+from harness import medians, own_dtype, run_job, save
 
 NUM_ITERATIONS, WARMUP, GOAL = 8, 2, 2.5
 FIELDS = ("wall_s", "train_s", "generate_s", "weight_sync_s")
@@ -44,8 +44,8 @@ def main() -> None:
         "ratio": ratio,
         "goal": f"at most {GOAL}",
         "is_met": ratio <= GOAL,
-        "median_alone": {field: statistics.median(each[field] for each in alone) for field in FIELDS},
-        "median_beside": {field: statistics.median(each[field] for each in beside) for field in FIELDS},
+        "median_alone": medians(alone),
+        "median_beside": medians(beside),
         "alone": alone,
         "beside": beside,
     }

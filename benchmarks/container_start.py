@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
-from harness import ROOT, save, termination_as_exit
+from harness import ROOT, medians, save, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
@@ -84,23 +83,9 @@ def image_of(service: str) -> str:
 
 
 def image_sizes() -> dict[str, int]:
-    """Return the sizes in bytes. Trainer and rollout share the layers that both begin with: they are on disk once."""
-    sizes = {
+    return {
         f"{name}_bytes": int(docker("image", "inspect", "--format", "{{.Size}}", image_of(name))) for name in SERVICES
     }
-    trainer, rollout = (layers(image_of(name)) for name in ("trainer", "rollout"))
-    shared = 0
-    for ours, theirs in zip(trainer, rollout, strict=False):
-        if ours != theirs:
-            break
-        shared += int(ours.split("|")[0])
-    return sizes | {"shared_by_trainer_and_rollout_bytes": shared}
-
-
-def layers(image: str) -> list[str]:
-    """Return SIZE|TIME|COMMAND of each layer, the lowest first."""
-    row = "{{.Size}}|{{.CreatedAt}}|{{.CreatedBy}}"
-    return docker("history", "--no-trunc", "--human=false", "--format", row, image).splitlines()[::-1]
 
 
 class Compose:
@@ -153,16 +138,13 @@ def find_worker(client: Client, container: str) -> WorkerRecord | None:
     return next((w for w in client.workers() if w.id.startswith(f"rollout-{container[:12]}-")), None)
 
 
-def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, float, float]:
-    """Return (worker's id, Unix times at which it was first listed and first seen generating)."""
+def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, float]:
+    """Return (worker's id, Unix time at which it was first seen generating)."""
     deadline = time.monotonic() + GENERATING_S
-    registered_at = 0.0
     while time.monotonic() < deadline:
         worker = find_worker(client, container)
-        if worker is not None:
-            registered_at = registered_at or time.time()
-            if worker.job_id == job_id and worker.state == "generating":
-                return worker.id, registered_at, time.time()
+        if worker is not None and worker.job_id == job_id and worker.state == "generating":
+            return worker.id, time.time()
         time.sleep(POLL_S)
     raise RuntimeError(
         f"no prompt for {container[:12]} within {GENERATING_S:.0f} s; the job: {client.jobs.get(job_id)}"
@@ -191,13 +173,12 @@ def measure_start(client: Client, job_id: str, container: str, started_at: float
     """Return the seconds from `started_at` (Unix time) on. The rollout waits for its engine when it has the model: that
     wait contains only the part of vLLM's import that was not over by then.
     """
-    worker_id, registered_at, generating_at = wait_generating(client, job_id, container)
+    worker_id, generating_at = wait_generating(client, job_id, container)
     events = [e for e in events_since(client, job_id, after) if e.data.get("worker_id") == worker_id]
     joined = next(event for event in events if event.kind == "worker.joined")
     serving = next(event for event in events if event.kind == "worker.updated")
     import_s, build_s = engine_times(container)
     return {
-        "registered_s": registered_at - started_at,
         "joined_s": joined.time - started_at,
         "import_s": import_s,
         "build_s": build_s,
@@ -214,9 +195,7 @@ def measure_first_job(compose: Compose, client: Client) -> tuple[str, dict[str, 
     overrides = [f"{key}={value}" for key, value in JOB.items()]
     created_at = time.time()
     job = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", overrides))
-    measured = measure_start(client, job.id, container, created_at)
-    del measured["registered_s"]  # it was there before the job
-    return job.id, measured
+    return job.id, measure_start(client, job.id, container, created_at)
 
 
 def measure_late_join(compose: Compose, client: Client, job_id: str) -> dict[str, float]:
@@ -270,10 +249,6 @@ def measure_broker(compose: Compose) -> dict[str, float]:
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
-
-
-def medians(measured: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
 
 
 def rounded(value: Any) -> Any:

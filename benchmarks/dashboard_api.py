@@ -3,12 +3,10 @@
 The job is written through the ledger's own scripts, then a real broker serves it over loopback. Each request is made
 REPEATS times in turn with the others; figures are those of the client, and `bytes` is the size of the answer. A second
 job has one iteration of 10,000 responses: the largest page of samples and the largest timeline. Figures of the stream
-are how large its messages are, how soon the first ones come, how long an event takes to a watcher while 100 watch the
-same job, and what those cost: the broker's processor time.
+are how large its messages are, and how soon the first ones come.
 """
 
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -34,7 +32,6 @@ NUM_LARGE_GROUPS = 1000
 NUM_EPOCH = 10  # iterations
 NUM_MICRO_BATCHES = 20
 NUM_METRICS = 20  # in addition to those that a record names
-NUM_WATCHERS = 100
 REPEATS = 20
 JOB = {
     "name": "bench",
@@ -129,7 +126,6 @@ async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
         await make_iteration(ledger, "long", epoch, iteration, NUM_GROUPS)
     epoch = await create(ledger, "wide", 1)
     await make_iteration(ledger, "wide", epoch, 0, NUM_LARGE_GROUPS)
-    await create(ledger, "live", 1)
     for job_id in ("long", "wide"):
         await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
@@ -197,69 +193,24 @@ async def measure_requests(client: httpx.AsyncClient, paths: dict[str, str]) -> 
 # ---- the stream --------------------------------------------------------------------------------------------------
 
 
-async def messages(client: httpx.AsyncClient, path: str) -> Any:
-    """Yield (kind, bytes, text) of each message."""
-    async with client.stream("GET", path, timeout=60) as response:
+async def measure_stream(client: httpx.AsyncClient) -> dict[str, Any]:
+    """Measure the stream of the long job from its beginning to its end."""
+    sizes: dict[str, list[int]] = {}
+    started, first_s, kind, size = time.perf_counter(), 0.0, "comment", 0
+    async with client.stream("GET", "/v1/jobs/long/stream", timeout=60) as response:
         assert response.status_code == 200, await response.aread()
-        kind, size, text = "", 0, ""
         async for line in response.aiter_lines():
             size += len(line.encode()) + 1
             if line.startswith("event: "):
                 kind = line.removeprefix("event: ")
-            if line.startswith("data: "):
-                text = line.removeprefix("data: ")
-            if not line:
-                yield kind or "comment", size, text
-                kind, size, text = "", 0, ""
-
-
-async def measure_whole_stream(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Measure the stream of the long job from its beginning."""
-    sizes: dict[str, list[int]] = {}
-    started, first_s = time.perf_counter(), 0.0
-    async for kind, size, _ in messages(client, "/v1/jobs/long/stream"):
-        first_s = first_s or time.perf_counter() - started
-        sizes.setdefault(kind, []).append(size)
+            if not line:  # the end of a message
+                first_s = first_s or time.perf_counter() - started
+                sizes.setdefault(kind, []).append(size)
+                kind, size = "comment", 0
     return {
         "first_message_ms": round(1000 * first_s, 1),
         "all_messages_ms": round(1000 * (time.perf_counter() - started), 1),
         "messages": {kind: {"num": len(s), "bytes_median": statistics.median(s)} for kind, s in sizes.items()},
-    }
-
-
-async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) -> dict[str, Any]:
-    """Measure NUM_WATCHERS streams of one job: the broker's processor time without events, and how late events come."""
-    delays: list[float] = []
-
-    async def watch() -> None:
-        async for kind, _, text in messages(client, "/v1/jobs/live/stream"):
-            event = json.loads(text) if kind == "event" else {"kind": ""}
-            if event["kind"] == "bench.tick":
-                delays.append(time.time() - event["data"]["sent_at"])
-            elif event["kind"] == "bench.end":
-                return
-
-    async def spent_share() -> float:
-        before = processor_s(pid)
-        await asyncio.sleep(10)
-        return (processor_s(pid) - before) / 10
-
-    alone = await spent_share()
-    watching = [asyncio.create_task(watch()) for _ in range(NUM_WATCHERS)]
-    await asyncio.sleep(3)
-    watched = await spent_share()
-    for _ in range(20):
-        await ledger.event_log.emit("live", "bench.tick", "tick", {"sent_at": time.time()})
-        await asyncio.sleep(0.3)
-    await ledger.event_log.emit("live", "bench.end", "end")
-    await asyncio.wait_for(asyncio.gather(*watching), 30)
-    return {
-        "num_watchers": NUM_WATCHERS,
-        "processor_share_without": round(alone, 3),
-        "processor_share_with": round(watched, 3),
-        "num_events": len(delays),
-        "event_delay_ms_median": round(1000 * statistics.median(delays)),
-        "event_delay_ms_max": round(1000 * max(delays)),
     }
 
 
@@ -268,12 +219,10 @@ async def run(num_iterations: int) -> dict[str, Any]:
         redis = connect(redis_url)
         ledger = Ledger(redis)
         await write_jobs(ledger, num_iterations)
-        with broker(redis_url, folder) as (url, pid):
-            limits = httpx.Limits(max_connections=NUM_WATCHERS + 10)
-            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
+        with broker(redis_url, folder) as (url, _):
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
                 answers = await measure_requests(client, requests(num_iterations))
-                whole = await measure_whole_stream(client)
-                watchers = await measure_watchers(client, ledger, pid)
+                whole = await measure_stream(client)
         size_bytes = int((await redis.info("memory"))["used_memory"])
         await redis.aclose()
     return {
@@ -283,7 +232,6 @@ async def run(num_iterations: int) -> dict[str, Any]:
         "redis_bytes": size_bytes,
         "requests": answers,
         "stream_of_the_whole_job": whole,
-        "stream_of_a_live_job": watchers,
     }
 
 

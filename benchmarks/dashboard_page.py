@@ -26,12 +26,11 @@ from dashboard_api import (
     create,
     make_group,
     make_iteration,
-    processor_s,
     report,
     write_jobs,
 )
-from harness import save, temporary_folder
-from playwright.async_api import Browser, CDPSession, Page, async_playwright
+from harness import medians, save, temporary_folder
+from playwright.async_api import Browser, Page, async_playwright
 
 from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
@@ -82,13 +81,6 @@ SHOWN = """(iteration) => new Promise((resolve) => {
     look();
 })"""
 
-REQUESTS = """() => performance.getEntriesByType("resource").map((each) => ({
-    name: (new URL(each.name).pathname + new URL(each.name).search).replace(/after=\\d{10,}/, "after=NOW"),
-    took_ms: each.responseEnd - each.startTime,
-    first_byte_ms: each.responseStart - each.requestStart,
-    bytes: each.encodedBodySize,
-})).filter((each) => each.name.startsWith("/v1/"))"""
-
 
 async def write_running_job(ledger: Ledger, num_iterations: int) -> str:
     """Write the running job and return its epoch, with which a process acts as its trainer."""
@@ -107,47 +99,31 @@ async def write_more_jobs(ledger: Ledger, count: int) -> None:
             await ledger.jobs.move(f"job-{index:04}", JobState.CANCELLED)
 
 
-class Traffic:
-    """The bytes on the wire of one page, as the browser counts them."""
+async def measure_load(browser: Browser, address: str, selector: str, count: int) -> dict[str, float]:
+    async with opened(browser, address) as page:
+        async with asyncio.timeout(STEP_MS / 1000):
+            drawn_ms = await page.evaluate(DRAWN, [selector, count])
+        answered_ms = await measure_click(page)
+        tasks = await page.evaluate("longTasks")
+    return {
+        "drawn_ms": drawn_ms,
+        "click_answered_ms": answered_ms,
+        "interactive_ms": drawn_ms + answered_ms,
+        "long_tasks": len(tasks),
+        "longest_task_ms": max(tasks, default=0),
+    }
 
-    def __init__(self, session: CDPSession) -> None:
-        self.num_bytes = 0
-        session.on("Network.dataReceived", self._received)
-        session.on("Network.responseReceived", self._answered)
 
-    def _received(self, event: dict[str, Any]) -> None:
-        self.num_bytes += max(event["encodedDataLength"], 0)
-
-    def _answered(self, event: dict[str, Any]) -> None:
-        self.num_bytes += max(event["response"]["encodedDataLength"], 0)
-
-
-async def measure_load(browser: Browser, address: str, selector: str, count: int, pid: int) -> dict[str, Any]:
+@asynccontextmanager
+async def opened(browser: Browser, address: str) -> AsyncIterator[Page]:
+    """Open a page of a new context, so that nothing is cached."""
     context = await browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(STEP_MS)
     await context.add_init_script(OBSERVE)
     page = await context.new_page()
-    session = await context.new_cdp_session(page)
-    await session.send("Network.enable")
-    traffic, spent_s = Traffic(session), processor_s(pid)
     await page.goto(address, wait_until="commit")
-    async with asyncio.timeout(STEP_MS / 1000):
-        drawn_ms = await page.evaluate(DRAWN, [selector, count])
-    answered_ms = await measure_click(page)
-    figures = {
-        "drawn_ms": drawn_ms,
-        "click_answered_ms": answered_ms,
-        "interactive_ms": drawn_ms + answered_ms,
-        "long_tasks": len(tasks := await page.evaluate("longTasks")),
-        "longest_task_ms": max(tasks, default=0),
-        "broker_processor_ms": 1000 * (processor_s(pid) - spent_s),
-        "wire_bytes": traffic.num_bytes,
-        "heap_bytes": await heap_bytes(session),
-        "elements": await page.evaluate("document.getElementsByTagName('*').length"),
-        "requests": await page.evaluate(REQUESTS),
-    }
+    yield page
     await context.close()
-    return figures
 
 
 async def measure_click(page: Page) -> float:
@@ -157,12 +133,8 @@ async def measure_click(page: Page) -> float:
 
 
 async def measure_live(browser: Browser, url: str, ledger: Ledger, epoch: str, first: int) -> dict[str, Any]:
-    context = await browser.new_context(viewport={"width": 1280, "height": 800})
-    await context.add_init_script(OBSERVE)
-    page = await context.new_page()
-    await page.goto(f"{url}/#/jobs/running")
     delays, tasks = [], []
-    async with asyncio.timeout(NUM_LIVE * STEP_MS / 1000):
+    async with opened(browser, f"{url}/#/jobs/running") as page, asyncio.timeout(NUM_LIVE * STEP_MS / 1000):
         await page.evaluate(DRAWN, ["[data-testid=chart-reward] canvas", 1])
         for iteration in range(first, first + NUM_LIVE):
             shown = asyncio.create_task(page.evaluate(SHOWN, iteration))
@@ -170,7 +142,6 @@ async def measure_live(browser: Browser, url: str, ledger: Ledger, epoch: str, f
             shown_at, long_tasks = await shown
             delays.append(1000 * (shown_at - committed_at))
             tasks.append(max(long_tasks, default=0))
-    await context.close()
     return {
         "commits": NUM_LIVE,
         "shown_after_ms": round(statistics.median(delays)),
@@ -194,39 +165,17 @@ async def commit_iteration(ledger: Ledger, epoch: str, iteration: int) -> float:
     return committed_at
 
 
-async def heap_bytes(session: CDPSession) -> int:
-    """Return the bytes that the page still uses after a garbage collection."""
-    await session.send("HeapProfiler.collectGarbage")
-    await session.send("Performance.enable")
-    metrics = (await session.send("Performance.getMetrics"))["metrics"]
-    return int(next(metric["value"] for metric in metrics if metric["name"] == "JSHeapUsedSize"))
-
-
-def summary_of(loads: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the loads, and of their requests by name."""
-    figures = {
-        name: round(statistics.median(load[name] for load in loads), 1) for name in loads[0] if name != "requests"
-    }
-    by_name: dict[str, list[dict[str, float]]] = {}
-    for request in (request for load in loads for request in load["requests"]):
-        by_name.setdefault(request.pop("name"), []).append(request)
-    requests = {
-        name: {field: round(statistics.median(each[field] for each in seen), 1) for field in seen[0]}
-        for name, seen in by_name.items()
-    }
-    return figures | {
-        "interactive_ms_max": round(max(load["interactive_ms"] for load in loads), 1),
-        "requests": requests,
-    }
-
-
-async def measure_loads(browser: Browser, url: str, pid: int, num_loads: int) -> dict[str, Any]:
-    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in PAGES}
+async def measure_loads(browser: Browser, url: str, num_loads: int) -> dict[str, Any]:
+    loads: dict[str, list[dict[str, float]]] = {name: [] for name in PAGES}
     for turn in range(num_loads + 1):  # the first one of each warms up the broker
         for name, (place, selector, count) in PAGES.items():
-            figures = await measure_load(browser, f"{url}/{place}", selector, count, pid)
+            figures = await measure_load(browser, f"{url}/{place}", selector, count)
             loads[name] += [figures] if turn else []
-    return {name: summary_of(figures) for name, figures in loads.items()}
+    return {
+        name: {figure: round(median, 1) for figure, median in medians(figures).items()}
+        | {"interactive_ms_max": round(max(load["interactive_ms"] for load in figures), 1)}
+        for name, figures in loads.items()
+    }
 
 
 @asynccontextmanager
@@ -243,12 +192,12 @@ async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
     with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)
-        await write_more_jobs(ledger, NUM_JOBS - 4)
+        await write_more_jobs(ledger, NUM_JOBS - 3)
         epoch = await write_running_job(ledger, num_iterations)
         await write_jobs(ledger, num_iterations)  # the newest, so that they are listed first
-        with broker(redis_url, folder) as (url, pid):
+        with broker(redis_url, folder) as (url, _):
             async with chromium() as browser:
-                pages = await measure_loads(browser, url, pid, num_loads)
+                pages = await measure_loads(browser, url, num_loads)
                 live = await measure_live(browser, url, ledger, epoch, num_iterations)
                 version = f"Chromium {browser.version}"
         await redis.aclose()

@@ -6,6 +6,7 @@ the delta. Every round copies the same weights too: the ratio to that copy does 
 Figures are medians over the rounds. The result of every delta is compared with the weights that it stands for.
 """
 
+import math
 import os
 import statistics
 from collections import Counter
@@ -14,10 +15,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 from harness import save, seconds
+from weights_peer import shapes
 
 from onbeat.weights.delta import Encoding, apply, encode
 
-HIDDEN, MLP, VOCABULARY, LAYERS, KV = 576, 1536, 49152, 30, 192  # SmolLM2-135M; 3 of 9 heads for keys and values
 SHARES = {  # share of the weights that change -> the GB/s that encode and apply must both reach
     0.0: 1.0,
     0.001: 1.0,
@@ -33,9 +34,8 @@ Weights = list[np.ndarray]
 
 
 def sizes() -> list[int]:
-    """Return the number of items of each tensor; the embedding is the head too."""
-    layer = [HIDDEN * HIDDEN] * 2 + [HIDDEN * KV] * 2 + [HIDDEN * MLP] * 3 + [HIDDEN] * 2
-    return [VOCABULARY * HIDDEN, *layer * LAYERS, HIDDEN]
+    """Return the number of items of each tensor."""
+    return [math.prod(shape) for shape in shapes().values()]
 
 
 def make_weights(generator: np.random.Generator) -> Weights:

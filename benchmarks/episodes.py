@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_environments import TEMPLATE, install
-from harness import ROOT, own_dtype, run_job, save, temporary_folder
-from vs_trl import compare, copy_without_end, quickstart_model, run_trl
+from harness import ROOT, own_dtype, quickstart_model, run_job, save, temporary_folder
+from vs_trl import compare, copy_without_end, run_trl
 
 NUM_TOKENS, NUM_TURNS = 16, 3
 DATA = ROOT / "examples" / "shop.jsonl"

@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
 from harness import save, temporary_folder
-from memory import Sampler, by_service
+from memory import Sampler, peak_of
 
 from onbeat.local.supervisor import ServiceSpec
 from onbeat.memory import read_memory
@@ -86,14 +86,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             iterations = stack.client.jobs.iterations(job_id)
     finally:
         sampler.stop()
-    sizes = [by_service(sample) for sample in sampler.samples]
-    services = sorted({name for sample in sizes for name in sample})
+    services = sorted({name for sample in sampler.samples for name in sample})
     return {
         "parameters": num_parameters,
         "dtype": case.dtype,
         "iterations": len(iterations),
         "ranks_gb": ranks,
-        "peak_by_service_mb": {name: max(sample.get(name, 0) for sample in sizes) for name in services},
+        "peak_by_service_mb": {name: peak_of(sampler.samples, name) for name in services},
         "available_gb": {"before": round(before_bytes / 1e9, 1), "least": round(least_bytes / 1e9, 1)},
         "iteration_s": [round(each.wall_s or 0.0, 1) for each in iterations],
         "wall_s": round(time.monotonic() - started),

@@ -1,10 +1,14 @@
-"""Groups of random tokens, and the operations that a pass over a group takes, for benchmarks of the trainer."""
+"""Groups of random tokens, passes over them and the operations that these take, for benchmarks of the trainer."""
+
+from collections.abc import Callable
 
 import torch
 
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import pack
 from services.trainer.episode import turn_paths
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.model import response_logprobs
 
 
 def make_group(prompt_length: int, response_length: int, group_size: int) -> RolloutGroup:
@@ -36,6 +40,33 @@ def separate_paths(group: RolloutGroup) -> list[tuple[list[int], list[tuple[int,
             spans.append(own)
         found += [(path, own) for path, own in zip(paths, spans, strict=True) if own]
     return found
+
+
+def packed(model, *groups: RolloutGroup) -> None:
+    """Do a forward and a backward pass of these groups as the trainer does it."""
+    response_logprobs(model, pack(groups, torch.device("cpu")), 1.0)[0].sum().backward()
+
+
+def one_by_one(model, group: RolloutGroup, device: torch.device) -> torch.Tensor:
+    """Return the log-probabilities of a group's responses, each in a row of its own; they have the same length."""
+    prompt = list(group.prompt_token_ids)
+    rows = torch.tensor([prompt + list(response.token_ids) for response in group.responses], device=device)
+    hidden = model.get_decoder()(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
+    weight, targets = model.get_output_embeddings().weight, rows[:, len(prompt) :].flatten()
+    return TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0]
+
+
+def alternate(
+    packed_s: Callable[[], float], other_s: Callable[[], float], num_rounds: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of each round: the other way's, and the mean of two packed passes, one before and one after
+    it, so that a drift of the machine's speed affects both sides. A pass of each kind warms up."""
+    packed_s(), other_s()
+    rounds = []
+    for _ in range(num_rounds):
+        before_s, separate_s, after_s = packed_s(), other_s(), packed_s()
+        rounds.append((separate_s, (before_s + after_s) / 2))
+    return rounds
 
 
 def counted_operations(model, group: RolloutGroup) -> tuple[int, int]:

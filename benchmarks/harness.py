@@ -5,10 +5,11 @@ import os
 import platform
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -82,11 +83,22 @@ def run_job(
         return json.loads(report.read_text())
 
 
+def quickstart_model() -> Path:
+    """Return the folder of the quick start's model."""
+    prepare = [sys.executable, "-m", "services.trainer.model.bundled", "smollm2-135m-instruct"]
+    return Path(subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1])
+
+
 def seconds(run: Callable[..., object], *arguments: object) -> float:
     """Return how long a call took."""
     started = time.perf_counter()
     run(*arguments)
     return time.perf_counter() - started
+
+
+def medians(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[str, float]:
+    """Return the median of each figure over the rows; of all that they have, if none is named."""
+    return {name: statistics.median(row[name] for row in rows) for name in names or rows[0]}
 
 
 def machine() -> dict[str, Any]:

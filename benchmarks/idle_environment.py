@@ -10,8 +10,8 @@ import statistics
 from pathlib import Path
 
 from bench_environments import install
-from harness import own_dtype, run_job, save, temporary_folder
-from vs_trl import copy_without_end, quickstart_model
+from harness import own_dtype, quickstart_model, run_job, save, temporary_folder
+from vs_trl import copy_without_end
 
 IDLE_S, NUM_TURNS, NUM_TOKENS, GROUP_SIZE, MAX_NUM_SEQS, WARMUP = 2.0, 4, 16, 8, 32, 1
 NUM_ENGINE_GROUPS = MAX_NUM_SEQS // GROUP_SIZE + 1  # as many as the engine takes, and one that waits inside it

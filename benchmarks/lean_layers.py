@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import own_dtype, save, seconds
+from harness import own_dtype, quickstart_model, save, seconds
 from transformers import AutoModelForCausalLM
 
 from onbeat.config import OptimizerConfig
 from services.trainer.batch import MicroBatch, pack
-from services.trainer.model.bundled import prepare
 from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, Passes, register_attention, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
@@ -24,9 +23,8 @@ NUM_GROUPS, GROUPS_IN_ROW = 8, (1, 2, 4, 8)
 REPETITIONS, NUM_THREADS = 5, 2
 
 
-def load(dtype: torch.dtype, has_lean_layers: bool):
+def load(source: Path, dtype: torch.dtype, has_lean_layers: bool):
     register_attention()
-    source = prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
     model.passes = Passes()
     if has_lean_layers:
@@ -64,7 +62,8 @@ def kept_bytes(model, row: MicroBatch) -> int:
 def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     dtype = own_dtype()
-    models = {name: load(DTYPES[dtype], name == "lean") for name in ("transformers", "lean")}
+    source = quickstart_model()
+    models = {name: load(source, DTYPES[dtype], name == "lean") for name in ("transformers", "lean")}
     optimizers = {name: MasterAdamW(model, OptimizerConfig()) for name, model in models.items()}
     rows = {num_groups: rows_of(num_groups) for num_groups in GROUPS_IN_ROW}
     taken: dict[tuple[str, int], list[float]] = {}

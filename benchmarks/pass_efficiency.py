@@ -8,17 +8,15 @@ the passes, and freed memory is kept.
 import os
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import ROOT, own_dtype, save, seconds
+from harness import ROOT, own_dtype, quickstart_model, save, seconds
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import KEEP_FREED
 from services.trainer.batch import pack
-from services.trainer.model.bundled import prepare
 from services.trainer.model.model import DTYPES, load_model, response_logprobs
 
 SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 38, 16, 8  # of each group
@@ -39,8 +37,7 @@ def count_operations(model, batch) -> int:
 
 def measure(dtype_name: str) -> dict:
     dtype = DTYPES[dtype_name]
-    source = prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat")
-    model = load_model(str(source), dtype, torch.device("cpu"))
+    model = load_model(str(quickstart_model()), dtype, torch.device("cpu"))
     row_tokens = JobConfig.from_file(ROOT / "examples/quickstart.toml").training.max_tokens_per_micro_batch
     num_groups = row_tokens // (PROMPT_TOKENS + NUM_RESPONSES * RESPONSE_TOKENS)
     batch = pack([make_group(*SHAPE) for _ in range(num_groups)], torch.device("cpu"), is_prefix_shared=False)

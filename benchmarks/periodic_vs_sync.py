@@ -12,7 +12,7 @@ The runs alternate, so that a drift of the machine's speed affects both.
 import statistics
 from typing import Any
 
-from harness import run_job, save
+from harness import medians, run_job, save
 
 NUM_ITERATIONS, WARMUP, NUM_ROUNDS = 8, 2, 2
 # All groups are trained and all responses have the same length, so that both modes do the same work in every iteration.
@@ -25,22 +25,17 @@ def iterations_of(mode: str) -> list[dict[str, Any]]:
     return report["iterations"][WARMUP:]
 
 
-def median(iterations: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(iteration[name] for iteration in iterations)
-
-
 def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {"sync": [], "periodic": []}
     for _ in range(NUM_ROUNDS):
         for mode, iterations in runs.items():
             iterations += iterations_of(mode)
-    sync, periodic = runs["sync"], runs["periodic"]
-    generate_s = median(sync, "generate_s")
-    micro_s = statistics.median(iteration["metrics"]["train/micro_batches_s"] for iteration in sync)
-    barrier_s = median(sync, "wall_s") - generate_s - micro_s
-    first_s, last_s = median(sync, "first_group_s"), micro_s / sync[0]["num_groups"]
+    sync, periodic = (medians(its, "wall_s", "generate_s", "first_group_s") for its in runs.values())
+    generate_s, first_s = sync["generate_s"], sync["first_group_s"]
+    micro_s = statistics.median(each["metrics"]["train/micro_batches_s"] for each in runs["sync"])
+    barrier_s, last_s = sync["wall_s"] - generate_s - micro_s, micro_s / runs["sync"][0]["num_groups"]
     bound_s = max(generate_s + last_s, micro_s + first_s) + barrier_s
-    ratio, bound = median(sync, "wall_s") / median(periodic, "wall_s"), median(sync, "wall_s") / bound_s
+    ratio, bound = sync["wall_s"] / periodic["wall_s"], sync["wall_s"] / bound_s
     names = ("wall_s", "generate_s", "train_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
     save(
         "periodic_vs_sync",
@@ -55,7 +50,7 @@ def main() -> None:
                 "first_group": first_s,
                 "last_group": last_s,
             },
-            "medians": {mode: {name: median(its, name) for name in names} for mode, its in runs.items()},
+            "medians": {mode: medians(its, *names) for mode, its in runs.items()},
             "num_iterations": {mode: len(its) for mode, its in runs.items()},
             "cores": {"rollout": [0], "trainer": [1]},
         },

@@ -102,8 +102,7 @@ def measure(chaos: ChaosStack, case: Case, key: str, scratch: Path) -> dict[str,
     struck = strike(chaos, case, job_id, names)
     check_exactly_once(chaos.stack, job_id, scratch)
     log = audit_log(chaos, job_id)
-    times = {mark: MARK_TIMES[mark](chaos, job_id, log, struck) for mark in case.marks}
-    return {mark: round(time_s - struck.at, 3) for mark, time_s in times.items()}
+    return {mark: round(time_of(mark, chaos, job_id, log, struck) - struck.at, 3) for mark in case.marks}
 
 
 def ready_services(chaos: ChaosStack) -> dict[int, str]:
@@ -180,32 +179,19 @@ def audit_log(chaos: ChaosStack, job_id: str) -> list[tuple[float, Words]]:
     return asyncio.run(read())
 
 
-def first(log: list[tuple[float, Words]], since: float, is_it: Callable[[Words], bool]) -> float:
-    return next(time_s for time_s, words in log if time_s > since and is_it(words))
-
-
-def held_groups_accepted(_: ChaosStack, __: str, log: list[tuple[float, Words]], struck: Struck) -> float:
-    times = [time_s for time_s, words in log if words[0] == "accepted" and words[2] in struck.held]
-    assert len(times) == len(struck.held) > 0, f"{len(times)} of {len(struck.held)} held groups were accepted"
-    return max(times)
-
-
-def taken_over(chaos: ChaosStack, job_id: str, _: list[tuple[float, Words]], struck: Struck) -> float:
-    return next(event.time for event in chaos.events(job_id, "job.taken_over") if event.time > struck.at)
-
-
-MARK_TIMES: dict[str, Callable[[ChaosStack, str, list[tuple[float, Words]], Struck], float]] = {
-    "held_groups_accepted": held_groups_accepted,
-    "own_next_group": lambda _, __, log, struck: first(
-        log, struck.at, lambda words: words[0] == "accepted" and words[4] == struck.victim
-    ),
-    "taken_over": taken_over,
-    "next_commit": lambda _, __, log, struck: first(log, struck.at, lambda words: words[0] == "committed"),
-    "readyz": lambda _, __, ___, struck: struck.probed_at,
-    "next_iteration_opened": lambda _, __, log, struck: first(log, struck.at, lambda words: words[0] == "opened"),
-    "ping": lambda _, __, ___, struck: struck.probed_at,
-    "next_group_accepted": lambda _, __, log, struck: first(log, struck.at, lambda words: words[0] == "accepted"),
-}
+def time_of(mark: str, chaos: ChaosStack, job_id: str, log: list[tuple[float, Words]], struck: Struck) -> float:
+    """Return the Unix time of a mark after the strike."""
+    if mark in ("readyz", "ping"):
+        return struck.probed_at
+    if mark == "taken_over":
+        return next(event.time for event in chaos.events(job_id, "job.taken_over") if event.time > struck.at)
+    if mark == "held_groups_accepted":
+        times = [time_s for time_s, words in log if words[0] == "accepted" and words[2] in struck.held]
+        assert len(times) == len(struck.held) > 0, f"{len(times)} of {len(struck.held)} held groups were accepted"
+        return max(times)
+    kind = {"next_commit": "committed", "next_iteration_opened": "opened"}.get(mark, "accepted")
+    lines = [(time_s, words) for time_s, words in log if time_s > struck.at and words[0] == kind]
+    return next(time_s for time_s, words in lines if mark != "own_next_group" or words[4] == struck.victim)
 
 
 def held_by(chaos: ChaosStack, job_id: str, worker: str) -> set[str]:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import ROOT, run_job, save, temporary_folder
+from harness import ROOT, quickstart_model, run_job, save, temporary_folder
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
 
@@ -79,8 +79,7 @@ def plain_vllm(model: str, output: Path) -> None:
 
 
 def main() -> None:
-    prepare = [sys.executable, "-m", "services.trainer.model.bundled", "smollm2-135m-instruct"]
-    model = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    model = str(quickstart_model())
     service: list[float] = []
     plain: list[float] = []
     for _ in range(2):

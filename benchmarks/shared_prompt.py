@@ -2,10 +2,9 @@
 
 One-by-one is the usual batch [G, Lp + Lr] (equal lengths: no padding) through transformers' SDPA attention, the head on
 response positions only and by the same code. The bound is the ratio of counted operations: linear layers per place,
-attention per visible pair, the head per response token. A round runs packed, one-by-one and packed again, and averages
-the two packed ones, so that a drift of the machine's speed affects both sides; figures are medians. A share above 1
-means that one-by-one spends more per counted operation (its rows take the slower bfloat16 kernel on few keys, or leave
-the cache).
+attention per visible pair, the head per response token. Figures are medians over rounds (`groups.alternate`). A share
+above 1 means that one-by-one spends more per counted operation (its rows take the slower bfloat16 kernel on few keys,
+or leave the cache).
 
 Then a row of several groups whose prompts have the same beginning, which is computed once, is compared with a row whose
 prompts differ in their first token, so that each computes its own beginning.
@@ -14,19 +13,16 @@ prompts differ in their first token, so that each computes its own beginning.
 import os
 import statistics
 import time
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import counted_operations, make_group
-from harness import save
+from groups import alternate, counted_operations, make_group, one_by_one, packed
+from harness import quickstart_model, save
 
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import pack
-from services.trainer.model.bundled import prepare
-from services.trainer.model.logprobs import TargetLogprobs
-from services.trainer.model.model import load_model, response_logprobs, use_attention
+from services.trainer.model.model import load_model, use_attention
 
 # (Lp, Lr, G) and the goal there: a share of the counted ratio, or at least not slower.
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}
@@ -34,17 +30,8 @@ PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens: shared, 
 REPETITIONS, CORE = 5, 1
 
 
-def packed(model, *groups: RolloutGroup) -> None:
-    logprobs, _ = response_logprobs(model, pack(groups, torch.device("cpu")), 1.0)
-    logprobs.sum().backward()
-
-
-def one_by_one(model, group: RolloutGroup) -> None:
-    prompt = list(group.prompt_token_ids)
-    rows = torch.tensor([prompt + list(response.token_ids) for response in group.responses])
-    hidden = model.get_decoder()(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
-    weight, targets = model.get_output_embeddings().weight, rows[:, len(prompt) :].flatten()
-    TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0].sum().backward()
+def by_rows(model, group: RolloutGroup) -> None:
+    one_by_one(model, group, torch.device("cpu")).sum().backward()
 
 
 def seconds(run, model, *groups: RolloutGroup) -> float:
@@ -57,13 +44,7 @@ def seconds(run, model, *groups: RolloutGroup) -> float:
 
 def measure(packing, plain, shape: tuple[int, int, int]) -> dict:
     group = make_group(*shape)
-    seconds(packed, packing, group), seconds(one_by_one, plain, group)
-    rounds = []
-    for _ in range(REPETITIONS):
-        before_s, separate_s, after_s = (
-            seconds(run, model, group) for run, model in ((packed, packing), (one_by_one, plain), (packed, packing))
-        )
-        rounds.append((separate_s, (before_s + after_s) / 2))
+    rounds = alternate(lambda: seconds(packed, packing, group), lambda: seconds(by_rows, plain, group), REPETITIONS)
     ratio = statistics.median(separate_s / packed_s for separate_s, packed_s in rounds)
     separate, together = counted_operations(packing, group)
     share = ratio * together / separate
@@ -89,11 +70,7 @@ def measure_prefix(model) -> dict:
     for index, group in enumerate(apart):
         group.prompt_token_ids[0] = index
     shared_places, places = (len(pack(groups, torch.device("cpu")).token_ids) for groups in (alike, apart))
-    seconds(packed, model, *alike), seconds(packed, model, *apart)
-    rounds = []
-    for _ in range(REPETITIONS):
-        before_s, apart_s, after_s = (seconds(packed, model, *groups) for groups in (alike, apart, alike))
-        rounds.append((apart_s, (before_s + after_s) / 2))
+    rounds = alternate(lambda: seconds(packed, model, *alike), lambda: seconds(packed, model, *apart), REPETITIONS)
     return {
         "prefix_own_response_group_groups": (PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS),
         "ratio": statistics.median(apart_s / shared_s for apart_s, shared_s in rounds),
@@ -106,7 +83,7 @@ def measure_prefix(model) -> dict:
 def main() -> None:
     os.sched_setaffinity(0, {CORE})
     torch.set_num_threads(1)
-    source = str(prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat"))
+    source = str(quickstart_model())
     packing = load_model(source, torch.bfloat16, torch.device("cpu"))
     plain = load_model(source, torch.bfloat16, torch.device("cpu"))
     use_attention(plain, "sdpa")

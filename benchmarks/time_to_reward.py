@@ -11,8 +11,8 @@ import statistics
 import time
 from typing import Any
 
-from harness import ROOT, own_dtype, run_job, save, temporary_folder
-from vs_trl import quickstart_model, run_trl
+from harness import ROOT, own_dtype, quickstart_model, run_job, save, temporary_folder
+from vs_trl import run_trl
 
 from onbeat.config import JobConfig
 

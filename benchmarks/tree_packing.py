@@ -7,8 +7,7 @@ path is a sequence, through transformers' SDPA attention. The head is computed o
 the same code on both sides.
 
 The counted ratio is that of operations: linear layers per place, attention per visible pair, the head per sampled
-token; that of tokens is shown beside it. A round runs packed, by paths and packed again, and averages the two packed
-ones, so that a drift of the machine's speed affects both sides; figures are medians. Seconds are those of the
+token; that of tokens is shown beside it. Figures are medians over rounds (`groups.alternate`). Seconds are those of the
 processor, as one thread computes and other programs may run.
 """
 
@@ -20,14 +19,14 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import counted_operations, separate_paths
+from groups import alternate, counted_operations, packed, separate_paths
 from harness import save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.streams.codec import Response, RolloutGroup, Turn
-from services.trainer.batch import num_places, pack
+from services.trainer.batch import num_places
 from services.trainer.model.logprobs import TargetLogprobs
-from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs, set_up
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, set_up
 
 GOAL = 0.9  # share of the counted ratio
 GROUP, PROMPT = 8, 96  # episodes, tokens
@@ -69,11 +68,6 @@ def make_conversations(num_turns: tuple[int, int], has_forks: bool) -> RolloutGr
     return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(PROMPT), responses=responses)
 
 
-def packed(model, group: RolloutGroup) -> None:
-    logprobs, _ = response_logprobs(model, pack([group], torch.device("cpu")), 1.0)
-    logprobs.sum().backward()
-
-
 def by_paths(model, group: RolloutGroup) -> None:
     weight = model.get_output_embeddings().weight
     for path, spans in separate_paths(group):
@@ -97,12 +91,9 @@ def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
     paths = separate_paths(group)
     assert sum(end - start for _, own in paths for start, end in own) == sum(len(r.token_ids) for r in group.responses)
     places, separate = num_places(group), sum(len(path) - 1 for path, _ in paths)
-    seconds(packed, models["packed"], group), seconds(by_paths, models["plain"], group)
-    rounds = []
-    for _ in range(REPETITIONS):
-        before_s = seconds(packed, models["packed"], group)
-        paths_s = seconds(by_paths, models["plain"], group)
-        rounds.append((paths_s, (before_s + seconds(packed, models["packed"], group)) / 2))
+    rounds = alternate(
+        lambda: seconds(packed, models["packed"], group), lambda: seconds(by_paths, models["plain"], group), REPETITIONS
+    )
     ratio = statistics.median(paths_s / packed_s for paths_s, packed_s in rounds)
     operations_by_paths, operations = counted_operations(models["packed"], group)
     share = ratio * operations / operations_by_paths

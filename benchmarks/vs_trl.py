@@ -15,15 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, own_dtype, run_job, save, temporary_folder
+from harness import ROOT, medians, own_dtype, quickstart_model, run_job, save, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
 NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
-
-
-def quickstart_model() -> Path:
-    prepare = [sys.executable, "-m", "services.trainer.model.bundled", "smollm2-135m-instruct"]
-    return Path(subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1])
 
 
 def copy_without_end(source: Path, target: Path) -> Path:
@@ -55,9 +50,7 @@ def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], 
         "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
         "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
         "times_fewer_seconds": trl_s / onbeat_s,
-        "medians_of_onbeat": {
-            name: statistics.median(each[name] for each in iterations) for name in ("generate_s", "train_s")
-        },
+        "medians_of_onbeat": medians(iterations, "generate_s", "train_s"),
         "mean_response_tokens": {
             "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
             "onbeat": statistics.fmean(each["response_tokens"] / each["num_responses"] for each in iterations),

@@ -18,7 +18,9 @@ computed, at sizes that no machine here has.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from harness import RESULTS
@@ -112,79 +114,74 @@ def delta_work_s(by: Measured, full_bytes: float, share: float, check: float) ->
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
+def print_table(heads: list[str], rows: Iterable[list[str]]) -> None:
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    print()
+
+
 def show_pulls() -> None:
-    result = load("weights_pull")
-    bare_s = result["kinds"]["bare"]["median_s"]
-    print("| pull | received | median | fastest - slowest | GB/s | of bare speed |\n|---|---|---|---|---|---|")
-    for name, kind in result["kinds"].items():
-        if name.startswith("apply"):
-            continue
+    kinds, rows = load("weights_pull")["kinds"], []
+    for name, kind in kinds.items():
         received = f"{kind['received_bytes'] / 1e6:.1f} MB" if "received_bytes" in kind else ""
         spread = f"{kind['min_s'] * 1e3:.0f} - {kind['max_s'] * 1e3:.0f} ms"
         cells = [name, received, f"{kind['median_s'] * 1e3:.0f} ms", spread, f"{kind['gb_per_s']:.2f}"]
-        print("| " + " | ".join(cells) + f" | {bare_s / kind['median_s']:.2f} |")
-    print()
+        if not name.startswith("apply"):
+            rows.append([*cells, f"{kinds['bare']['median_s'] / kind['median_s']:.2f}"])
+    print_table(["pull", "received", "median", "fastest - slowest", "GB/s", "of bare speed"], rows)
 
 
 def show_relays() -> None:
-    kinds = ("alone", "tree", "star", "killed", "cut")
-    print(f"| link | weights | {' | '.join(kinds)} | tree/alone | star/alone |\n|{'---|' * (4 + len(kinds))}")
+    kinds, rows = ["alone", "tree", "star", "killed", "cut"], []
     for link in load("weights_relay")["links"]:
-        for way in ("full", "delta"):
-            if way not in link:
-                continue
-            cells = [f"{link[way][kind]['median_s']:.2f} s" if kind in link[way] else "" for kind in kinds]
-            cells += [f"{link[way][kind]['to_alone']:.2f}" for kind in ("tree", "star")]
-            size = link[f"{way}_bytes"] / 1e6
-            print(f"| {link['rate_mbit_per_s']} Mbit/s | {way}, {size:.1f} MB | {' | '.join(cells)} |")
-    print()
+        for way in (way for way in ("full", "delta") if way in link):
+            cells = [f"{link['rate_mbit_per_s']} Mbit/s", f"{way}, {link[f'{way}_bytes'] / 1e6:.1f} MB"]
+            cells += [f"{link[way][kind]['median_s']:.2f} s" if kind in link[way] else "" for kind in kinds]
+            rows.append(cells + [f"{link[way][kind]['to_alone']:.2f}" for kind in ("tree", "star")])
+    print_table(["link", "weights", *kinds, "tree/alone", "star/alone"], rows)
 
 
 def show_parameters(by: Measured) -> None:
-    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay)]
-    rows += [("checksum", by.checksum), ("hash", by.hash)]
-    rows += [(f"apply, {share:.0%} changed", by.apply[share]) for share in SHARES]
-    rows += [(f"encode, {share:.0%} changed", by.encode[share]) for share in SHARES]
-    print("| parameter | value |\n|---|---|")
-    for name, value in rows:
-        print(f"| {name} | {value / 1e9:.2f} GB/s |")
-    for share in SHARES:
-        print(f"| bytes of a delta, {share:.0%} changed | {by.delta_share[share]:.2%} |")
-    print(f"| share of the line rate that arrives | {by.line_share:.0%} |")
-    print(f"| h, delay of a hop | {by.hop_s * 1e3:.0f} ms |\n")
+    rates = {"send": by.send, "pull": by.pull, "relay (computed)": by.relay, "checksum": by.checksum, "hash": by.hash}
+    rates |= {f"apply, {share:.0%} changed": by.apply[share] for share in SHARES}
+    rates |= {f"encode, {share:.0%} changed": by.encode[share] for share in SHARES}
+    rows = [[name, f"{rate / 1e9:.2f} GB/s"] for name, rate in rates.items()]
+    rows += [[f"bytes of a delta, {share:.0%} changed", f"{by.delta_share[share]:.2%}"] for share in SHARES]
+    rows.append(["share of the line rate that arrives", f"{by.line_share:.0%}"])
+    rows.append(["h, delay of a hop", f"{by.hop_s * 1e3:.0f} ms"])
+    print_table(["parameter", "value"], rows)
 
 
 def show_check(by: Measured) -> None:
     """Print the formula beside the measurements of full copies."""
-    num_rollouts = load("weights_relay")["num_rollouts"]
-    print("| link | chain, formula | chain, measured | star, formula | star, measured |\n|---|---|---|---|---|")
+    num_rollouts, rows = load("weights_relay")["num_rollouts"], []
     for link in full_links():
         size, line = link["full_bytes"], link["rate_mbit_per_s"] * 1e6 / 8
         work_s = full_work_s(by, size)
         cells = [chain_s(by, size, num_rollouts, line, work_s), link["full"]["tree"]["median_s"]]
         cells += [star_s(by, size, num_rollouts, line, work_s), link["full"]["star"]["median_s"]]
-        print(f"| {link['rate_mbit_per_s']} Mbit/s | " + " | ".join(f"{cell:.1f} s" for cell in cells) + " |")
-    print()
+        rows.append([f"{link['rate_mbit_per_s']} Mbit/s", *(f"{cell:.1f} s" for cell in cells)])
+    print_table(["link", "chain, formula", "chain, measured", "star, formula", "star, measured"], rows)
 
 
 def show_table(by: Measured) -> None:
-    ways = ["full", *(f"delta, {share:.0%}" for share in SHARES)]
-    heads = [f"{way}: {kind}" for way in ways for kind in ("star", "chain")]
-    print(f"| model | link | rollouts | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
+    ways, rows = ["full", *(f"delta, {share:.0%}" for share in SHARES)], []
     for model, num_parameters in MODELS.items():
         size = num_parameters * BYTES_A_PARAMETER
         payloads = [(size, full_work_s(by, size), full_work_s(by, size))]
         for share in SHARES:
             works_s = (delta_work_s(by, size, share, check) for check in (by.checksum, by.hash))
             payloads.append((size * by.delta_share[share], *works_s))
-        for gbit in LINKS_GBIT:
-            for num_rollouts in NUM_ROLLOUTS:
-                cells = [
-                    short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))
-                    for payload, *works_s in payloads
-                    for way, work_s in zip((star_s, chain_s), works_s, strict=True)
-                ]
-                print(f"| {model} | {gbit} Gbit/s | {num_rollouts} | {' | '.join(cells)} |")
+        for gbit, num_rollouts in product(LINKS_GBIT, NUM_ROLLOUTS):
+            cells = [
+                short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))
+                for payload, *works_s in payloads
+                for way, work_s in zip((star_s, chain_s), works_s, strict=True)
+            ]
+            rows.append([model, f"{gbit} Gbit/s", str(num_rollouts), *cells])
+    heads = [f"{way}: {kind}" for way in ways for kind in ("star", "chain")]
+    print_table(["model", "link", "rollouts", *heads], rows)
 
 
 def short(seconds: float) -> str:

@@ -5,7 +5,7 @@ Goals: a delta is at most 5% of the bytes at learning rate 1e-6 and 10% at 1e-5;
 
 import statistics
 
-from harness import run_job, save
+from harness import medians, run_job, save
 
 NUM_ITERATIONS = 8
 LEARNING_RATES = (1e-6, 1e-5, 2e-5)  # the last is the quick start's own
@@ -26,12 +26,8 @@ def main() -> None:
         results[str(learning_rate)] = {
             "full_bytes": versions[0]["full_bytes"],
             "delta_share": {"median": statistics.median(deltas), "largest": max(deltas)},
-            "encode_s": statistics.median(version["encode_s"] for version in versions[WARMUP:]),
-            "publish_s": statistics.median(version["publish_s"] for version in versions[WARMUP:]),
-            **{
-                name: statistics.median(rollout[name] for rollout in rollouts)
-                for name in ("pull_s", "apply_s", "load_s", "open_s")
-            },
+            **medians(versions[WARMUP:], "encode_s", "publish_s"),
+            **medians(rollouts, "pull_s", "apply_s", "load_s", "open_s"),
             "largest_open_s": max(rollout["open_s"] for rollout in rollouts),
         }
     save("weights_update", {"model": "SmolLM2-135M-Instruct", "by_learning_rate": results, "versions": NUM_ITERATIONS})

@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu_check.models import random_model
 from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.groups import counted_operations, make_group
+from benchmarks.groups import counted_operations, make_group, one_by_one
 from services.trainer.attention.flex import plan_flex
 from services.trainer.batch import Part, pack
 from services.trainer.model import logprobs as output_head
@@ -71,15 +71,7 @@ def row_logprobs(model, batch, plan) -> torch.Tensor:
     return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, 1.0)[0]
 
 
-def rows(model, group, device: torch.device) -> torch.Tensor:
-    prompt = list(group.prompt_token_ids)
-    ids = torch.tensor([prompt + list(response.token_ids) for response in group.responses], device=device)
-    hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
-    weight, targets = model.get_output_embeddings().weight, ids[:, len(prompt) :].flatten()
-    return TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0]
-
-
-WAYS = {"packed": packed, "varlen": varlen, "rows": rows}
+WAYS = {"packed": packed, "varlen": varlen, "rows": one_by_one}
 
 
 def measure(place: Place, findings: Findings) -> None:

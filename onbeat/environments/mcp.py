@@ -6,16 +6,17 @@ Commands and addresses come from the package that the operator installed, never 
         return McpEnvironment(["weather-server"], reward="exact")
 """
 
+import functools
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onbeat import confine
 from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.session import Message, Session
+from onbeat.environments.tool_schema import Tool
 from onbeat.environments.tools import as_outcome, converse
 from onbeat.environments.types import Outcome, Task
 from onbeat.installed import REWARDS, load_installed
@@ -59,34 +60,6 @@ class McpEnvironment:
             return Outcome(await score(scorer, task, conversation))
 
 
-@dataclass(frozen=True)
-class McpTool:
-    """A tool of a connected server."""
-
-    client: Any
-    name: str
-    description: str
-    parameters: dict[str, Any]  # JSON schema
-
-    def schema(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return the text of what the server answers; also when it says that the call was wrong. A server that is gone
-        raises."""
-        from mcp import MCPError
-
-        try:
-            result = await self.client.call_tool(self.name, dict(arguments))
-        except MCPError as error:
-            if error.code != INVALID_PARAMS:
-                raise
-            return f"Error: {error.message}"
-        texts = [content.text if content.type == "text" else f"({content.type})" for content in result.content]
-        return "\n".join(["Error:", *texts] if result.is_error else texts)
-
-
 def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> Any:
     """Return what MCP's client connects to. Raises ImportError, with the remedy, without the package."""
     try:
@@ -100,19 +73,36 @@ def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> A
     return StdioServerParameters(command=sys.executable, args=command, env=dict(variables))
 
 
-async def tools_of(client: Any) -> dict[str, McpTool]:
-    tools: dict[str, McpTool] = {}
+async def tools_of(client: Any) -> dict[str, Tool]:
+    """Return the tools of a connected server by name."""
+    tools: dict[str, Tool] = {}
     cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
-            tools[tool.name] = McpTool(client, tool.name, tool.description or "", tool.input_schema)
+            call = functools.partial(call_tool, client, tool.name)
+            tools[tool.name] = Tool(tool.name, tool.description or "", tool.input_schema, call)
         cursor = page.next_cursor
         if not cursor:
             return tools
 
 
-async def score(scorer: McpTool, task: Task, conversation: Sequence[Message]) -> float:
+async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the text of what the server answers; also when it says that the call was wrong. A server that is gone
+    raises."""
+    from mcp import MCPError
+
+    try:
+        result = await client.call_tool(name, dict(arguments))
+    except MCPError as error:
+        if error.code != INVALID_PARAMS:
+            raise
+        return f"Error: {error.message}"
+    texts = [content.text if content.type == "text" else f"({content.type})" for content in result.content]
+    return "\n".join(["Error:", *texts] if result.is_error else texts)
+
+
+async def score(scorer: Tool, task: Task, conversation: Sequence[Message]) -> float:
     """Ask the server for the reward, with `response`, `answer` and `question` where the tool has such parameters."""
     given = {"response": last_answer(conversation), "answer": task.answer, "question": task.question}
     known = scorer.parameters.get("properties", {})

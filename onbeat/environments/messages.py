@@ -1,27 +1,25 @@
 """Games and other environments that answer every message of the policy with a message."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from onbeat.environments.calls import call, call_with_row, row_of
 from onbeat.environments.session import EpisodeOver, Message, Session
 from onbeat.environments.types import Outcome, Task
 
 
-class Game(Protocol):
-    """An object for one episode. Methods may be asynchronous. `get_parts()`, if it has one, returns numbers that are
-    shown beside the reward; `close()`, if it has one, is always called at the end."""
-
-    def init(self, **row: Any) -> list[Message] | str | None:
-        """Begin with a row of the data. Return the conversation's beginning, a text for the user's message, or None to
-        begin with the prompt."""
-
-    def step(self, message: Message) -> tuple[list[Message] | str, float, bool]:
-        """Return what the game says to the policy's message, the reward of this turn, and whether the game is over."""
-
-
 class MessageEnvironment:
-    """An environment of games, one for each episode. The reward of the episode is the sum of its turns'."""
+    """An environment of games, objects for one episode each. Methods of a game may be asynchronous:
+
+    init(**row)      begins with a row of the data. It returns the conversation's beginning, a text for the user's
+                     message, or None to begin with the prompt
+    step(message)    returns what the game says to the policy's message (a text, or messages), the reward of this turn,
+                     and whether the game is over
+    get_parts()      if there is one, returns numbers that are shown beside the reward
+    close()          if there is one, is always called at the end
+
+    The reward of the episode is the sum of its turns'.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -38,7 +36,7 @@ class MessageEnvironment:
         return Outcome(sum(turn_rewards.values()), parts, turn_rewards)
 
 
-async def play(game: Game, task: Task, policy: Session) -> dict[str, float]:
+async def play(game: Any, task: Task, policy: Session) -> dict[str, float]:
     """Play one game. Return the rewards by the ids of the policy's answers."""
     begin = await call_with_row(game.init, row_of(task))
     messages = list(task.messages) if begin is None else as_messages(begin)

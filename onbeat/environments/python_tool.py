@@ -14,7 +14,6 @@ import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +41,10 @@ class PythonResult:
 
 
 async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
-    """Run a program in an empty folder that is deleted afterwards. Raises OSError when no process can be started."""
-    async with empty_folder() as folder:
+    """Run a program in an empty folder that is deleted afterwards, whatever the program made of it. Raises OSError when
+    no process can be started."""
+    folder = tempfile.mkdtemp(prefix="onbeat-python-")
+    try:
         (Path(folder) / "main.py").write_text(code, errors="replace")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", confine.__file__, json.dumps(wishes(folder, timeout_s, memory_mb))),
@@ -54,18 +55,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
             env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        try:
-            return await read_result(process, timeout_s)
-        finally:
-            await end(process)
-
-
-@contextlib.asynccontextmanager
-async def empty_folder() -> AsyncIterator[str]:
-    """Create a folder and delete it in the end, whatever a program made of it."""
-    folder = tempfile.mkdtemp(prefix="onbeat-python-")
-    try:
-        yield folder
+        return await read_result(process, timeout_s)
     finally:
         await asyncio.to_thread(remove, folder)
 
@@ -89,21 +79,21 @@ def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:
 
 
 async def read_result(process: asyncio.subprocess.Process, timeout_s: float) -> PythonResult:
+    """Return the end of a program, which is killed if it takes too long or prints too much."""
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = bytearray(), bytearray()
     is_timeout = False
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.gather(
-                *(read_up_to(*pair) for pair in zip((process.stdout, process.stderr), outputs, strict=True))
-            )
+            await asyncio.gather(read_up_to(process.stdout, outputs[0]), read_up_to(process.stderr, outputs[1]))
             await process.wait()
     except TimeoutError:
         is_timeout = True
     except OutputTooLong:
         pass
-    await end(process)
+    finally:  # this may have been cancelled
+        await end(process)
     stdout, stderr = (output[:MAX_OUTPUT_BYTES].decode(errors="replace") for output in outputs)
     is_cut = any(len(output) > MAX_OUTPUT_BYTES for output in outputs)
     code = process.returncode if process.returncode is not None else -signal.SIGKILL
@@ -122,7 +112,7 @@ async def read_up_to(stream: asyncio.StreamReader, output: bytearray) -> None:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the process and of what it started; safe to call twice."""
+    """Kill what is left of the process and of what it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):

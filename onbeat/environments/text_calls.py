@@ -8,13 +8,13 @@ from onbeat.environments.session import Message
 from onbeat.environments.tool_schema import Tool
 
 MAX_BRACKETS = 16  # that are tried as the end of a call
+NO_PYTHON = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for other text
 
 
 def announce(conversation: list[Message], tools: Mapping[str, Tool]) -> None:
     """Say in the first system message, which may be a new one, which tools there are and how they are called."""
     lines = ["Call a tool by writing it with its arguments, and wait for what it returns."]
-    for name, tool in tools.items():
-        lines.append(f"{name}({', '.join(parameters_of(tool))}): {tool.schema()['function']['description']}")
+    lines += [f"{name}({', '.join(parameters_of(tool))}): {tool.description}" for name, tool in tools.items()]
     text = "\n".join(lines)
     if conversation and conversation[0]["role"] == "system":
         conversation[0] = {**conversation[0], "content": f"{conversation[0]['content']}\n{text}"}
@@ -27,49 +27,39 @@ async def call_in_text(text: str, tools: Mapping[str, Tool]) -> list[Message]:
     opening = re.compile(rf"\b({'|'.join(map(re.escape, tools))})\(")
     for line in text.split("\n") if tools else ():
         if found := opening.search(line, 0, max(0, line.rfind(")"))):  # before the last bracket of its line
-            tool, written = tools[found[1]], arguments_in(line[found.end() :])
-            said = await tool.call(read_arguments(parameters_of(tool), written))
-            return [{"role": "user", "content": f"{found[1]}({written}) = {said}"}]
+            tool = tools[found[1]]
+            written, arguments = read_arguments(parameters_of(tool), line[found.end() :])
+            return [{"role": "user", "content": f"{found[1]}({written}) = {await tool.call(arguments)}"}]
     return []
 
 
-def arguments_in(line: str) -> str:
-    """Return the text before the first bracket that closes Python arguments; before the very first where none does.
-
-    >>> arguments_in('"a lamp (red)") and more')
-    '"a lamp (red)"'
-    """
-    brackets = [index for index, character in enumerate(line) if character == ")"][:MAX_BRACKETS]
-    ends = (index for index in brackets if parse_arguments(line[:index]) is not None)
-    return line[: next(ends, brackets[0])]
-
-
-def parse_arguments(text: str) -> ast.Call | None:
-    try:
-        call = ast.parse(f"f({text})", mode="eval").body
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-    return call if isinstance(call, ast.Call) else None
-
-
 def parameters_of(tool: Tool) -> list[str]:
-    return list(tool.schema()["function"]["parameters"].get("properties", {}))
+    return list(tool.parameters.get("properties", {}))
 
 
-def read_arguments(names: Sequence[str], text: str) -> dict[str, object]:
-    """Read Python literals, by position or by name. Anything else is the text of the first argument.
+def read_arguments(names: Sequence[str], line: str) -> tuple[str, dict[str, object]]:
+    """Return the text up to the bracket that closes a call, and its arguments: Python literals by position or by name.
+    Any other text is the first argument; it ends at the very first bracket if none closes Python arguments.
 
-    >>> read_arguments(["a", "b"], "1, b=2")
-    {'a': 1, 'b': 2}
+    >>> read_arguments(["a", "b"], '"a lamp (red)", b=2) and more')
+    ('"a lamp (red)", b=2', {'a': 'a lamp (red)', 'b': 2})
     """
+    ends = [index for index, character in enumerate(line) if character == ")"][:MAX_BRACKETS]
+    calls = ((line[:end], parse_call(line[:end])) for end in ends)
+    written, call = next((found for found in calls if found[1] is not None), (line[: ends[0]], None))
     try:
-        call = parse_arguments(text)
         assert call is not None
         values = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (ValueError, TypeError, SyntaxError, AssertionError, MemoryError, RecursionError):
-        return dict.fromkeys(names[:1], text)
-    surplus = [
-        f"argument {position + 1}" for position in range(len(names), len(values))
-    ]  # no parameter has such a name
-    return dict(zip([*names, *surplus], values, strict=False)) | named
+    except (AssertionError, *NO_PYTHON):
+        return written, dict.fromkeys(names[:1], written)
+    surplus = [f"argument {index + 1}" for index in range(len(names), len(values))]  # no parameter has such a name
+    return written, dict(zip([*names, *surplus], values, strict=False)) | named
+
+
+def parse_call(arguments: str) -> ast.Call | None:
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+    except NO_PYTHON:
+        return None
+    return call if isinstance(call, ast.Call) else None

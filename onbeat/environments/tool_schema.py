@@ -1,10 +1,12 @@
-"""Tools of methods: their JSON schema from type hints and docstrings, and calls with checked arguments."""
+"""Tools that the policy may call, made of methods: schemas from type hints and docstrings, and checked arguments."""
 
+import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -15,44 +17,19 @@ NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # of a docstring: Return
 MISTAKES = (ValueError, LookupError, ArithmeticError)  # what a tool raises when the policy called it wrongly
 
 
-class Tool(Protocol):
+@dataclass(frozen=True)
+class Tool:
     """A tool that the policy may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]  # JSON schema
+    call: Callable[[Mapping[str, Any]], Awaitable[str]]  # it returns what the tool says, also about wrong arguments
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as OpenAI's API describes it."""
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return what the tool says, as text, also about wrong arguments."""
-
-
-class MethodTool(NamedTuple):
-    """A method that the policy may call. `parameters` checks the arguments of a call."""
-
-    method: Callable[..., Any]
-    description: str
-    parameters: type[BaseModel]
-
-    @property
-    def name(self) -> str:
-        return self.method.__name__
-
-    def schema(self) -> dict[str, Any]:
-        parameters = self.parameters.model_json_schema()
-        for described in (parameters, *parameters["properties"].values()):
-            described.pop("title", None)
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        try:
-            given = self.parameters.model_validate(arguments)
-            result = await call(self.method, **{name: getattr(given, name) for name in given.model_fields_set})
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
-            return f"Error: wrong arguments for {self.name}: {wrong}"
-        except MISTAKES as error:
-            return f"Error: {error}"
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
@@ -62,7 +39,7 @@ def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
     return {name: tool_of(getattr(instance, name)) for name in names}
 
 
-def tool_of(method: Callable[..., Any]) -> MethodTool:
+def tool_of(method: Callable[..., Any]) -> Tool:
     """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them, and for a
     method that cannot be a tool."""
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -83,7 +60,24 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
     if not about.strip():
         raise ValueError(f"the tool {method.__name__} needs a docstring: it is the description that the policy reads")
     model = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
-    return MethodTool(method, " ".join(about.partition("Returns:")[0].split()), model)
+    parameters = model.model_json_schema()
+    for named in (parameters, *parameters["properties"].values()):
+        named.pop("title", None)
+    description = " ".join(about.partition("Returns:")[0].split())
+    return Tool(method.__name__, description, parameters, functools.partial(call_checked, method, model))
+
+
+async def call_checked(method: Callable[..., Any], model: type[BaseModel], arguments: Mapping[str, Any]) -> str:
+    """Call a method with arguments that the model checks. Return what it says, as text."""
+    try:
+        given = model.model_validate(arguments)
+        result = await call(method, **{name: getattr(given, name) for name in given.model_fields_set})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
+        return f"Error: wrong arguments for {method.__name__}: {wrong}"
+    except MISTAKES as error:
+        return f"Error: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def describe_arguments(text: str) -> dict[str, str]:

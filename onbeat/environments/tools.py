@@ -90,22 +90,18 @@ async def converse(
 async def result_of(tool_call: Mapping[str, Any], tools: Mapping[str, Tool]) -> Message:
     """Run one call. An unknown tool or wrong arguments are reported to the policy."""
     function = tool_call["function"]
-    tool, arguments = tools.get(function["name"]), read_json(function["arguments"])
+    tool = tools.get(function["name"])
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = None
     if tool is None:
         said = f"Error: there is no tool {function['name']!r}; there are: {', '.join(tools)}"
-    elif arguments is None:
+    elif not isinstance(arguments, dict):
         said = f"Error: the arguments of {function['name']} are no JSON object"
     else:
         said = await tool.call(arguments)
     return {"role": "tool", "tool_call_id": tool_call["id"], "name": function["name"], "content": said}
-
-
-def read_json(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def as_outcome(reward: float | Mapping[str, float]) -> Outcome:

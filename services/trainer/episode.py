@@ -22,13 +22,6 @@ import torch
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import Tree
 
-EPISODE_MEANS = (  # metrics: means over episodes
-    "episode/turns_mean",
-    "episode/forks_mean",
-    "episode/observed_tokens",
-    "episode/environment_s",
-    "episode/generate_s",
-)
 CACHED_FRAC = "episode/cached_frac"  # a metric: of the prompts of all calls but the first of each episode
 
 
@@ -88,7 +81,8 @@ def num_leaves(spans: Sequence[TurnSpan]) -> int:
 
 
 def episode_sums(group: RolloutGroup) -> dict[str, float]:
-    """Return the sums over a group's episodes for the report; {} if its responses are none and none failed."""
+    """Return the sums over a group's episodes for the report; {} if its responses are none and none failed. Those named
+    `per_episode/NAME` become means over episodes, `episode/NAME`."""
     sums = {f"episode/failed_{kind}": float(count) for kind, count in group.failed_episodes.items()}
     if sums:
         sums["episode/failed"] = sum(sums.values())
@@ -97,14 +91,14 @@ def episode_sums(group: RolloutGroup) -> dict[str, float]:
         num_prompt = len(group.prompt_token_ids)
         turns = [turn for response in episodes for turn in response.turns]
         num_paths = sum(num_leaves(turn_spans(response, num_prompt)) for response in episodes)
-        means = (
-            len(turns),
-            num_paths - len(episodes),
-            sum(len(turn.observed_token_ids) for turn in turns),
-            sum(turn.waited_s for turn in turns),
-            sum(turn.generate_s for turn in turns),
-        )
-        sums |= {"num_episodes": len(episodes)} | dict(zip(EPISODE_MEANS, means, strict=True))
+        sums |= {
+            "num_episodes": len(episodes),
+            "per_episode/turns_mean": len(turns),
+            "per_episode/forks_mean": num_paths - len(episodes),
+            "per_episode/observed_tokens": sum(len(turn.observed_token_ids) for turn in turns),
+            "per_episode/environment_s": sum(turn.waited_s for turn in turns),
+            "per_episode/generate_s": sum(turn.generate_s for turn in turns),
+        }
     later = [turn for response in episodes for turn in response.turns[1:]]
     if later:
         sums["num_later_prompt_tokens"] = sum(turn.num_shared + len(turn.observed_token_ids) for turn in later)

@@ -14,7 +14,7 @@ from onbeat.objectives.base.kl import kl_estimate
 from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
-from services.trainer.episode import CACHED_FRAC, EPISODE_MEANS, episode_sums
+from services.trainer.episode import CACHED_FRAC, episode_sums
 from services.trainer.gradient.gac import GacAction, GacDecision
 from services.trainer.spans import Span
 
@@ -209,8 +209,8 @@ class IterationStats:
         for name, total in sums.items():
             if name.startswith("token/"):
                 report[name.replace("token/", "train/")] = total / tokens
-            elif name in EPISODE_MEANS:
-                report[name] = total / episodes
+            elif name.startswith("per_episode/"):
+                report[name.removeprefix("per_")] = total / episodes
             elif name == CACHED_FRAC:
                 report[name] = total / later_tokens
             else:

@@ -1,17 +1,14 @@
 """Environments of pages work as written: they are played with a policy that says what the test wrote."""
 
-import json
-import threading
 import tomllib
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from onbeat.environments import Outcome, Session, Task
+from onbeat.environments import Outcome, Task
 from onbeat.environments.load import build_environment
 from tests.docs.pages import blocks_of
+from tests.episode_rig import playing
 from tests.scripted_session import ScriptedSession, calls, says
 
 PAGE = "docs/environments.md"
@@ -56,32 +53,11 @@ async def test_python_tool_of_the_page(written):
     assert outcome.reward == 1.0
 
 
-@pytest.fixture
-def url_of_an_echo() -> Iterator[str]:
-    """The URL of a policy that says what the last message says."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            message = {"role": "assistant", "content": body["messages"][-1]["content"]}
-            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
-            self.end_headers()
-            self.wfile.write(json.dumps({"id": "answer-1", "choices": [{"message": message}]}).encode())
-
-        def log_message(self, *args: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
-
-
-async def test_agent_of_the_page_talks_to_a_url(written, url_of_an_echo):
-    task = Task(TASK.messages, TASK.question, "answer")
-    session = Session(url_of_an_echo, "right")
-    outcome = await build_environment(written["Agent"], {}).run(task, session)
-    await session.close()
-    assert outcome == Outcome(1.0, {"length": len("Now only the answer.")})
+async def test_agent_of_the_page_plays_behind_a_url(written):
+    async with playing(build_environment(written["Agent"], {}).run, "Let me think.", "It was 4.") as rig:
+        (response,) = (await rig.group()).responses
+    assert (response.reward, dict(response.reward_parts)) == (1.0, {"length": 9.0})
+    assert response.turns[1].parent == 0  # what its client sends back continues the first answer
 
 
 def test_servers_of_the_page_are_environments(written):

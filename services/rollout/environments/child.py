@@ -1,10 +1,11 @@
 """`python -m services.rollout.environments.child MEMORY_MB` plays episodes for the pool that started it.
 
-It speaks JSON lines: one program, then one request after another on stdin, several answers on stdout.
+It speaks JSON lines: one request after another on stdin, several answers to each on stdout. The first request has the
+environment built, for all of them.
 
-    -> {"name": "wordle", "options": {}}
-    <- {"request": 0, "step": "loaded"}                 or "failed"
-    -> {"request": 1, "task": {...}, "access": [["http://...", "key"], ["http://...", "key"]], "timeout_s": 120.0}
+    -> {"request": 1, "name": "wordle", "options": {}, "timeout_s": 120.0,
+        "task": {...}, "access": [["http://...", "key"], ["http://...", "key"]]}
+    <- {"request": 1, "step": "loaded"}                 to the first one; or "failed"
     <- {"request": 1, "step": "ended", "episode": 1, "reward": 1.0, "parts": {}, "turn_rewards": {}}
     <- {"request": 1, "step": "failed", "episode": 0, "kind": "raised", "message": "..."}
 
@@ -61,15 +62,16 @@ def main() -> None:
 async def serve(requests: TextIO, answers: Answers) -> None:
     """Answer one request after another, until stdin ends."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
-    program = json.loads(await asyncio.to_thread(requests.readline))
-    try:
-        environment = load_environment(program["name"], program["options"])
-    except Exception as error:  # noqa: BLE001  an environment is foreign code and may raise anything
-        answers.send(0, "failed", episode=0, **describe(error, "load"))
-        return
-    answers.send(0, "loaded")
+    environment: Environment | None = None
     while line := await asyncio.to_thread(requests.readline):
         request = json.loads(line)
+        if environment is None:
+            try:
+                environment = load_environment(request["name"], request["options"])
+            except Exception as error:  # noqa: BLE001  an environment is foreign code and may raise anything
+                answers.send(request["request"], "failed", episode=0, **describe(error, "load"))
+                return
+            answers.send(request["request"], "loaded")
         async with asyncio.TaskGroup() as episodes:
             for episode, (url, key) in enumerate(request["access"]):
                 task = Task(**copy.deepcopy(request["task"]))  # an episode may change its messages or its answer

@@ -5,8 +5,8 @@ import asyncio
 from onbeat.confine import MEBIBYTE
 from onbeat.memory import read_memory
 from onbeat.types import EpisodeFailureKind
-from services.rollout.environments.process import EnvironmentProcess, ProcessFailed, Program
-from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
+from services.rollout.environments.process import EnvironmentProcess
+from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 
 
 class EnvironmentProcesses:
@@ -27,30 +27,26 @@ class EnvironmentProcesses:
 
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         """Play all episodes side by side in one process; see EnvironmentRunner."""
-        results: dict[int, PlayResult] = {}
-        failure = EpisodeFailure(EpisodeFailureKind.CRASHED, "the environment's process gave no result")
         async with self._turns:
+            self._num_playing += 1
             try:
-                await self._play(request, results)
-            except ProcessFailed as error:
-                failure = error.failure
-        return [results.get(episode, failure) for episode in range(len(request.access))]
+                return await self._play(request)
+            finally:
+                self._num_playing -= 1
 
-    async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
-        self._num_playing += 1
+    async def _play(self, request: PlayRequest) -> list[PlayResult]:
         try:
-            process = await self._take(Program.of(request))
-            has_ended = False
-            try:
-                await process.play(request, results)
-                has_ended = True
-            finally:  # a cancelled request leaves a process half way: that one is killed, too
-                if has_ended and process.is_reusable:
-                    self._idle.append(process)
-                else:
-                    await process.kill()
+            process = await self._take(request.program)
+        except OSError as error:
+            failure = EpisodeFailure(EpisodeFailureKind.CRASHED, f"no process could be started: {error}")
+            return [failure] * len(request.access)
+        try:
+            return await process.play(request)
         finally:
-            self._num_playing -= 1
+            if process.is_reusable:
+                self._idle.append(process)
+            else:
+                await process.kill()
 
     async def _take(self, program: Program) -> EnvironmentProcess:
         """Return a process for this program; idle ones of others make way for it."""

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, TypeAdapter
@@ -13,12 +12,13 @@ from onbeat.types import EpisodeFailureKind as Kind
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
-from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
+from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 from services.rollout.rewards.outcome import Number
 
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
-SPOILING = ("timeout", "memory", "load")  # after these a process may have threads that hang: it is not used again
+SPOILING = (Kind.TIMEOUT, Kind.MEMORY)  # after these a process may have threads that hang: it is not used again
 CODE = "the environment"  # in messages
+BLOCKED = "code that does not await holds up all episodes of a group"
 
 
 class Ended(Answer):
@@ -28,6 +28,9 @@ class Ended(Answer):
     parts: dict[str, Number]
     turn_rewards: dict[str, Number]
 
+    def to_result(self) -> Outcome:
+        return Outcome(self.reward, self.parts, self.turn_rewards)
+
 
 class Failed(Answer):
     step: Literal["failed"]
@@ -35,31 +38,13 @@ class Failed(Answer):
     kind: Literal["load", "raised", "timeout", "invalid", "memory", "unreachable"]
     message: str
 
+    def to_result(self) -> EpisodeFailure:
+        return EpisodeFailure(Kind(self.kind), self.message)
+
 
 ANSWER: TypeAdapter[Loaded | Ended | Failed] = TypeAdapter(
     Annotated[Loaded | Ended | Failed, Field(discriminator="step")]
 )
-
-
-@dataclass(frozen=True)
-class Program:
-    """The one environment that a process runs for all its life, its options, and the process's memory."""
-
-    name: str
-    options_json: str
-    memory_limit_mb: int
-
-    @classmethod
-    def of(cls, request: PlayRequest) -> "Program":
-        return cls(request.name, json.dumps(request.options, sort_keys=True), request.memory_limit_mb)
-
-
-class ProcessFailed(Exception):
-    """The process plays no further: all its episodes without a result have failed in the same way."""
-
-    def __init__(self, failure: EpisodeFailure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 class EnvironmentProcess:
@@ -69,47 +54,47 @@ class EnvironmentProcess:
         self.program = program
         self._child = child
         self._num_requests = 0
-        self._is_loaded = self._is_spoilt = False
+        self._is_spoilt = True  # until all episodes of a request have ended well enough
 
     @classmethod
     async def start(cls, program: Program) -> "EnvironmentProcess":
-        """Start a process. Raises ProcessFailed."""
+        """Start a process. Raises OSError."""
         module, memory = "services.rollout.environments.child", str(program.memory_limit_mb)
-        try:
-            child = await ChildProcess.start("the environment's process", module, memory)
-        except OSError as error:
-            raise ProcessFailed(EpisodeFailure(Kind.CRASHED, f"no process could be started: {error}")) from error
-        return cls(child, program)
+        return cls(await ChildProcess.start("the environment's process", module, memory), program)
 
     @property
     def is_reusable(self) -> bool:
-        return self._child.is_alive and self._is_loaded and not self._is_spoilt
+        return self._child.is_alive and not self._is_spoilt
 
-    async def play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
-        """Put the result of each episode into `results`. Raises ProcessFailed when there will be no more."""
+    async def play(self, request: PlayRequest) -> list[PlayResult]:
+        """Play all episodes. Where the process dies or does not answer, it is spoilt, and what had not ended has
+        failed. It is spoilt, too, when this is cancelled."""
+        results: dict[int, PlayResult] = {}
+        self._is_spoilt = True
         try:
-            if not self._is_loaded:
-                await self._load()
-            await self._play(request, results)
+            failure = await self._play(request, results)
         except ChildDied as error:
-            raise ProcessFailed(EpisodeFailure(Kind.OUTPUT if error.is_flood else Kind.CRASHED, str(error))) from error
+            failure = EpisodeFailure(Kind.OUTPUT if error.is_flood else Kind.CRASHED, str(error))
+        if failure is not None:
+            return [results.get(episode, failure) for episode in range(len(request.access))]
+        failures = [result for result in results.values() if isinstance(result, EpisodeFailure)]
+        self._is_spoilt = any(each.kind in SPOILING for each in failures)
+        return [results[episode] for episode in sorted(results)]
 
-    async def _load(self) -> None:
-        try:
-            await self._child.send({"name": self.program.name, "options": json.loads(self.program.options_json)})
-            answer = await self._receive(LOAD_S)
-        except TimeoutError as error:
-            raise ProcessFailed(EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")) from error
-        if isinstance(answer, Failed):
-            raise ProcessFailed(EpisodeFailure(Kind(answer.kind), answer.message))
-        if not isinstance(answer, Loaded):
-            raise OutOfStep(CODE)
-        self._is_loaded = True
-
-    async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
+    async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:
+        """Fill `results`. Return the failure of those that there will not be."""
         self._num_requests += 1
+        failure = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
         try:
             await self._child.send(as_message(request, self._num_requests))
+            if self._num_requests == 1:
+                answer = await self._receive(LOAD_S)
+                if isinstance(answer, Failed):
+                    return answer.to_result()
+                if not isinstance(answer, Loaded):
+                    raise OutOfStep(CODE)
+            late = f"the episode took longer than {request.timeout_s:g} s and its process does not answer"
+            failure = EpisodeFailure(Kind.TIMEOUT, f"{late}: {BLOCKED}")
             request.on_begin()
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
@@ -117,28 +102,20 @@ class EnvironmentProcess:
                 answer = await self._receive(deadline - loop_time())
                 if isinstance(answer, Loaded) or answer.episode in results or answer.episode >= len(request.access):
                     raise OutOfStep(CODE)
-                results[answer.episode] = self._result(answer)
+                results[answer.episode] = answer.to_result()
                 request.on_end(answer.episode)
-        except TimeoutError as error:
-            message = (
-                f"the episode took longer than {request.timeout_s:g} s and its process does not answer: code that does "
-                "not await holds up all episodes of a group"
-            )
-            raise ProcessFailed(EpisodeFailure(Kind.TIMEOUT, message)) from error
+        except TimeoutError:
+            return failure
+        return None
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:
         return await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
-
-    def _result(self, answer: Ended | Failed) -> PlayResult:
-        if isinstance(answer, Ended):
-            return Outcome(answer.reward, answer.parts, answer.turn_rewards)
-        self._is_spoilt = self._is_spoilt or answer.kind in SPOILING
-        return EpisodeFailure(Kind(answer.kind), answer.message)
 
     async def kill(self) -> None:
         await self._child.kill()
 
 
 def as_message(request: PlayRequest, number: int) -> dict[str, Any]:
-    task, access = dataclasses.asdict(request.task), [list(each) for each in request.access]
-    return {"request": number, "task": task, "access": access, "timeout_s": request.timeout_s}
+    program = {"name": request.program.name, "options": json.loads(request.program.options_json)}
+    episodes = {"task": dataclasses.asdict(request.task), "access": request.access, "timeout_s": request.timeout_s}
+    return {"request": number, **program, **episodes}

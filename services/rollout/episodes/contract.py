@@ -4,16 +4,12 @@ The process of an environment gets a task and one session (a URL and a key) per 
 failure per episode. It never sees tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from onbeat.environments import Outcome, Task
 from onbeat.types import EpisodeFailureKind
-
-
-def ignore(*_: int) -> None:
-    """Do nothing: the default of `PlayRequest.on_begin` and `on_end`."""
 
 
 class EpisodeAccess(NamedTuple):
@@ -24,20 +20,27 @@ class EpisodeAccess(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Program:
+    """The one environment that a process runs for all its life."""
+
+    name: str  # entry point of the group `onbeat.environments`
+    options_json: str  # keyword arguments of that
+    memory_limit_mb: int  # hard limit of the process, address space
+
+
+@dataclass(frozen=True)
 class PlayRequest:
     """Episodes of one task that one process plays side by side."""
 
-    name: str  # entry point of the group `onbeat.environments`
-    options: dict[str, Any]  # keyword arguments of that
+    program: Program
     task: Task  # the same for all episodes
-    access: list[EpisodeAccess]  # one per episode
     timeout_s: float  # hard limit for each episode, from its start to its outcome
-    memory_limit_mb: int  # hard limit of the process, address space
+    access: Sequence[EpisodeAccess] = ()  # one per episode
     # Call it when the environment is loaded and the episodes begin: their time runs from now on.
-    on_begin: Callable[[], None] = ignore
+    on_begin: Callable[[], None] = lambda: None
     # Call it with an index of `access` once that episode has its result, while others go on: its session then refuses
     # further calls. Where it is not called, sessions end with the request.
-    on_end: Callable[[int], None] = ignore
+    on_end: Callable[[int], None] = lambda index: None
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from typing import Any
 from onbeat.completions import ChatFailed
 from onbeat.environments import Message
 from onbeat.seeds import seed_of
+from onbeat.streams.codec import PromptTask
 from onbeat.types import EpisodeWait
 from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 from services.rollout.episodes.toolcalls import ToolCall
-from services.rollout.prompts import MAX_CHARS_PER_TOKEN
+from services.rollout.prompts import MAX_CHARS_PER_TOKEN, PromptEncoder
 
 SAME_TRIES = 2  # tries with the same seeds; further ones draw other answers
 SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
@@ -33,31 +34,18 @@ MAX_NAMES, MAX_NAME = 3, 64  # tools that are named, and characters of a name
 
 # It asks the engine for one response, on the policy version that the group is pinned to.
 Generate = Callable[[list[int], Sampling], Awaitable[GeneratedResponse]]
-TokenLengths = Callable[[Sequence[int], str], list[int]]
 
 
 @dataclass(frozen=True)
 class GroupContext:
     """The part that all episodes of a group share."""
 
-    group_id: str
-    generate: Generate
-    renderer: Renderer
+    task: PromptTask
     messages: Sequence[Message]  # of the task
-    token_lengths: TokenLengths
-    vocabulary: "Vocabulary"
-    seed: int
-    temperature: float
-    max_turns: int
-    max_response_tokens: int
-    max_context_tokens: int | None
+    generate: Generate
+    encoder: PromptEncoder
+    renderer: Renderer
     broken: "asyncio.Future[BaseException]"  # an error that no call of the environment can cure
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    num_tokens: int
-    eos_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Episode:
 
     def __init__(self, group: GroupContext, index: int, number: int = 1) -> None:
         self.index = index
-        self._place = (group.seed, index) if number <= SAME_TRIES else (group.seed, index, f"try {number}")
+        self._place = (group.task.seed, index) if number <= SAME_TRIES else (group.task.seed, index, f"try {number}")
         self.refusal = ""  # why the session has refused its last call
         self._group = group
         self._conversations = Conversations(group.renderer, group.messages)
@@ -118,9 +106,8 @@ class Episode:
         else:
             what += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
         left_s = None if self._began_at is None else max(0.0, self._began_at + timeout_s - time.monotonic())
-        return EpisodeWait(
-            group_id=self._group.group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s
-        )
+        group_id = self._group.task.group_id
+        return EpisodeWait(group_id=group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s)
 
     def end(self) -> None:
         """Refuse further calls, and cancel those in flight."""
@@ -136,7 +123,7 @@ class Episode:
 
     async def chat(self, body: ChatBody) -> AnsweredCall:
         """Answer a conversation. Raises ChatFailed."""
-        check_options(body.model_extra, self._group.temperature, self._group.vocabulary.eos_token_id)
+        self._check_options(body.model_extra)
         wanted = self._wanted(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
         self._check_turns()
         messages = [to_template(message) for message in body.messages]
@@ -151,26 +138,25 @@ class Episode:
         call = await self._call(prompt, wanted, new_json)
         renderer, generated = self._group.renderer, call.generated
         content, tool_calls = renderer.parse_calls(generated) if tools else (generated.text, [])
-        answer = to_answer(call, content, tool_calls)
+        message = to_message(call.call_id, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
-        called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))
-        self._tools_called = [name for name in called if name in offered]
-        self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(answer.message)))
-        return answer
+        self._tools_called = [each.name for each in tool_calls if each.name in offered]
+        self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(message)))
+        return AnsweredCall(call, message)
 
-    async def complete(self, body: GenerateBody) -> AnsweredCall:
+    async def complete(self, body: GenerateBody) -> Call:
         """Continue token ids. Raises ChatFailed."""
-        for options in (body.model_extra, body.sampling_params.model_extra):
-            check_options(options, self._group.temperature, self._group.vocabulary.eos_token_id)
+        self._check_options(body.model_extra)
+        self._check_options(body.sampling_params.model_extra)
         wanted = self._wanted(**{"sampling_params.max_tokens": body.sampling_params.max_tokens})
         self._check_turns()
-        num_known = self._group.vocabulary.num_tokens
+        num_known = len(self._group.encoder.tokenizer)
         if wrong := next((token_id for token_id in body.token_ids if not 0 <= token_id < num_known), None):
             message = f"token_ids: {wrong} is none of the model's {num_known} tokens"
             raise ChatFailed(400, "invalid_request", message, "token_ids")
         call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
         self._tools_called = []
-        return to_answer(call, call.generated.text, [])
+        return call
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
@@ -181,10 +167,10 @@ class Episode:
         generated = await self._generate(prompt.token_ids, max_tokens, number)
         call = Call(
             number=number,
-            call_id=f"chatcmpl-{self._group.group_id}-{self.index}-{number}",
+            call_id=f"chatcmpl-{self._group.task.group_id}-{self.index}-{number}",
             prompt_token_ids=prompt.token_ids,
             generated=generated,
-            token_lengths=self._group.token_lengths(generated.token_ids, generated.text),
+            token_lengths=self._group.encoder.token_lengths(generated.token_ids, generated.text),
             extends=prompt.extends,
             messages_json=messages_json,
             waited_s=waited_s,
@@ -196,7 +182,7 @@ class Episode:
     async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
         """Return what the engine sampled. Raises ChatFailed; when this is cancelled, the engine's work is, too."""
         group = self._group
-        sampling = Sampling(max_tokens, group.temperature, seed_of(*self._place, number))
+        sampling = Sampling(max_tokens, group.task.temperature, seed_of(*self._place, number))
         generating = asyncio.ensure_future(group.generate(prompt_token_ids, sampling))
         self._in_flight.add(generating)
         try:
@@ -219,15 +205,19 @@ class Episode:
 
     # ---- limits --------------------------------------------------------------------------------------------------
 
+    def _check_options(self, options: dict[str, Any] | None) -> None:
+        check_options(options, self._group.task.temperature, self._group.encoder.tokenizer.eos_token_id)
+
     def _check_turns(self) -> None:
         if self._is_over:
             raise is_over()
-        if len(self._calls) + len(self._in_flight) >= self._group.max_turns:
-            message = f"all {self._group.max_turns} calls of this episode are used (environment.max_turns)"
+        max_turns = self._group.task.environment.max_turns
+        if len(self._calls) + len(self._in_flight) >= max_turns:
+            message = f"all {max_turns} calls of this episode are used (environment.max_turns)"
             raise ChatFailed(400, "no_turns_left", message)
 
     def _wanted(self, **fields: int | None) -> int:
-        limit = self._group.max_response_tokens
+        limit = self._group.task.max_response_tokens
         for name, value in fields.items():
             if value is not None and value > limit:
                 message = f"{name}: {value} is more than the job's {limit} (rollout.max_response_tokens)"
@@ -235,13 +225,13 @@ class Episode:
         return min((value for value in fields.values() if value is not None), default=limit)
 
     def _check_length(self, num_characters: int) -> None:
-        limit = self._group.max_context_tokens
+        limit = self._group.encoder.max_context_tokens
         if limit is not None and num_characters > limit * MAX_CHARS_PER_TOKEN:
             raise too_long(f"messages and tools have {num_characters} characters", limit)
 
     def _fitting(self, num_prompt: int, wanted: int) -> int:
         """Return how many tokens the answer may have: fewer than wanted where the context ends before."""
-        limit = self._group.max_context_tokens
+        limit = self._group.encoder.max_context_tokens
         if not num_prompt:
             raise ChatFailed(400, "invalid_messages", "the messages have no tokens", "messages")
         if limit is None:
@@ -260,19 +250,14 @@ def too_long(what: str, limit: int) -> ChatFailed:
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
-def to_answer(call: Call, content: str, tool_calls: Sequence[ToolCall]) -> AnsweredCall:
-    """Return the message of a call."""
+def to_message(call_id: str, content: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return the answer of a call in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": tool_call_id(call.call_id, index),
-                "type": "function",
-                "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
-            }
-            for index, each in enumerate(tool_calls)
-        ]
-    return AnsweredCall(call, message)
+    for index, each in enumerate(tool_calls):
+        function = {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)}
+        called = {"id": tool_call_id(call_id, index), "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(called)
+    return message
 
 
 def tool_call_id(call_id: str, index: int) -> str:

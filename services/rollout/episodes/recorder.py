@@ -8,15 +8,13 @@ the group's prompt, and each call keeps only the tokens that no call before it h
     call 2   prompt P a e   sampled f      ->  turn 2 follows turn 0, shares P a, observed e: the tree forks
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Response, Turn, VersionSpan
 from services.rollout.engines.interface import GeneratedResponse
-
-NO_TURN = -1  # in the place of a turn: the group's prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,39 +36,27 @@ class Call:
         return self.prompt_token_ids + self.generated.token_ids
 
 
-class TokenTree:
-    """The paths of an episode's calls below the group's prompt, token by token. Each token knows the first turn whose
-    path it is on."""
+def find_shared(calls: Sequence[Call], num_prompt: int) -> Iterator[tuple[int | None, int]]:
+    """Yield for each call the earlier one that shares most of its prompt, and how much. Of several such calls it is the
+    first; None when they share the group's prompt only, which has `num_prompt` tokens.
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
-        self._num_prompt = len(prompt_token_ids)
-        self._children: dict[tuple[int, int], int] = {}  # node, token -> node; node 0 ends the group's prompt
-        self._turns = [NO_TURN]  # [nodes]
-        self._ends: dict[Call, int] = {}  # the last node of a call's path
-
-    def add(self, turn: int, call: Call) -> tuple[int, int]:
-        """Add a call, later than those before. Return the earlier turn that shares most of its prompt, and how much.
-
-        Of several such turns the first one is returned; NO_TURN when they share the group's prompt only.
-        """
-        node, depth = self._start(call)
-        tokens = call.prompt_token_ids
-        while depth < len(tokens) and (child := self._children.get((node, tokens[depth]))) is not None:
+    The paths of the calls below the group's prompt are a tree of tokens. Each node knows the first call on whose path
+    it is.
+    """
+    children: dict[tuple[int, int], int] = {}  # node, token -> node; node 0 ends the group's prompt
+    first_calls: list[int | None] = [None]  # [nodes]
+    ends: dict[Call, int] = {}  # the last node of a call's path
+    for index, call in enumerate(calls):
+        known, tokens = call.extends, call.prompt_token_ids
+        node, depth = (0, num_prompt) if known is None else (ends[known], len(known.path))
+        while depth < len(tokens) and (child := children.get((node, tokens[depth]))) is not None:
             node, depth = child, depth + 1
-        parent, num_shared = self._turns[node], depth
+        yield first_calls[node], depth
         for token_id in [*tokens[depth:], *call.generated.token_ids]:
-            node = self._children.setdefault((node, token_id), len(self._turns))
-            if node == len(self._turns):
-                self._turns.append(turn)
-        self._ends[call] = node
-        return parent, num_shared
-
-    def _start(self, call: Call) -> tuple[int, int]:
-        """Return a node on the way to the end of the call's prompt, and its depth."""
-        if call.extends is None:
-            return 0, self._num_prompt
-        known = call.extends
-        return self._ends[known], len(known.prompt_token_ids) + len(known.generated.token_ids)
+            node = children.setdefault((node, token_id), len(first_calls))
+            if node == len(first_calls):
+                first_calls.append(index)
+        ends[call] = node
 
 
 def common_prompt(episodes: Iterable[Sequence[Call]]) -> list[int]:
@@ -88,7 +74,7 @@ def common_prompt(episodes: Iterable[Sequence[Call]]) -> list[int]:
 
 def to_response(calls: Sequence[Call], prompt_token_ids: Sequence[int], outcome: Outcome) -> Response:
     """Return an episode as it is submitted. `calls`: at least one, in the order in which they began."""
-    tree = TokenTree(prompt_token_ids)
+    shared = find_shared(calls, len(prompt_token_ids))
     response = Response(
         token_ids=[token_id for call in calls for token_id in call.generated.token_ids],
         rollout_logprobs=[logprob for call in calls for logprob in call.generated.rollout_logprobs],
@@ -97,17 +83,16 @@ def to_response(calls: Sequence[Call], prompt_token_ids: Sequence[int], outcome:
         reward=outcome.reward,
         reward_parts=outcome.parts,
         text="".join(call.generated.text for call in calls),
-        turns=[to_turn(tree, index, call, outcome.turn_rewards) for index, call in enumerate(calls)],
+        turns=[to_turn(call, *each, outcome.turn_rewards) for call, each in zip(calls, shared, strict=True)],
     )
     if all(len(call.token_lengths) == len(call.generated.token_ids) for call in calls):
         response.token_lengths.extend(length for call in calls for length in call.token_lengths)
     return response
 
 
-def to_turn(tree: TokenTree, index: int, call: Call, rewards: dict[str, float]) -> Turn:
-    parent, num_shared = tree.add(index, call)
+def to_turn(call: Call, parent: int | None, num_shared: int, rewards: dict[str, float]) -> Turn:
     return Turn(
-        parent=None if parent == NO_TURN else parent,
+        parent=parent,
         num_shared=num_shared,
         observed_token_ids=call.prompt_token_ids[num_shared:],
         num_sampled=len(call.generated.token_ids),

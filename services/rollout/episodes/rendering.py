@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 from blake3 import blake3
@@ -48,22 +47,20 @@ class Renderer:
 
     def parse_calls(self, generated: GeneratedResponse) -> tuple[str, list[ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
-        return self._template.parse_calls(self._with_marks(generated) if self._hides_marks else generated.text)
+        text = generated.text
+        if self._beside_marks is not None:
+            text = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
+            text = self._beside_marks.sub("", text)
+        return self._template.parse_calls(text)
 
     @cached_property
-    def _special_tokens(self) -> set[str]:
-        """Return what decoding without special tokens leaves out."""
+    def _beside_marks(self) -> re.Pattern[str] | None:
+        """Match special tokens other than marks of calls. None where marks are no special tokens: an answer's text,
+        which leaves out special tokens, has them."""
         added = self._tokenizer.added_tokens_decoder.values()
-        return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-
-    @cached_property
-    def _hides_marks(self) -> bool:
-        return not self._special_tokens.isdisjoint(MARKS)
-
-    def _with_marks(self, generated: GeneratedResponse) -> str:
-        """Return the text of an answer with marks of calls that are special tokens."""
-        text: str = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
-        return re.sub("|".join(map(re.escape, self._special_tokens.difference(MARKS))) or "$", "", text)
+        special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        others = "|".join(map(re.escape, special.difference(MARKS))) or "$"
+        return None if special.isdisjoint(MARKS) else re.compile(others)
 
     def extended(
         self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]
@@ -107,35 +104,31 @@ class Conversations:
     """The message histories of one episode. `begun`: the task's own messages, which are no news to anybody."""
 
     def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
-        self._renderer, self._begun = renderer, begun
-        self._known: set[bytes] = set()  # digests of all beginnings of all histories
-        self._answered: dict[bytes, Call] = {}  # digest of a history with its answer -> the call that gave it
+        self._renderer = renderer
+        self._known = set(digests_of(begun))  # of all beginnings of all histories
+        # By the tools, and the digest of the history that the call's answer ends.
+        self._answered: dict[tuple[bytes, bytes], Call] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""
-        digests = digests_of(messages, tools)
-        known = (n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known)
-        num_known = next(known, sum(1 for _ in takewhile(equal, zip(messages, self._begun, strict=False))))
-        num_old = next((n for n in range(num_known, 0, -1) if digests[n - 1] in self._answered), 0)
+        digests, offered = digests_of(messages), to_bytes(tools)
+        num_known = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
+        num_old = next((n for n in range(num_known, 0, -1) if (offered, digests[n - 1]) in self._answered), 0)
         if num_old:
-            call = self._answered[digests[num_old - 1]]
+            call = self._answered[offered, digests[num_old - 1]]
             if (token_ids := self._renderer.extended(call, messages, num_old, tools)) is not None:
                 return Prompt(token_ids, call, num_known)
         return Prompt(self._renderer.fresh(messages, tools), None, num_known)
 
     def add(self, call: Call, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: Message) -> None:
-        digests = digests_of([*messages, answer], tools)
+        digests = digests_of([*messages, answer])
         self._known.update(digests)
-        self._answered[digests[-1]] = call
+        self._answered[to_bytes(tools), digests[-1]] = call
 
 
-def equal(pair: tuple[Message, Message]) -> bool:
-    return comparable(pair[0]) == comparable(pair[1])
-
-
-def digests_of(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bytes]:
+def digests_of(messages: Sequence[Message]) -> list[bytes]:
     """Return the digest of each beginning of the conversation, from the first message to all."""
-    digest, digests = blake3(to_bytes(list(tools))).digest(), []
+    digest, digests = b"", []
     for message in messages:
         digest = blake3(digest + to_bytes(comparable(message))).digest()
         digests.append(digest)

@@ -10,17 +10,17 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from onbeat.environments import Message, Outcome, Task
+from onbeat.environments import Outcome, Task
 from onbeat.streams.codec import PromptTask, Response
 from onbeat.types import EpisodeFailureKind as Kind
 from onbeat.types import EpisodeWait
 from services.rollout import meters
-from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult
-from services.rollout.episodes.episode import Episode, Generate, GroupContext, Vocabulary
+from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult, Program
+from services.rollout.episodes.episode import Episode, Generate, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, to_response
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.gate import VersionGate
@@ -55,14 +55,14 @@ class PlayedGroup:
 class GroupPlay:
     """The episodes of one attempt of a group."""
 
-    def __init__(self, group: GroupContext, request: PlayRequest, num_samples: int, failures: Counter[str]) -> None:
+    def __init__(self, group: GroupContext, request: PlayRequest, failures: Counter[str]) -> None:
         """Take a request without sessions, and `failures`: failed tries by kind, to which new ones are added."""
-        self._group, self._request, self._num_samples = group, request, num_samples
-        self._failures = failures
+        self._group, self._request, self._failures = group, request, failures
+        self._num_samples = group.task.num_samples
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
         self._started = time.monotonic()
-        self._trouble = self._cut_short = ""
+        self._note = ""  # what is said of it instead of its wait
 
     @property
     def wait(self) -> EpisodeWait | None:
@@ -70,13 +70,13 @@ class GroupPlay:
         episode = max(self._playing, key=lambda each: each.waited_s, default=None)
         if episode is None or episode.waited_s < SHOWN_WAIT_S:
             return None
-        return episode.wait(self._request.name, self._request.timeout_s)
+        return episode.wait(self._request.program.name, self._request.timeout_s)
 
     @property
     def doing(self) -> str:
         """The wait in words; of a cancelled group the one that it was cancelled in."""
-        if (said := self._cut_short or self._trouble) or (wait := self.wait) is None:
-            return said
+        if self._note or (wait := self.wait) is None:
+            return self._note
         waited_s = wait.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
         return f"group {wait.group_id}: episode {wait.episode} waits for {wait.waits_for} for over {waited_s:.0f} s"
 
@@ -100,28 +100,37 @@ class GroupPlay:
                     raise failure
                 attempt += 1
             num_failures += 1
-            self._trouble = f"{self._group.group_id}: {failure}; it is tried again"
+            self._note = f"{self._group.task.group_id}: {failure}; it is tried again"
             await asyncio.sleep(delay_after(num_failures))
-            self._trouble = ""
+            self._note = ""
         return await self._to_group()
 
     async def _play_once(
         self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int], attempt: int
     ) -> EnvironmentFailed | None:
-        """Play these episodes and keep what they gave. Return the first failure, of the worst kind."""
+        """Play these episodes and keep what they gave. Return the first failure, of the worst kind. Raises the engine's
+        error as soon as there is one."""
         self._playing = [Episode(self._group, index, attempt) for index in indexes]
         access = [server.open(episode) for episode in self._playing]
         request = replace(
             self._request, access=access, on_begin=self._begin, on_end=lambda index: server.close(access[index])
         )
+        playing, broken = asyncio.create_task(environments.play(request)), self._group.broken
+        ends: set[asyncio.Future[Any]] = {playing, broken}
         try:
-            results = await self._unless_broken(environments.play(request))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                raise broken.result()
+            results = playing.result()
+        except asyncio.CancelledError:
+            self._note = self.doing
+            raise
         finally:  # this may have been cancelled
             for each in access:
                 server.close(each)
+            playing.cancel()
+            await asyncio.wait({playing})
             await asyncio.gather(*(episode.close() for episode in self._playing))
-        if len(results) != len(indexes):
-            raise RuntimeError(f"environment {self._request.name}: {len(results)} results of {len(indexes)} episodes")
         failures = [self._settle(episode, result) for episode, result in zip(self._playing, results, strict=True)]
         found = [failure for failure in failures if failure is not None]
         return min(found, key=lambda failure: failure.kind is Kind.UNREACHABLE, default=None)
@@ -129,25 +138,6 @@ class GroupPlay:
     def _begin(self) -> None:
         for episode in self._playing:
             episode.begin()
-
-    async def _unless_broken(self, play: Coroutine[Any, Any, list[PlayResult]]) -> list[PlayResult]:
-        """Return the results. Raises the engine's error as soon as there is one."""
-        playing, broken = asyncio.create_task(play), self._group.broken
-        ends: set[asyncio.Future[Any]] = {playing, broken}
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                raise broken.result()
-            return playing.result()
-        except asyncio.CancelledError:
-            self._cut_short = self.doing
-            raise
-        finally:  # this may have been cancelled
-            for episode in self._playing:
-                episode.end()
-            if not playing.done():
-                playing.cancel()
-                await asyncio.wait({playing})
 
     def _settle(self, episode: Episode, result: PlayResult) -> EnvironmentFailed | None:
         calls = episode.calls
@@ -159,7 +149,7 @@ class GroupPlay:
             return None
         meters.EPISODES.labels(outcome=result.kind).inc()
         self._failures[result.kind] += 1
-        message = f"episode {episode.index} of environment {self._request.name}: {result.message}"
+        message = f"episode {episode.index} of environment {self._request.program.name}: {result.message}"
         return EnvironmentFailed(result.kind, message)
 
     async def _to_group(self) -> PlayedGroup:
@@ -168,7 +158,7 @@ class GroupPlay:
         prompt_token_ids = common_prompt(calls for calls, _ in episodes)
         if not prompt_token_ids:
             message = "the prompts of its episodes have no first token in common, so the group has no prompt"
-            raise GroupFailed("environment_failed", f"environment {self._request.name}: {message}")
+            raise GroupFailed("environment_failed", f"environment {self._request.program.name}: {message}")
         responses = []
         for calls, outcome in episodes:
             responses.append(to_response(calls, prompt_token_ids, outcome))
@@ -205,29 +195,12 @@ class EpisodeRunner:
         async with self._gate.pinned(task.policy_version):
             flight.stage = Stage.GENERATING
             request = to_request(task)
-            context = self._context_of(task, request.task.messages, generate)
-            group = GroupPlay(context, request, task.num_samples, failures)
-            flight.episodes = group
-            played = await group.play(self._server, self._environments, self._max_attempts)
+            broken = asyncio.get_running_loop().create_future()
+            group = GroupContext(task, request.task.messages, generate, self._encoder, self._renderer, broken)
+            flight.episodes = GroupPlay(group, request, failures)
+            played = await flight.episodes.play(self._server, self._environments, self._max_attempts)
             flight.episodes = None
             return played
-
-    def _context_of(self, task: PromptTask, messages: Sequence[Message], generate: Generate) -> GroupContext:
-        encoder = self._encoder
-        return GroupContext(
-            group_id=task.group_id,
-            generate=generate,
-            renderer=self._renderer,
-            messages=messages,
-            token_lengths=encoder.token_lengths,
-            vocabulary=Vocabulary(len(encoder.tokenizer), encoder.tokenizer.eos_token_id),
-            seed=task.seed,
-            temperature=task.temperature,
-            max_turns=task.environment.max_turns,
-            max_response_tokens=task.max_response_tokens,
-            max_context_tokens=encoder.max_context_tokens,
-            broken=asyncio.get_running_loop().create_future(),
-        )
 
 
 def to_request(task: PromptTask) -> PlayRequest:
@@ -235,8 +208,7 @@ def to_request(task: PromptTask) -> PlayRequest:
     environment, origin = task.environment, json.loads(task.reward_context_json or "{}")
     messages = [{"role": message.role, "content": message.content} for message in task.messages]
     return PlayRequest(
-        name=environment.name,
-        options=json.loads(environment.options_json or "{}"),
+        program=Program(environment.name, environment.options_json or "{}", environment.memory_limit_mb),
         task=Task(
             messages=messages or [{"role": "user", "content": task.text}],
             question=origin.pop("question", ""),
@@ -245,9 +217,7 @@ def to_request(task: PromptTask) -> PlayRequest:
             origin=origin,
             seed=task.seed,
         ),
-        access=[],
         timeout_s=environment.timeout_s,
-        memory_limit_mb=environment.memory_limit_mb,
     )
 
 

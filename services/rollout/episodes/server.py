@@ -9,7 +9,6 @@ It listens on this machine's loopback interface only. A key is valid for one epi
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import resource
@@ -17,14 +16,16 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from onbeat.completions import ChatFailed
 from onbeat.hangup import unless_left
 from services.rollout import meters
+from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import AnsweredCall, Episode
+from services.rollout.episodes.recorder import Call
 
 try:
     import uvicorn
@@ -50,7 +51,8 @@ FIRST_REQUEST_S = 30.0
 MAX_SHARE = 0.5  # of the files that this process may have open are connections
 BACKLOG = 64  # asyncio tries as many at once, and logs each one that fails
 
-Endpoint = Callable[[Request, Episode], Awaitable[Response | None]]
+T = TypeVar("T")
+Endpoint = Callable[[Request, Episode], Awaitable[Response]]
 
 
 class Server(uvicorn.Server):
@@ -83,13 +85,10 @@ class SessionServer:
     """The sessions of all episodes that this rollout plays now."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}  # by the SHA-256 of their keys: a look-up's time says nothing of a key
-        self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._port = 0
+        self._episodes: dict[str, Episode] = {}  # by their keys
 
     async def start(self) -> None:
-        """Listen on a free port. Clients may connect from now on."""
+        """Listen on a free port, until `stop`. Clients may connect from now on."""
         # Named as TCP: asyncio switches off Nagle's algorithm, which costs 40 ms a call, on such sockets only.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind((LOOPBACK, 0))
@@ -112,43 +111,36 @@ class SessionServer:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="serve sessions")
 
     async def stop(self) -> None:
-        if self._server is None or self._serving is None:
-            return
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=STOP_DEADLINE_S)
         self._serving.cancel()
-        self._server = self._serving = None
 
     def open(self, episode: Episode) -> EpisodeAccess:
         """Give an episode a URL and a key."""
-        assert self._server is not None, "the server is not started"
         key = secrets.token_urlsafe(32)
-        self._episodes[digest_of(key)] = episode
+        self._episodes[key] = episode
         return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)
 
     def close(self, access: EpisodeAccess) -> None:
         """Forget a key, and end its episode. It may be closed already."""
-        if (episode := self._episodes.pop(digest_of(access.key), None)) is not None:
+        if (episode := self._episodes.pop(access.key, None)) is not None:
             episode.end()
 
     def _create_app(self) -> Starlette:
-        routes = (
-            ("/v1/chat/completions", "POST", chat),
-            ("/inference/v1/generate", "POST", generate),
-            ("/v1/models", "GET", list_models),
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._endpoint(chat), methods=["POST"]),
+                Route("/inference/v1/generate", self._endpoint(generate), methods=["POST"]),
+                Route("/v1/models", self._endpoint(list_models), methods=["GET"]),
+            ]
         )
-        return Starlette(routes=[Route(path, self._endpoint(work), methods=[method]) for path, method, work in routes])
 
     def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             outcome, episode = "answered", None
             try:
                 episode = self._find(request)
-                response = await work(request, episode)
-                if response is None:
-                    outcome = "cancelled"
-                    return Response(status_code=499)  # it reaches no client
-                return response
+                return await work(request, episode)
             except ChatFailed as refused:
                 outcome = refused.code
                 if episode is not None:
@@ -156,7 +148,7 @@ class SessionServer:
                 return to_response(refused.status, refused.to_body().model_dump())
             except ClientDisconnect:
                 outcome = "cancelled"
-                return Response(status_code=499)
+                return Response(status_code=499)  # it reaches no client
             finally:
                 if work is not list_models:
                     meters.EPISODE_CALLS.labels(outcome=outcome).inc()
@@ -166,32 +158,36 @@ class SessionServer:
     def _find(self, request: Request) -> Episode:
         """Return the episode whose key the request has. Raises ChatFailed."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        episode = self._episodes.get(digest_of(sent.strip())) if scheme.lower() == "bearer" else None
+        episode = self._episodes.get(sent.strip()) if scheme.lower() == "bearer" else None
         if episode is None:
             message = "this key is of no episode, or its episode has ended; send the key of the session, as a bearer"
             raise ChatFailed(401, "invalid_api_key", message)
         return episode
 
 
-async def chat(request: Request, episode: Episode) -> Response | None:
+async def chat(request: Request, episode: Episode) -> Response:
     body = parse_body(ChatBody, await read_body(request))
-    answer = await unless_left(request.receive, episode.chat(body))
-    if answer is None:
-        return None
+    answer = await answer_of(request, episode.chat(body))
     completion = to_completion(answer, body)
     return to_stream(completion, body) if body.stream else to_response(200, completion)
 
 
-async def generate(request: Request, episode: Episode) -> Response | None:
+async def generate(request: Request, episode: Episode) -> Response:
     body = parse_body(GenerateBody, await read_body(request))
-    answer = await unless_left(request.receive, episode.complete(body))
-    if answer is None:
-        return None
-    generated = answer.call.generated
+    call = await answer_of(request, episode.complete(body))
+    generated = call.generated
     choice = {"index": 0, "token_ids": generated.token_ids, "finish_reason": generated.finish_reason}
-    choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(answer)
-    content = {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
+    choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(generated)
+    content = {"request_id": call.call_id, "choices": [choice], "usage": usage_of(call)}
     return to_response(200, content)
+
+
+async def answer_of(request: Request, answering: Awaitable[T]) -> T:
+    """Return the answer. Raises ClientDisconnect, once it is cancelled, when the client hangs up before."""
+    answer = await unless_left(request.receive, answering)
+    if answer is None:
+        raise ClientDisconnect
+    return answer
 
 
 async def list_models(request: Request, episode: Episode) -> Response:
@@ -222,10 +218,6 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def digest_of(key: str) -> str:
-    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
-
-
 # ---- responses -------------------------------------------------------------------------------------------------------
 
 
@@ -250,45 +242,39 @@ def to_stream(completion: dict[str, Any], body: ChatBody) -> Response:
 
 
 def to_completion(answer: AnsweredCall, body: ChatBody) -> dict[str, Any]:
-    generated = answer.call.generated
+    call, generated = answer.call, answer.call.generated
     has_called = "tool_calls" in answer.message and generated.finish_reason == "stop"
     choice: dict[str, Any] = {
         "index": 0,
         "message": answer.message,
         "finish_reason": "tool_calls" if has_called else generated.finish_reason,
-        "logprobs": to_logprobs(answer) if body.logprobs else None,
+        "logprobs": to_logprobs(generated) if body.logprobs else None,
     }
     completion: dict[str, Any] = {
-        "id": answer.call.call_id,
+        "id": call.call_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
-        "usage": usage_of(answer),
+        "usage": usage_of(call),
     }
     if body.return_token_ids:
         choice["token_ids"] = generated.token_ids
-        completion["prompt_token_ids"] = answer.call.prompt_token_ids
+        completion["prompt_token_ids"] = call.prompt_token_ids
     return completion
 
 
-def to_logprobs(answer: AnsweredCall) -> dict[str, Any]:
+def to_logprobs(generated: GeneratedResponse) -> dict[str, Any]:
     """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
-    generated = answer.call.generated
+    unknown: dict[str, Any] = {"bytes": None, "top_logprobs": []}
     return {
         "content": [
-            {
-                "token": f"token_id:{token_id}",
-                "token_id": token_id,
-                "logprob": logprob,
-                "bytes": None,
-                "top_logprobs": [],
-            }
+            {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, **unknown}
             for token_id, logprob in zip(generated.token_ids, generated.rollout_logprobs, strict=True)
         ]
     }
 
 
-def usage_of(answer: AnsweredCall) -> dict[str, int]:
-    num_prompt, num_sampled = len(answer.call.prompt_token_ids), len(answer.call.generated.token_ids)
+def usage_of(call: Call) -> dict[str, int]:
+    num_prompt, num_sampled = len(call.prompt_token_ids), len(call.generated.token_ids)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}

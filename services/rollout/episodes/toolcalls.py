@@ -18,7 +18,6 @@ from typing import Any
 from pydantic_core import from_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True)
@@ -62,31 +61,23 @@ def parse_block(text: str, start: int) -> tuple[ToolCall | None, int]:
 
 def parse_llama(text: str) -> tuple[str, list[ToolCall]]:
     """Read the call of Llama 3; see Parser. Its template shows one call at a time, so several are none."""
-    try:
-        return "", [to_call(with_arguments(DECODER.decode(without_tag(text, PYTHON_TAG)), "parameters"))]
-    except (ValueError, RecursionError):
-        return text, []
+    return parse_whole(text, "<|python_tag|>", "parameters", lambda value: [value])
 
 
 def parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
     """Read the calls of Mistral 7B and Nemo; see Parser."""
+    return parse_whole(text, "[TOOL_CALLS]", "arguments", lambda value: value if isinstance(value, list) else [])
+
+
+def parse_whole(text: str, tag: str, name: str, to_list: Callable[[Any], list[Any]]) -> tuple[str, list[ToolCall]]:
+    """Read an answer that is nothing but calls, perhaps behind a tag. Each has its arguments under `name`: JSON without
+    that is an answer."""
     try:
-        values = DECODER.decode(without_tag(text, TOOL_CALLS))
-        calls = [to_call(with_arguments(value, "arguments")) for value in values] if isinstance(values, list) else []
-    except (ValueError, RecursionError):
+        values = to_list(DECODER.decode(text.strip().removeprefix(tag).strip()))
+        calls = [to_call(value | {"arguments": value[name]}) for value in values]
+    except (ValueError, TypeError, KeyError, RecursionError):
         calls = []
     return ("", calls) if calls else (text, [])
-
-
-def without_tag(text: str, tag: str) -> str:
-    return text.strip().removeprefix(tag).strip()
-
-
-def with_arguments(value: Any, name: str) -> dict[str, Any]:
-    """Return an object with what it has under `name` as its arguments. Raises ValueError: other JSON is an answer."""
-    if not isinstance(value, dict) or name not in value:
-        raise ValueError(f"a call needs {name}")
-    return value | {"arguments": value[name]}
 
 
 FORMS: tuple[Parser, ...] = (parse, parse_llama, parse_mistral)

@@ -1,6 +1,7 @@
 """Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
 from services.rollout.environments.pool import EnvironmentProcesses
-from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
+from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest, Program
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
@@ -133,11 +134,6 @@ class Blocking:
 def gives_a_number():
     return 5
 
-def of_verifiers():
-    from onbeat.environments import verifiers
-    verifiers.PLAYER = Path(__file__).with_name("stand_in_player.py")
-    return verifiers.VerifiersEnvironment(sys.executable, {})
-
 def wait(response, context): time.sleep(3600)
 
 def ring(response, context, level):
@@ -146,30 +142,10 @@ def ring(response, context, level):
     return {"reward": level * (context["answer"] == "2"), "pid": os.getpid()}
 '''
 
-PLAYER = """
-import os, socketserver, sys, tempfile, threading
-from http.server import BaseHTTPRequestHandler
-
-class Refuse(BaseHTTPRequestHandler):
-    def address_string(self): return "a socket"
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(500)
-        self.end_headers()
-        self.wfile.write(b"player %d" % os.getpid())
-
-path = tempfile.mktemp()
-server = socketserver.UnixStreamServer(path, Refuse)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-print(path, flush=True)
-server.serve_forever()
-"""
-
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
 blocking = onbeat_test_environments:Blocking
 number = onbeat_test_environments:gives_a_number
-verifiers = onbeat_test_environments:of_verifiers
 missing = no_such_package:Nothing
 
 [onbeat.rewards]
@@ -181,8 +157,8 @@ score by ringing = onbeat_test_environments:ring
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own environments, on the path of child processes."""
-    code = {"stand_in_player": PLAYER, "onbeat_test_environments": ENVIRONMENTS}
-    site = install(tmp_path / "site", "onbeat_test_environments", ENTRIES, **code)
+    name = "onbeat_test_environments"
+    site = install(tmp_path / "site", name, ENTRIES, **{name: ENVIRONMENTS})
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
 
@@ -195,11 +171,13 @@ async def processes(monkeypatch: pytest.MonkeyPatch):
     await processes.close()
 
 
-def request(*keys: str, timeout_s: float = 20.0, **kwargs) -> PlayRequest:
-    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", kwargs.pop("metadata", {}))
-    defaults = {"name": "behave", "options": {}, "task": task, "memory_limit_mb": 1024}
+def request(
+    *keys: str, name="behave", options=None, memory_limit_mb=1024, metadata=None, timeout_s=20.0, **callbacks
+) -> PlayRequest:
+    program = Program(name, json.dumps(options or {}), memory_limit_mb)
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", metadata or {})
     access = [EpisodeAccess("http://127.0.0.1:9", key) for key in keys]
-    return PlayRequest(**(defaults | kwargs), access=access, timeout_s=timeout_s)
+    return PlayRequest(program, task, timeout_s, access, **callbacks)
 
 
 def kinds(results) -> list[str]:
@@ -253,19 +231,6 @@ async def test_process_stays_warm_for_the_same_environment(processes):
     assert pid_of(first) == pid_of(second) != pid_of(third)
     with pytest.raises(ProcessLookupError):
         os.kill(pid_of(first), 0)
-
-
-async def test_process_whose_player_is_dead_is_replaced(processes):
-    def ask():
-        return processes.play(request("a", name="verifiers", metadata={"task": {}}))
-
-    (first,) = await ask()
-    os.kill(int(first.message.rpartition("player ")[2].split()[0]), signal.SIGKILL)
-    (broken,) = await ask()
-    (second,) = await ask()
-    assert (first.kind, broken.kind, second.kind) == ("raised", "crashed", "raised")
-    assert "the player of verifiers is gone" in broken.message
-    assert second.message != first.message
 
 
 @pytest.mark.parametrize(
@@ -424,10 +389,10 @@ def test_killed_rollout_leaves_no_environment_behind(tmp_path):
 import asyncio, sys
 from onbeat.environments import Task
 from services.rollout.environments import EnvironmentProcesses
-from services.rollout.episodes.contract import EpisodeAccess, PlayRequest
+from services.rollout.episodes.contract import EpisodeAccess, PlayRequest, Program
 task = Task([], "", metadata={"place": sys.argv[1]})
 access = [EpisodeAccess("http://127.0.0.1:9", "child")]
-asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
+asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest(Program("behave", "{}", 1024), task, 600.0, access)))
 """
     marker = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])

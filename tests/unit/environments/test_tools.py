@@ -265,10 +265,10 @@ async def test_text_full_of_calls_without_an_end_holds_up_nobody():
 
 
 def test_arguments_in_text_are_literals_or_the_text_itself():
-    assert read_arguments(["a", "b"], "1, b='x'") == {"a": 1, "b": "x"}
-    assert read_arguments(["expression"], "37 + 48") == {"expression": "37 + 48"}
-    assert read_arguments(["item"], "the lamp") == {"item": "the lamp"}
-    assert read_arguments([], "1") == {"argument 1": 1}
+    assert read_arguments(["a", "b"], "1, b='x')") == ("1, b='x'", {"a": 1, "b": "x"})
+    assert read_arguments(["expression"], "37 + 48)") == ("37 + 48", {"expression": "37 + 48"})
+    assert read_arguments(["item"], "the lamp) is") == ("the lamp", {"item": "the lamp"})
+    assert read_arguments([], "1)") == ("1", {"argument 1": 1})
 
 
 def test_method_that_cannot_be_a_tool_is_refused_with_the_reason():

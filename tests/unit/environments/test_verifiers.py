@@ -127,7 +127,7 @@ def task_of(place: Path, nap_s: float = 0.0, **fields: Any) -> Task:
 
 
 @pytest.mark.usefixtures("player")
-async def test_episode_is_played_by_a_process_that_ends_with_its_stdin(tmp_path):
+async def test_episode_is_played_by_a_process_that_ends_with_its_stdin(tmp_path, monkeypatch):
     environment = VerifiersEnvironment(sys.executable, {})
     task = task_of(tmp_path / "place", record=RECORD, answers=ANSWERS)
     assert (await environment.run(task, ScriptedSession())).reward == 2.5
@@ -137,6 +137,9 @@ async def test_episode_is_played_by_a_process_that_ends_with_its_stdin(tmp_path)
         await environment.run(Task([], ""), ScriptedSession())
     environment._process.stdin.close()
     assert await asyncio.to_thread(environment._process.wait, 30) == 0
+    monkeypatch.setattr(verifiers.os, "_exit", sys.exit)  # so that a new process starts a new player
+    with pytest.raises(SystemExit):
+        await environment.run(task, ScriptedSession())
 
 
 @pytest.mark.usefixtures("player")

@@ -8,6 +8,7 @@ from onbeat.environments import EpisodeOver, Outcome, SessionError
 from onbeat.seeds import seed_of
 from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module
+from services.rollout.episodes.contract import Program
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.producer import DeadlineExceeded
 from tests.episode_rig import VERSION, flight_of, playing
@@ -56,7 +57,7 @@ async def test_environment_gets_the_task_and_seeds_follow_the_place():
     assert (task.messages, task.question, task.answer) == ([{"role": "user", "content": "2+2="}], "2+2=", "4")
     assert (task.metadata, task.seed) == ({"level": 1}, 11)
     (request,) = rig.environments.requests
-    assert (request.name, request.options, request.timeout_s, request.memory_limit_mb) == ("test", {"a": 2}, 60.0, 512)
+    assert (request.program, request.timeout_s) == (Program("test", '{"a": 2}', 512), 60.0)
     seeds = {sampling.seed for _, _, sampling in rig.engine.seen}
     assert seeds == {seed_of(11, episode, turn) for episode in range(2) for turn in range(2)}
 

@@ -65,21 +65,25 @@ async def test_answer_cut_by_its_length_gets_the_whole_end():
     assert seen[1][0].startswith(f"{PLAIN_PROMPT}123<|im_end|>\n<|im_start|>user\n")
 
 
-async def test_answer_that_the_client_has_changed_is_rendered_afresh():
-    changed = {"role": "assistant", "content": "5"}
-    group, seen = await seen_texts(end_with([QUESTION], [QUESTION, changed, MORE]), "4")
-    assert "assistant\n5<|im_end|>" in seen[1][0]
+HIDES_REASONING = tokenizer_of().chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sent_back", "template"),
+    [
+        ("4", {"role": "assistant", "content": "5"}, None),
+        ("<think>\nhm\n</think>\n\n5", None, QWEN_LIKE),
+        ("hm</think>5", None, HIDES_REASONING),
+    ],
+    ids=["changed by the client", "template strips reasoning later", "template never shows reasoning"],
+)
+async def test_history_that_was_not_sampled_forks_the_tree(sampled, sent_back, template):
+    run = end_with([QUESTION], [QUESTION, sent_back, MORE])
+    group, seen = await seen_texts(run, sampled, template=template)
+    assert seen[1][0] == f"{PLAIN_PROMPT}5<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     _, second = group.responses[0].turns
     assert not second.HasField("parent")  # nothing of the first sample
     assert second.num_shared == len(group.prompt_token_ids)
-
-
-async def test_template_that_strips_reasoning_forks_the_tree():
-    texts = ("<think>\nhm\n</think>\n\n4", "5")
-    run = end_with([QUESTION], [QUESTION, None, MORE])
-    group, seen = await seen_texts(run, *texts, template=QWEN_LIKE)
-    assert seen[1][0] == f"{PLAIN_PROMPT}4<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert not group.responses[0].turns[1].HasField("parent")
 
 
 async def test_template_keeps_reasoning_among_tool_calls_and_extends():
@@ -92,13 +96,6 @@ async def test_template_keeps_reasoning_among_tool_calls_and_extends():
     (call,) = run.answers[0]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"b": 2, "a": [1.0]}'}
     assert run.answers[0]["content"] == "<think>\nhm\n</think>\n\nLet me see."
-
-
-async def test_template_that_never_shows_reasoning_forks_the_tree():
-    template = tokenizer_of().chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
-    group, seen = await seen_texts(end_with([QUESTION], [QUESTION, None, MORE]), "hm</think>4", template=template)
-    assert "assistant\n4<|im_end|>" in seen[1][0]
-    assert not group.responses[0].turns[1].HasField("parent")
 
 
 async def test_tools_are_described_where_the_template_knows_none():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import ssl
 
 import httpx
 import openai
@@ -78,7 +79,9 @@ async def test_connections_without_a_request_or_beyond_the_limit_end(monkeypatch
     assert ends == [2, 1]
 
 
-async def test_session_takes_no_proxy(monkeypatch):
+async def test_session_takes_no_proxy_and_reads_no_certificates(monkeypatch):
+    """Its URL is one of this machine, and reading certificates takes longer than a call."""
+    monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: 1 / 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 

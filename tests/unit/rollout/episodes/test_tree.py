@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from onbeat.completions import ChatFailed
 from onbeat.environments import Outcome
 from onbeat.seeds import seed_of
-from onbeat.streams.codec import RolloutGroup, check_group, check_token_lengths
+from onbeat.streams.codec import Environment, PromptTask, RolloutGroup, check_group, check_token_lengths
 from services.rollout.engines.interface import GeneratedResponse, VersionSpan
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
-from services.rollout.episodes.episode import Episode, GroupContext, Vocabulary
+from services.rollout.episodes.episode import Episode, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
 from services.rollout.episodes.rendering import Renderer
-from services.rollout.token_text import TokenText
+from services.rollout.prompts import PromptEncoder
 from services.trainer.episode import turn_paths
 from tests.episode_rig import QWEN_LIKE, TOOL, VERSION, WITHOUT_SYSTEM, ScriptedEngine, tokenizer_of
 
@@ -79,14 +79,15 @@ class Client:
             path = self._paths[step["history"] % len(self._paths)]
             tokens = [*path[: len(path) - step["drop"] or 1], 7][: 1 + len(path)]
             sampling = {"max_tokens": step["max_tokens"]}
-            answer = await self.episode.complete(GenerateBody(token_ids=tokens, sampling_params=sampling))
+            call = await self.episode.complete(GenerateBody(token_ids=tokens, sampling_params=sampling))
         else:
             history = self._histories[step["history"] % len(self._histories)][step["drop"] :]
             body = {"messages": [*history, *step["new"]] or [{"role": "user", "content": "2+2="}]}
             body |= {"tools": [TOOL] if step["has_tools"] else None, "max_tokens": step["max_tokens"]}
             answer = await self.episode.chat(ChatBody.model_validate_json(json.dumps(body)))
             self._histories.append([*body["messages"], answer.message])
-        self._paths.append(answer.call.path)
+            call = answer.call
+        self._paths.append(call.path)
 
 
 async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple[ScriptedEngine, list[Episode]]:
@@ -97,20 +98,10 @@ async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple
         (response,) = await engine.generate(prompt_token_ids, 1, sampling, VERSION)
         return response
 
-    group = GroupContext(
-        group_id="0-0",
-        generate=generate,
-        renderer=Renderer(tokenizer),
-        messages=[],
-        token_lengths=TokenText(tokenizer).lengths,
-        vocabulary=Vocabulary(len(tokenizer), tokenizer.eos_token_id),
-        seed=SEED,
-        temperature=1.0,
-        max_turns=1000,
-        max_response_tokens=64,
-        max_context_tokens=None,
-        broken=asyncio.get_running_loop().create_future(),
-    )
+    limits = {"max_response_tokens": 64, "environment": Environment(max_turns=1000)}
+    task = PromptTask(group_id="0-0", seed=SEED, temperature=1.0, **limits)
+    broken = asyncio.get_running_loop().create_future()
+    group = GroupContext(task, [], generate, PromptEncoder(tokenizer, None), Renderer(tokenizer), broken)
     clients = [Client(group, index) for index in range(len(episodes))]
     for client, steps in zip(clients, episodes, strict=True):
         for step in [*steps, LAST]:
