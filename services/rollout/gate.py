@@ -118,15 +118,22 @@ class VersionGate:
         loop = asyncio.get_running_loop()
         leave_at = loop.time() + self._limits.grace_s
         await self._until(lambda: not self._num_groups)
-        for visit in self._visits:
-            if not visit.expired():
-                visit.reschedule(leave_at)
+        self._let_leave(leave_at)
         try:
             async with asyncio.timeout_at(max(leave_at, loop.time()) + LEAVE_DEADLINE_S):
                 await self._until(lambda: not self._visits)
+        except asyncio.CancelledError:  # the waiting group was cancelled, so visitors may stay
+            self._let_leave(None)
+            raise
         except TimeoutError:
             message = f"{len(self._visits)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled"
             raise EngineBroken(message) from None
+
+    def _let_leave(self, at: float | None) -> None:
+        """Cancel the visits at this time of the loop's clock (None: never), except those that are cancelled already."""
+        for visit in self._visits:
+            if not visit.expired():
+                visit.reschedule(at)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until the condition holds. Only the holder of the entrance may call this."""
