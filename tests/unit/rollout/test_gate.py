@@ -426,6 +426,19 @@ async def begin_visit(rig: Rig) -> Visit:
     return visit
 
 
+async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
+    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
+    rig.trainer.newest = 1
+    visit, loading = await begin_visit(rig), rig.generate(1)
+    await until(lambda: rig.gate._wanted == 1)
+    loading.cancel()
+    await settle()
+    move_clock(120.0)  # longer than its grace
+    await settle()
+    visit.may_end.set()
+    assert (await visit.task, rig.engine.loads) == ("by 0", [])
+
+
 async def test_visitor_that_ends_within_its_grace_has_its_version(rig):
     rig.gate._limits = GateLimits(60.0, grace_s=60.0)
     rig.trainer.newest = 1
