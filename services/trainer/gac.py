@@ -19,6 +19,14 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+from torch.distributed.tensor import DTensor
+
+from onbeat.config import GacConfig
+from services.trainer.world import World
+
+Gradients = dict[str, torch.Tensor]
+
 
 class GacAction(StrEnum):
     NONE = "none"
@@ -34,18 +42,81 @@ class GacDecision:
     gamma: float = 0.0  # g' = g - gamma h
 
 
-def decide(
-    dot: float, norm_g: float, norm_h: float, c_low: float, c_high: float, is_full_removal: bool = False
-) -> GacDecision:
+class GradientControl:
+    """The control that acts between rescale and clip, on the fully reduced gradient. Checkpoints include its history.
+
+    Sharded gradients (DTensors) are projected shard by shard; only three scalars are summed over the world's ranks.
+    """
+
+    def __init__(self, config: GacConfig, world: World | None = None) -> None:
+        self._config, self._world = config, world or World()
+        self._history: Gradients = {}
+
+    @torch.no_grad()
+    def apply(self, gradients: Gradients) -> GacDecision:
+        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing."""
+        decision = GacDecision(GacAction.NONE, None)
+        if self._config.mode == "off":
+            return decision
+        if self._history.keys() == gradients.keys():
+            dot, square_g, square_h = inner_products(gradients, self._history, self._world)
+            decision = decide(dot, square_g**0.5, square_h**0.5, self._config)
+        is_projected = self._config.mode == "control" and decision.action is GacAction.PROJECT
+        for name, gradient in gradients.items():
+            if is_projected:  # one tensor is copied at a time
+                last = self._history[name]
+                kept = gradient.clone() if self._config.history == "raw" else gradient
+                gradient.sub_(last, alpha=decision.gamma)
+                last.copy_(kept)
+            elif name in self._history:
+                self._history[name].copy_(gradient)
+            else:
+                self._history[name] = gradient.clone()
+        return decision
+
+    def state_tensors(self) -> Gradients:
+        return {f"gac.{name}": tensor for name, tensor in self._history.items()}
+
+    def load_state_tensors(self, tensors: Gradients) -> None:
+        if self._config.mode == "off":  # a fork's; the job that it starts from may have a history
+            return
+        self._history = {
+            name.removeprefix("gac."): tensor.to(self._world.device, copy=True)
+            for name, tensor in tensors.items()
+            if name.startswith("gac.")
+        }
+
+
+def decide(dot: float, norm_g: float, norm_h: float, config: GacConfig) -> GacDecision:
     """Decide what to do from <g, h>, |g| and |h|."""
     if not all(map(math.isfinite, (dot, norm_g, norm_h))) or norm_g == 0.0 or norm_h == 0.0:
         return GacDecision(GacAction.NONE, None)
-    cosine = max(-1.0, min(1.0, dot / (norm_g * norm_h)))
+    c_low, cosine = config.c_low, max(-1.0, min(1.0, dot / (norm_g * norm_h)))
     if cosine <= c_low:
         return GacDecision(GacAction.KEEP, cosine)
-    if cosine > c_high:
+    if cosine > config.c_high:
         return GacDecision(GacAction.SKIP, cosine)
     along = norm_g * cosine
     across = norm_g * math.sqrt(1.0 - cosine * cosine)
-    wanted = 0.0 if is_full_removal else across * c_low / math.sqrt(1.0 - c_low * c_low)
+    wanted = 0.0 if config.is_full_removal else across * c_low / math.sqrt(1.0 - c_low * c_low)
     return GacDecision(GacAction.PROJECT, cosine, (along - wanted) / norm_h)
+
+
+def inner_products(g: Gradients, h: Gradients, world: World) -> list[float]:
+    """Return <g, h>, |g|^2, |h|^2 over all parameters and ranks, added up in float64.
+
+    A rank counts its own rows of sharded parameters. Replicated parameters are the same on every rank and are counted
+    by rank 0 alone, so that each element counts once.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for name, gradient in g.items():
+        if isinstance(gradient, DTensor) or world.is_main:
+            ours, before = local_part(gradient), local_part(h[name])
+            norms = [torch.linalg.vector_norm(part).double() ** 2 for part in (ours, before)]
+            sums += torch.stack([torch.dot(ours, before).double(), *norms]).cpu()
+    return world.sum_scalars(sums.tolist())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's elements on this rank, flat."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).flatten()

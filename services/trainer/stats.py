@@ -15,7 +15,7 @@ from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
 from services.trainer.episode import CACHED_FRAC, EPISODE_MEANS, episode_sums
-from services.trainer.gradient.gac import GacAction, GacDecision
+from services.trainer.gac import GacAction, GacDecision
 from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained

@@ -55,7 +55,7 @@ class TrainState:
     published_version: int  # the newest that rollouts know; older than policy_version when a transfer was skipped
     num_steps: int
     model_path: str
-    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `engine_probe`
+    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `iteration`
     reward_parts: list[str] = field(default_factory=list)  # that the job has curves of, as they were found
     num_without_signal: int = 0  # of the last iterations in a row
 

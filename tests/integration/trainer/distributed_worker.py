@@ -25,7 +25,7 @@ from onbeat.errors import JobFailed
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
-from services.trainer.gradient.control import GradientControl, local_part
+from services.trainer.gac import GradientControl, local_part
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.config import GacConfig
-from services.trainer.gradient.control import GradientControl
-from services.trainer.gradient.gac import GacAction, decide
+from services.trainer.gac import GacAction, GradientControl, decide
 from services.trainer.world import World
 
 
@@ -73,7 +72,7 @@ def test_as_a_metric_it_never_acts():
 
 @pytest.mark.parametrize(("dot", "norm_g", "norm_h"), [(0, 0, 1), (0, 1, 0), (math.nan, 1, 1), (1, math.inf, 1)])
 def test_no_usable_history_means_no_action(dot, norm_g, norm_h):
-    assert decide(dot, norm_g, norm_h, 0.3, 0.9).action is GacAction.NONE
+    assert decide(dot, norm_g, norm_h, GacConfig()).action is GacAction.NONE
 
 
 @pytest.mark.parametrize(("history", "expected"), [("raw", 0.8), ("projected", 0.3)])

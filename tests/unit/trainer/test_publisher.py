@@ -11,8 +11,7 @@ import torch
 
 from services.trainer import publisher
 from services.trainer.checkpoints.store import TrainState
-from services.trainer.gradient.control import GradientControl
-from services.trainer.gradient.gac import GacAction, GacDecision
+from services.trainer.gac import GacAction, GacDecision, GradientControl
 from services.trainer.policy import Policy, is_served_in_place
 from services.trainer.publisher import Publisher
 from services.trainer.replay import NoCheckpoints
