@@ -32,7 +32,7 @@ class GradientSum:
         self._witness: RolloutGroup | None = None  # the first group with responses
         policy.optimizer.drop_gradients()
         policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
-        stats.start_update()
+        stats.tally = Tally()
 
     def add(self, groups: list[RolloutGroup]) -> None:
         """Add the gradient of a micro-batch. Raises JobFailed for a group that must not be trained."""

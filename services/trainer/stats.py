@@ -46,7 +46,7 @@ class IterationStats:
     values: dict[str, float] = field(default_factory=dict)  # set by the steps: equal on every replica
     first_failure: str = ""
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
-    tally: Tally = field(default_factory=Tally)  # since the last `start_update`
+    tally: Tally = field(default_factory=Tally)  # of the update since it began
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
@@ -76,9 +76,6 @@ class IterationStats:
         """Count a micro-batch that went through the model in `num_rows` passes."""
         self._add("train/micro_batches", 1)
         self._add("train/passes", num_rows)
-
-    def start_update(self) -> None:
-        self.tally = Tally()
 
     def add_group(self, group: RolloutGroup, is_trained: bool, does_count: bool = True) -> None:
         """Count a group, whether or not it has a gradient. `does_count`: the update is divided by it, too."""

@@ -73,19 +73,16 @@ class MasterAdamW:
         if torch.finfo(parameter.dtype).bits >= MASTER_BITS:
             return parameter
         master = spread_masters(name, parameter.detach())
-        parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
-        return master
 
-    @staticmethod
-    def _accumulate_into(master: torch.Tensor) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
+        def accumulate(parameter: Any) -> None:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
                 master.grad.add_(parameter.grad)
             parameter.grad = None
 
-        return hook
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.

@@ -90,25 +90,17 @@ def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> to
 
 
 @torch.no_grad()
-def load_full(parameter: torch.Tensor, whole: torch.Tensor | None, holder: int = 0) -> None:
-    """Overwrite a sharded parameter with the `whole` [its shape] of rank `holder`; the others pass None.
-
-    All must call it.
-    """
-    assert isinstance(parameter, DTensor), "a replicated parameter is copied, not sent"
-    if whole is None:
-        sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    else:
-        sent = whole.to(parameter.device, parameter.dtype)
-    parameter.copy_(distribute_tensor(sent, parameter.device_mesh, parameter.placements, src_data_rank=holder))
-
-
 def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], holders: dict[str, int]) -> None:
     """Overwrite a sharded model with whole weights by name, each from the rank that holds it. All must call it."""
     model.reshard()  # a pass without a backward leaves the root's parameters whole
-    whole = dict(tensors)
+    own = dict(tensors)
     for name, parameter in model.named_parameters():
-        load_full(parameter, whole.get(name), holders[name])
+        if name in own:
+            sent = own[name].to(parameter.device, parameter.dtype)
+        else:
+            sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(sent, mesh, placements, src_data_rank=holders[name]))
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
