@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
 from services.trainer.chat_template import check_chat_template
-from services.trainer.checkpoints.disk_space import shortage_warning
+from services.trainer.checkpoints.saver import shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
