@@ -162,7 +162,7 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
     job = StaleRollouts(model, staleness, seed)
     with temporary_folder() as folder:
         checkpoints = CheckpointStore(folder, keep=1)
-        TrainLoop(job, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints).run()
+        TrainLoop(job, config, Policy.create(model, config), TrainState("x", "random"), checkpoints).run()
     return job.metrics
 
 

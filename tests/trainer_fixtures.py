@@ -228,7 +228,7 @@ def train(config, groups, tmp_path, model=None, resume_from=None, job=None, worl
     policy = Policy.create(model, config, world)
     policy.files = {"config.json": b"{}"}
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
-    state = TrainState.fresh("job", config.model.path)
+    state = TrainState("job", config.model.path)
     if resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from

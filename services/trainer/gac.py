@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from onbeat.config import GacConfig
-from services.trainer.world import World
+from services.trainer.world import ALONE, World
 
 Gradients = dict[str, torch.Tensor]
 
@@ -48,8 +48,8 @@ class GradientControl:
     Sharded gradients (DTensors) are projected shard by shard; only three scalars are summed over the world's ranks.
     """
 
-    def __init__(self, config: GacConfig, world: World | None = None) -> None:
-        self._config, self._world = config, world or World()
+    def __init__(self, config: GacConfig, world: World = ALONE) -> None:
+        self._config, self._world = config, world
         self._history: Gradients = {}
 
     @torch.no_grad()

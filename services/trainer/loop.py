@@ -144,7 +144,7 @@ class TrainLoop:
         num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
-        self._publisher.wait_for_reader()
+        self._publisher.saver.wait_for_reader()
         decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)

@@ -102,7 +102,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy) -> Tra
     Raises ValueError, with what there is instead, when that checkpoint is not there.
     """
     if config.fork is None:
-        return TrainState.fresh(job_id, config.model.path)
+        return TrainState(job_id, config.model.path)
     parent, iteration = config.fork.job, config.fork.iteration
     checkpoints = CheckpointStore(data_dir / "jobs" / parent / "checkpoints", keep=1, world=policy.world)
     names = [folder.name for folder in checkpoints.complete()]

@@ -62,10 +62,6 @@ class LossInputs:
     advantages: Tensor  # [N] float32
     response_lengths: Tensor  # [R] int64
 
-    def __post_init__(self) -> None:
-        assert self.trainer_logprobs.shape == self.old_logprobs.shape == self.advantages.shape
-        assert int(self.response_lengths.sum()) == len(self.trainer_logprobs)
-
     @property
     def importance_ratio(self) -> Tensor:
         """[N], exactly 1 where the old policy is the policy."""

@@ -128,20 +128,13 @@ def frozen_base(model: Any) -> Any:
 
 @torch.no_grad()
 def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite a frozen copy with published tensors, each once, by name and with the same shape.
-
-    Raises ValueError naming what is missing, unknown or of another shape; the copy must not be used then.
-    """
-    own = dict(published_tensors(frozen))
-    missing = set(own)
+    """Overwrite a frozen copy with its published tensors, each once, by name and with the same shape."""
+    left = dict(published_tensors(frozen))
     for name, tensor in tensors:
-        if name not in own or own[name].shape != tensor.shape:
-            known = tuple(own[name].shape) if name in own else "no such parameter"
-            raise ValueError(f"weights of another model: {name} {tuple(tensor.shape)}, the model has {known}")
-        own[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"weights of another model: nothing for {', '.join(sorted(missing))}")
+        parameter = left.pop(name)
+        assert parameter.shape == tensor.shape, f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+        parameter.copy_(tensor)
+    assert not left, f"nothing for {', '.join(left)}"
 
 
 def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
