@@ -164,16 +164,6 @@ def test_before_chooses_the_newest_one_without_the_iteration(tmp_path):
     assert restore(CheckpointStore(tmp_path / "nothing", keep=1)) is None
 
 
-def test_frozen_policies_come_back_by_version(tmp_path):
-    snapshots = {v: take_snapshot(v, [("w", torch.full((2, 3), v, dtype=torch.bfloat16))]) for v in (2, 11)}
-    store = CheckpointStore(tmp_path, keep=1)
-    save(store, policies={version: snapshot.tensors() for version, snapshot in snapshots.items()})
-    found = {version: list(named) for version, named in store.policies(3).items()}
-    assert found.keys() == {2, 11}
-    for version, named in found.items():
-        assert take_snapshot(version, named).manifest == snapshots[version].manifest
-
-
 def test_the_folder_loads_as_an_ordinary_model(tmp_path):
     config = tiny_config()
     model = tiny_model(config, torch.bfloat16)
