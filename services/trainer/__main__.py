@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
+from contextlib import closing, nullcontext
 
 from pydantic import ValidationError
 from redis.exceptions import RedisError
@@ -62,12 +63,9 @@ def main() -> int:
             background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
-        presence = Presence(background, ledger, settings.pool, settings.trainer_id) if world.is_main else None
-        try:
+        of_main = closing(Presence(background, ledger, settings.pool, settings.trainer_id)) if world.is_main else None
+        with of_main or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
-        finally:
-            if presence is not None:
-                presence.close()
         world.close()
     except (RedisError, TimeoutError) as error:
         logger.error("%s; the job goes on when a trainer is back", describe_loss(ledger.redis, error))

@@ -79,13 +79,12 @@ def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T
 
 
 @torch.no_grad()
-def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def gather_full(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Gather a whole sharded parameter, in `dtype`, on every rank: all must call it, with parameters in the same order.
 
     A parameter that is not sharded is returned as it is, in `dtype`.
     """
-    part = parameter.detach()
-    part = part if dtype is None else part.to(dtype)
+    part = parameter.detach().to(dtype)
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
