@@ -21,7 +21,7 @@ from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
-from services.trainer.model.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
+from services.trainer.model.model import PACKED_ATTENTION, frozen_base, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
 from services.trainer.replay import RecordedGroups, RecordedJob
 from services.trainer.weights.store import Snapshot
@@ -82,7 +82,7 @@ class StaleRollouts(RecordedGroups, RecordedJob):
         super().__init__([], defaultdict(list))  # nothing is recorded
         self.job_id, self.doing, self.groups = "experiment", "", self
         self._staleness = staleness
-        self._model = freeze_copy(model)
+        self._model = frozen_base(model)
         use_attention(self._model, "sdpa")
         self._generator = torch.Generator().manual_seed(seed)
         self._snapshots: dict[int, Snapshot] = {}

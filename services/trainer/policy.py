@@ -22,7 +22,6 @@ from services.trainer.model.lora import add_adapters, published_sizes, published
 from services.trainer.model.model import (
     DTYPES,
     enable_gradient_checkpointing,
-    freeze_copy,
     frozen_base,
     load_config,
     load_frozen,
@@ -95,7 +94,7 @@ class Policy:
         old = frozen_base(model) if has_old_policies(config) else None
         reference = None
         if config.objective.needs_reference:
-            reference = model if config.lora else freeze_copy(model)
+            reference = model if config.lora else frozen_base(model)
         if is_sharded:
             for each in (model, old, None if reference is model else reference):
                 if each is not None:

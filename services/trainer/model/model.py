@@ -113,14 +113,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def freeze_copy(model: Any) -> Any:
-    """Return a frozen copy of a policy: same sharding and dtype, no gradient."""
-    return copy.deepcopy(model).requires_grad_(False)
-
-
 def frozen_base(model: Any) -> Any:
     """Return a frozen copy of the model without its adapters; published weights can be loaded into it."""
-    frozen = freeze_copy(model)
+    frozen = copy.deepcopy(model).requires_grad_(False)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
     return frozen

@@ -8,7 +8,7 @@ import torch
 from onbeat.config import LoraConfig
 from services.trainer.model import model as model_module
 from services.trainer.model.lora import adapted_layers, add_adapters
-from services.trainer.model.model import freeze_copy, response_logprobs, tri_model_logprobs, use_attention
+from services.trainer.model.model import frozen_base, response_logprobs, tri_model_logprobs, use_attention
 from tests.trainer_fixtures import moved_model
 
 moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
@@ -16,7 +16,7 @@ moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
 
 @pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])
 def test_one_pass_equals_three(attention, batch, monkeypatch):
-    policy, old, reference = moved(0), freeze_copy(moved(1)), freeze_copy(moved(2))
+    policy, old, reference = moved(0), frozen_base(moved(1)), frozen_base(moved(2))
     for model in (policy, old, reference):
         use_attention(model, attention)
     alone = [response_logprobs(model, batch, 0.7) for model in (policy, old, reference)]
@@ -45,7 +45,7 @@ def test_models_that_the_algebra_does_not_need_are_skipped(batch):
 
 
 def test_the_policy_without_adapters_is_its_own_reference(batch):
-    policy, base = moved(0), freeze_copy(moved(0))
+    policy, base = moved(0), frozen_base(moved(0))
     add_adapters(policy, LoraConfig(rank=4), seed=0)
     with torch.no_grad():
         for layer in adapted_layers(policy).values():
