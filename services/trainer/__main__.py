@@ -31,7 +31,7 @@ from onbeat.types import JobState
 from services.device import choose_device, describe_device
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
-from services.trainer.job.precision import UnusableDtype, resolve_dtype
+from services.trainer.job.precision import resolve_dtype
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
 from services.trainer.job.watchdog import Watchdog, stall_limit_s
@@ -140,7 +140,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
             return job_id, epoch, config.model_dump_json()
         except (ValidationError, LookupError) as error:
             await ledger.jobs.move(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
-        except UnusableDtype as error:
+        except JobFailed as error:
             await ledger.jobs.move(job_id, JobState.FAILED, str(error))
         except LeaseLost:  # the job is over, or another trainer was faster
             continue

@@ -12,6 +12,7 @@ Rollouts that are not there yet do not count: one that joins later computes in t
 from collections.abc import Mapping
 
 from onbeat.config import JobConfig
+from onbeat.errors import JobFailed
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.ledger import Ledger
 from services.trainer.settings import Settings
@@ -20,21 +21,18 @@ from services.trainer.settings import Settings
 EMULATED = "its bfloat16 products take 6 to 25 times as long as those in float32"
 
 
-class UnusableDtype(Exception):
-    """The job asks for a dtype that the trainer's device cannot compute in."""
-
-
 async def resolve_dtype(
     ledger: Ledger, job_id: str, epoch: str, fields: Mapping[str, str], hardware: Hardware, settings: Settings
 ) -> JobConfig:
     """Return the job with its recorded dtype; record it first if this is the job's first trainer.
 
-    Raises UnusableDtype, LeaseLost, and pydantic's ValidationError for a job of another version of Onbeat.
+    Raises JobFailed if the trainer's device cannot compute in it, LeaseLost, and pydantic's ValidationError for a job
+    of another version of Onbeat.
     """
     config = JobConfig.of_job(fields)
     wanted = config.model.dtype
     if wanted == "bfloat16" and hardware.bfloat16 == "missing":
-        raise UnusableDtype(
+        raise JobFailed(
             f"model.dtype: the trainer's {hardware} cannot compute in bfloat16; submit the job with auto or float32"
         )
     if "dtype" in fields:
