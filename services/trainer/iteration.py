@@ -58,13 +58,14 @@ class OpenIteration:
 
     def check_mismatch(self, mismatch: float, first: float) -> None:
         """Raise JobFailed if the iteration's mean mismatch shows that engines do not follow. `first`: iteration 0's."""
-        if mismatch > 3 * first + SLACK[self.config.model.dtype]:
-            raise JobFailed(
-                "the rollouts' engine does not follow the weights: its log-probabilities are "
-                f"{mismatch:.2g} nats per token off the trainer's in iteration {self.index}, and were {first:.2g} off "
-                f"in iteration 0, before any update. Nothing was learnt from iteration {self.index}. Submit the job "
-                "again with another engine (ONBEAT_ENGINE=transformers on the rollouts), or another version of it"
-            )
+        if mismatch <= 3 * first + SLACK[self.config.model.dtype]:  # false for NaN as well
+            return
+        raise JobFailed(
+            "the rollouts' engine does not follow the weights: its log-probabilities are "
+            f"{mismatch:.2g} nats per token off the trainer's in iteration {self.index}, and were {first:.2g} off in "
+            f"iteration 0, before any update. Nothing was learnt from iteration {self.index}. Submit the job again "
+            "with another engine (ONBEAT_ENGINE=transformers on the rollouts), or another version of it"
+        )
 
     def verify(self, group: RolloutGroup, vocab_size: int) -> None:
         """Check the group again at this end: the submission script has checked the same rule. Raises JobFailed."""

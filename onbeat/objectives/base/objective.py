@@ -2,6 +2,9 @@
 
 rewards of a group  -> advantages [G]  -> each token's share of the loss [N]  -> importance weights, KL term
                     -> one unnormalised sum for each micro-batch, divided once at the barrier (`normalization`)
+
+An iteration's tokens are counted only when its last rollout is in. So the accumulated gradient is divided, before
+clipping: exactly the gradient of the mean.
 """
 
 from abc import abstractmethod
