@@ -175,9 +175,9 @@ class CheckpointStore:
         target = self.path(content.state.next_iteration)
         partial = self.folder / f".{target.name}.{self._writer}.partial"
         try:
-            self._together(lambda: prepare(partial) if self._world.is_main else {})
+            self._together(lambda: prepare(partial) if self._world.is_main else None)
             files = self._together(lambda: write_content(partial, content, self._world, self._is_read.set))
-            self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
+            self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else None)
         except OSError:  # on every rank: no rank writes there any more
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # the written part takes the disk space that is missing
@@ -185,11 +185,11 @@ class CheckpointStore:
         finally:
             self._is_read.set()
 
-    def _together(self, step: Callable[[], Sizes]) -> Sizes:
+    def _together(self, step: Callable[[], Sizes | None]) -> Sizes:
         """Run a step on every rank; return the files that all wrote. Raises OSError everywhere if it failed on any."""
         report: dict[str, Any] = {"failure": "", "files": {}}
         try:
-            report["files"] = step()
+            report["files"] = step() or {}
         except (OSError, SafetensorError) as error:
             report["failure"] = f"rank {self._world.rank}: {error}"
         reports = [json.loads(text) for text in self._channel.all_gather_bytes(json.dumps(report).encode())]
@@ -197,7 +197,7 @@ class CheckpointStore:
             raise OSError("; ".join(failures))
         return {name: size for report in reports for name, size in report["files"].items()}
 
-    def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> Sizes:
+    def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> None:
         """Complete a checkpoint whose files are all written: list them, sync, let it appear, then drop the oldest."""
         check_files(partial, files)
         write_state(partial, state, files)
@@ -207,7 +207,6 @@ class CheckpointStore:
                 shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)  # another trainer may be at it, too
-        return {}
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -290,10 +289,9 @@ def check_files(folder: Path, sizes: Sizes) -> None:
             raise OSError(f"{name} is torn: {path.stat().st_size} bytes instead of {size}")
 
 
-def prepare(partial: Path) -> Sizes:
+def prepare(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    return {}
 
 
 def write_content(partial: Path, content: Content, world: World, on_read: Callable[[], None]) -> Sizes:
