@@ -21,9 +21,9 @@ from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
-from services.trainer.model.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
+from services.trainer.model.model import PACKED_ATTENTION, frozen_base, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
-from services.trainer.replay import RecordedGroups, RecordedJob
+from services.trainer.replay import RecordedJob
 from services.trainer.weights.store import Snapshot
 
 NUM_DIGITS, NUM_TOKENS = 10, 8
@@ -75,14 +75,14 @@ def pretrain(model: Any) -> None:
         adam.zero_grad()
 
 
-class StaleRollouts(RecordedGroups, RecordedJob):
-    """A job and its groups in one; the groups are generated here, by the version of `staleness` iterations ago."""
+class StaleRollouts(RecordedJob):
+    """A job whose groups are generated here, by the version of `staleness` iterations ago."""
 
     def __init__(self, model: Any, staleness: int, seed: int) -> None:
         super().__init__([], defaultdict(list))  # nothing is recorded
-        self.job_id, self.doing, self.groups = "experiment", "", self
+        self.job_id = "experiment"
         self._staleness = staleness
-        self._model = freeze_copy(model)
+        self._model = frozen_base(model)
         use_attention(self._model, "sdpa")
         self._generator = torch.Generator().manual_seed(seed)
         self._snapshots: dict[int, Snapshot] = {}
@@ -162,7 +162,7 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
     job = StaleRollouts(model, staleness, seed)
     with temporary_folder() as folder:
         checkpoints = CheckpointStore(folder, keep=1)
-        TrainLoop(job, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints).run()
+        TrainLoop(job, config, Policy.create(model, config), TrainState("x", "random"), checkpoints).run()
     return job.metrics
 
 

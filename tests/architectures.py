@@ -20,7 +20,7 @@ from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import Passes, load_config, load_model, response_logprobs
 from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.shrink import VOCAB_SIZE, random_model, shrunken
-from services.trainer.passes.trial import TOLERANCE, describe, forward, gap_of_gradients, numbers_of, plain_logprobs
+from services.trainer.passes.trial import TOLERANCE, describe, forward, gap_of_gradients, gradients_of, plain_logprobs
 
 CPU = torch.device("cpu")
 CONTEXT_TOKENS = 128  # of the job
@@ -151,11 +151,11 @@ def measure_gaps(folder: Path, passes: Passes) -> dict[str, float]:
     trained = load_model(str(folder), torch.float32, CPU, passes)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     groups = random_groups()
-    expected = numbers_of(plain, plain_logprobs(plain, groups))
-    found = numbers_of(trained, response_logprobs(trained, pack(groups, CPU), 1.0)[0])
+    expected = plain_logprobs(plain, groups)
+    found = response_logprobs(trained, pack(groups, CPU), 1.0)[0]
     return {
-        "logprobs": (found.logprobs - expected.logprobs).abs().max().item(),
-        "gradient": gap_of_gradients(found.gradients, expected.gradients),
+        "logprobs": (found - expected).detach().abs().max().item(),
+        "gradient": gap_of_gradients(gradients_of(trained, found), gradients_of(plain, expected)),
         "export": export_gap(trained, plain, folder),
     }
 
@@ -168,7 +168,7 @@ def measure_rounding(folder: Path) -> float:
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
         plain.set_experts_implementation("eager")  # the others know no float64
-        found = numbers_of(plain, plain_logprobs(plain, random_groups())).gradients
+        found = gradients_of(plain, plain_logprobs(plain, random_groups()))
         gradients.append({name: gradient.double() for name, gradient in found.items()})
     return gap_of_gradients(*gradients)
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from onbeat.types import JobState
+from services.trainer import replay
 from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
@@ -23,7 +23,6 @@ from services.trainer.model.model import (
 )
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
-from services.trainer.replay import RecordedGroups
 from services.trainer.session import restore
 from services.trainer.world import ALONE
 
@@ -145,15 +144,15 @@ def gap(left, right):
     return torch.cat([(a - b).flatten() for a, b in zip(left.parameters(), right.parameters(), strict=True)]).abs()
 
 
-class RecordedJob(RecordedGroups):
-    """A job and its groups in one: hands out prepared groups in a given order and records what the loop does.
+class RecordedJob(replay.RecordedJob):
+    """A job that hands out prepared groups in a given order and records what the loop does.
 
     `arrivals` groups come at a time, with a pause after them unless `is_steady`.
     """
 
     def __init__(self, config, groups, arrivals=1, micro_batches=None, is_steady=False):
         super().__init__(groups, defaultdict(list, micro_batches or {}))
-        self.config, self.job_id, self.groups = config, "job", self
+        self.config, self.job_id = config, "job"
         self._is_steady, self._is_pause = is_steady, False
         self._waiting, self._arrivals = list(self._groups), arrivals
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
@@ -166,9 +165,6 @@ class RecordedJob(RecordedGroups):
     @doing.setter
     def doing(self, doing):
         self.doings.append(doing)
-
-    def check(self):
-        return JobState.RUNNING
 
     def accepted(self, first_iteration, known=()):
         return []
@@ -191,9 +187,6 @@ class RecordedJob(RecordedGroups):
     def hold(self, snapshot, delta_bytes):
         self.held.append(snapshot.policy_version)
 
-    def withdraw(self):
-        pass
-
     def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 
@@ -205,9 +198,6 @@ class RecordedJob(RecordedGroups):
 
     def checkpointed(self, first, next_iteration, path):
         self.checkpoints.append((first, next_iteration, path))
-
-    def wait_for_evaluation(self):
-        pass
 
     def emit(self, kind, message):
         self.events.append((kind, message))
@@ -228,7 +218,7 @@ def train(config, groups, tmp_path, model=None, resume_from=None, job=None, worl
     policy = Policy.create(model, config, world)
     policy.files = {"config.json": b"{}"}
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
-    state = TrainState.fresh("job", config.model.path)
+    state = TrainState("job", config.model.path)
     if resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from

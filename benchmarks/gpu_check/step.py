@@ -106,7 +106,7 @@ def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.de
     job = RecordedJob(groups, micro_batches)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = NoCheckpoints(Path(folder), keep=1)
-        TrainLoop(job, config, policy, TrainState.fresh("job", "random"), checkpoints).run()
+        TrainLoop(job, config, policy, TrainState("job", "random"), checkpoints).run()
     return policy, job
 
 

@@ -23,13 +23,10 @@ def read_folder() -> dict[str, type[Objective]]:
     found: dict[str, type[Objective]] = {}
     for file in pkgutil.iter_modules(__path__):
         if not file.ispkg:
-            names = vars(importlib.import_module(f"{__name__}.{file.name}")).values()
-            (found[file.name],) = (each for each in names if is_of(each, f"{__name__}.{file.name}"))
+            module = importlib.import_module(f"{__name__}.{file.name}")
+            classes = (each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Objective))
+            (found[file.name],) = (each for each in classes if each.__module__ == module.__name__)
     return found
-
-
-def is_of(value: Any, module: str) -> bool:
-    return isinstance(value, type) and issubclass(value, Objective) and value.__module__ == module
 
 
 BUILT_IN = read_folder()

@@ -9,10 +9,7 @@ solved. The sum of token losses is divided by a constant (`normalization = "cons
 
 from typing import Literal
 
-from pydantic import Field
-
-from onbeat.objectives.base import Tensor
-from onbeat.objectives.base.normalization import NORMALIZATION, Normalization
+from onbeat.objectives.base import Normalization, Tensor
 from onbeat.objectives.grpo import GrpoObjective
 
 
@@ -20,7 +17,7 @@ class DrGrpoObjective(GrpoObjective):
     """arXiv 2503.20783: no division by the standard deviation, constant normaliser."""
 
     type: Literal["dr_grpo"]  # type: ignore[assignment]
-    normalization: Normalization = Field("constant", description=NORMALIZATION)
+    normalization: Normalization = "constant"
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return rewards - rewards.mean()

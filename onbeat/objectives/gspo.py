@@ -11,8 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from onbeat.objectives.base import LossInputs, TokenLoss, ratio_of
-from onbeat.objectives.base.normalization import NORMALIZATION, Normalization
+from onbeat.objectives.base import LossInputs, Normalization, TokenLoss, ratio_of
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.section import Float
 
@@ -23,7 +22,7 @@ class GspoObjective(GrpoObjective):
     type: Literal["gspo"]  # type: ignore[assignment]
     clip_low: Float = Field(3e-4, gt=0, lt=1, description="importance ratios below 1 - clip_low are clipped")
     clip_high: Float = Field(4e-4, gt=0, description="importance ratios above 1 + clip_high are clipped")
-    normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
+    normalization: Normalization = "sequence_mean"
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         log_ratio = inputs.trainer_logprobs.detach() - inputs.old_logprobs

@@ -8,17 +8,14 @@ differs from TRL's: that is one ratio per response, and clipped.
 
 from typing import Literal
 
-from pydantic import Field
-
-from onbeat.objectives.base import LossInputs, PolicyObjective, Tensor, TokenLoss
-from onbeat.objectives.base.normalization import NORMALIZATION, Normalization
+from onbeat.objectives.base import LossInputs, Normalization, PolicyObjective, Tensor, TokenLoss
 
 
 class RlooObjective(PolicyObjective):
     """arXiv 2402.14740: leave-one-out baseline."""
 
     type: Literal["rloo"]
-    normalization: Normalization = Field("sequence_sum", description=NORMALIZATION)
+    normalization: Normalization = "sequence_sum"
 
     def advantages(self, rewards: Tensor) -> Tensor:
         group_size = len(rewards)

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
+from contextlib import closing, nullcontext
 
 from pydantic import ValidationError
 from redis.exceptions import RedisError
@@ -30,7 +31,7 @@ from onbeat.types import JobState
 from services.device import choose_device, describe_device
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
-from services.trainer.job.precision import UnusableDtype, resolve_dtype
+from services.trainer.job.precision import resolve_dtype
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
 from services.trainer.job.watchdog import Watchdog, stall_limit_s
@@ -62,12 +63,9 @@ def main() -> int:
             background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
-        presence = Presence(background, ledger, settings.pool, settings.trainer_id) if world.is_main else None
-        try:
+        of_main = closing(Presence(background, ledger, settings.pool, settings.trainer_id)) if world.is_main else None
+        with of_main or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
-        finally:
-            if presence is not None:
-                presence.close()
         world.close()
     except (RedisError, TimeoutError) as error:
         logger.error("%s; the job goes on when a trainer is back", describe_loss(ledger.redis, error))
@@ -142,7 +140,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
             return job_id, epoch, config.model_dump_json()
         except (ValidationError, LookupError) as error:
             await ledger.jobs.move(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
-        except UnusableDtype as error:
+        except JobFailed as error:
             await ledger.jobs.move(job_id, JobState.FAILED, str(error))
         except LeaseLost:  # the job is over, or another trainer was faster
             continue

@@ -11,7 +11,6 @@ from dataclasses import astuple, replace
 import torch
 
 from onbeat.errors import JobFailed
-from onbeat.objectives.base import Loss
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
 from services.trainer.iteration import OpenIteration
@@ -32,7 +31,7 @@ class GradientSum:
         self._witness: RolloutGroup | None = None  # the first group with responses
         policy.optimizer.drop_gradients()
         policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
-        stats.start_update()
+        stats.tally = Tally()
 
     def add(self, groups: list[RolloutGroup]) -> None:
         """Add the gradient of a micro-batch. Raises JobFailed for a group that must not be trained."""
@@ -95,11 +94,18 @@ class GradientSum:
         return self._world.largest(count) if self._policy.is_sharded else count
 
     def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
+        """Compute all policies on the same packed row, then the objective and its gradient."""
         batch = pack(row, self._device)
-        loss_sum = self._loss(batch).loss_sum
-        if not torch.isfinite(loss_sum):
-            raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
-        (loss_sum * weight).backward()
+        probed = self._probed_logprobs(batch)
+        temperature = self._config.rollout.temperature
+        logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)
+        loss = self._config.objective.loss(batch, logprobs, self._scale)
+        behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
+        self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
+        if not torch.isfinite(loss.loss_sum):
+            found = loss.loss_sum.item()
+            raise JobFailed(f"the loss is not finite ({found}) in groups {', '.join(batch.group_ids)}")
+        (loss.loss_sum * weight).backward()
 
     def _pass_idle_row(self) -> None:
         """Take part in the collectives of ranks that have one more row, without adding to the gradient."""
@@ -107,16 +113,6 @@ class GradientSum:
         self._probed_logprobs(batch)
         logprobs, _ = self._policy.logprobs(batch, 1.0, self._opened.old_version)
         (logprobs.trainer * 0.0).sum().backward()
-
-    def _loss(self, batch: MicroBatch) -> Loss:
-        """Compute all policies on the same packed row, then the objective."""
-        probed = self._probed_logprobs(batch)
-        temperature = self._config.rollout.temperature
-        logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)
-        loss = self._config.objective.loss(batch, logprobs, self._scale)
-        behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
-        self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
-        return loss
 
     def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the trainer's logprobs [N] with the weights that generated, if only the comparison with engines needs

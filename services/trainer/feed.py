@@ -2,6 +2,7 @@
 
 Replicas read one consumer group, so the stream hands each group to a free replica; the ledger decides which one trains
 it (`Groups.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
+Every forward and backward of a sharded model is a collective, so there rank 0 takes the groups and deals them out.
 """
 
 import time
@@ -9,10 +10,12 @@ from collections.abc import Collection, Iterable, Iterator
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.types import JobState
 from services.trainer.batch import cost
 from services.trainer.job.interface import TrainingJob
+from services.trainer.model.sharding import deal
+from services.trainer.world import World
 
 # After this time without a delivery, accepted groups are read from the ledger: a delivery may be lost with its reply.
 LOOK_AGAIN_S = 3.0
@@ -41,13 +44,15 @@ class GroupFeed:
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
         dynamic sampling those that were dispatched to replace others."""
-        self._forget_before(iteration)
+        self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
+        self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
+        self._quiet_since = time.monotonic()
         wanted = set(wanted) | self._replacing(iteration)
         for group_ids in self._job.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
-                while not (recorded := self._pick(group_ids)):
+                while not self._waiting.keys() >= set(group_ids):
                     self._wait(iteration, len(group_ids))
-                yield self._begin(iteration, recorded)
+                yield self._begin(iteration, group_ids)
                 self._quiet_since = time.monotonic()
         left = wanted - self._job.groups.taken(iteration)
         while left := left or self._replacing(iteration) - self._job.groups.taken(iteration):
@@ -58,12 +63,13 @@ class GroupFeed:
                 if self._num_replicas > 1 or self._is_dynamic:  # other replicas take groups, too
                     left -= self._job.groups.taken(iteration)
                 continue
-            group_ids = [group.group_id for group in self._take_budget(ready)]
+            group_ids = self._fill_budget(ready)
             granted = self._job.groups.record_micro_batch(iteration, group_ids)
             left -= set(group_ids)
-            taken = {group_id: self._waiting.pop(group_id) for group_id in group_ids}
+            for group_id in set(group_ids) - set(granted):  # another replica has it
+                del self._waiting[group_id]
             if granted:
-                yield self._begin(iteration, [taken[group_id] for group_id in granted])
+                yield self._begin(iteration, granted)
             self._quiet_since = time.monotonic()
 
     def _replacing(self, iteration: int) -> set[str]:
@@ -71,10 +77,11 @@ class GroupFeed:
         same move, if at all: so once all groups are taken and none is new, there will be none."""
         return self._job.groups.dispatched(iteration) if self._is_dynamic else set()
 
-    def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        many = "s" * (len(groups) != 1)
-        self._job.doing = f"training a micro-batch of {len(groups)} group{many} of iteration {iteration}"
-        return groups
+    def _begin(self, iteration: int, group_ids: list[str]) -> list[RolloutGroup]:
+        """Take those waiting groups, in that order."""
+        many = "s" * (len(group_ids) != 1)
+        self._job.doing = f"training a micro-batch of {len(group_ids)} group{many} of iteration {iteration}"
+        return [self._waiting.pop(group_id) for group_id in group_ids]
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
         """Add each group once. Returns whether any was new."""
@@ -82,17 +89,6 @@ class GroupFeed:
         self._known |= {group_id: group.iteration for group_id, group in new.items()}
         self._waiting |= new
         return bool(new)
-
-    def _forget_before(self, iteration: int) -> None:
-        self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
-        self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
-        self._quiet_since = time.monotonic()
-
-    def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
-        """Take those waiting groups, in that order; take none and return [] while one is still missing."""
-        if not self._waiting.keys() >= set(group_ids):
-            return []
-        return [self._waiting.pop(group_id) for group_id in group_ids]
 
     def _receive_ready(self, left: set[str]) -> list[RolloutGroup]:
         """Return the groups of `left` that have arrived, enough for about one micro-batch. A single replica waits a
@@ -112,14 +108,15 @@ class GroupFeed:
         is_ready = len(ready) == len(left) or self._num_replicas > 1
         return is_ready and self._job.groups.is_drained(iteration)
 
-    def _take_budget(self, ready: list[RolloutGroup]) -> list[RolloutGroup]:
+    def _fill_budget(self, ready: list[RolloutGroup]) -> list[str]:
+        """Return the ids of the first groups that fit the token budget; of one at least."""
         budget = self._config.training.max_tokens_per_micro_batch
-        batch: list[RolloutGroup] = []
+        batch: list[str] = []
         for group in ready:
             budget -= cost(group, self._config)
             if budget < 0 and batch:
                 break
-            batch.append(group)
+            batch.append(group.group_id)
         return batch
 
     def _receive(self, timeout_s: float) -> bool:
@@ -142,3 +139,42 @@ class GroupFeed:
                 f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
                 "are rollouts running? (`onbeat top`)"
             )
+
+
+class LockstepFeed:
+    """A feed for all ranks of a sharded model: they see the same micro-batches in the same order, each with its own
+    share, balanced by tokens. A rank with fewer rows than another runs idle passes."""
+
+    def __init__(self, world: World, feed: GroupFeed | None, config: JobConfig) -> None:
+        """Create the feed of one rank; only rank 0 has the `feed` that takes groups from the stream."""
+        assert (feed is not None) == world.is_main
+        self._world, self._feed, self._config = world, feed, config
+
+    def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
+        """Yield this rank's share of each micro-batch; it may be empty."""
+        if self._feed is not None:
+            for groups in self._feed.micro_batches(iteration, wanted):
+                for group in groups:
+                    self._world.broadcast_bytes(group.SerializeToString())
+                self._world.broadcast_bytes(b"")  # the micro-batch is complete
+                yield self._share(groups)
+            self._world.broadcast_bytes(b"")  # an empty one: there are no more
+            return
+        while groups := list(map(decode_group, iter(lambda: self._world.broadcast_bytes(None), b""))):
+            yield self._share(groups)
+
+    def _share(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        shares = deal([cost(group, self._config) for group in groups], self._world.size)
+        return [groups[index] for index in shares[self._world.rank]]
+
+
+def create_feed(
+    job: TrainingJob, config: JobConfig, next_iteration: int, world: World, is_sharded: bool
+) -> GroupFeed | LockstepFeed:
+    """Create the feed: whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
+    if not is_sharded:
+        return GroupFeed(job, config, next_iteration, num_replicas=world.size)
+    budget = config.training.max_tokens_per_micro_batch * world.size
+    training = config.training.model_copy(update={"max_tokens_per_micro_batch": budget})
+    for_all = config.model_copy(update={"training": training})
+    return LockstepFeed(world, GroupFeed(job, for_all, next_iteration) if world.is_main else None, config)

@@ -31,11 +31,10 @@ from onbeat.types import JobState
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
-from services.trainer.engine_probe import check_mismatch
-from services.trainer.gradient.gac import GacAction
+from services.trainer.feed import create_feed
+from services.trainer.gac import GacAction
 from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped, TrainingJob
-from services.trainer.lockstep import create_feed
 from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
@@ -145,7 +144,7 @@ class TrainLoop:
         num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
-        self._publisher.wait_for_reader()
+        self._publisher.saver.wait_for_reader()
         decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)
@@ -187,7 +186,7 @@ class TrainLoop:
         if self._opened.index == self._config.first_iteration:
             self._publisher.state = replace(state, first_mismatch=gap / num_tokens)
         elif state.first_mismatch is not None:
-            check_mismatch(gap / num_tokens, state.first_mismatch, self._config.model.dtype, self._opened.index)
+            self._opened.check_mismatch(gap / num_tokens, state.first_mismatch)
 
 
 def shares(config: JobConfig, iteration: int) -> list[list[str]]:

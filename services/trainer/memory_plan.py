@@ -26,7 +26,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import no_mask
 from services.trainer.batch import MicroBatch, Part, pack
-from services.trainer.checkpoints.disk_space import state_bytes
+from services.trainer.checkpoints.saver import state_bytes
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.errors import TRIAL_ERRORS
 from services.trainer.model.lora import add_adapters

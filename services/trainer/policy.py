@@ -17,12 +17,11 @@ from onbeat.config import JobConfig
 from onbeat.objectives.base import Logprobs
 from services.trainer.attention import forget_compiled
 from services.trainer.batch import MicroBatch
-from services.trainer.gradient.control import GradientControl
+from services.trainer.gac import GradientControl
 from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
 from services.trainer.model.model import (
     DTYPES,
     enable_gradient_checkpointing,
-    freeze_copy,
     frozen_base,
     load_config,
     load_frozen,
@@ -95,7 +94,7 @@ class Policy:
         old = frozen_base(model) if has_old_policies(config) else None
         reference = None
         if config.objective.needs_reference:
-            reference = model if config.lora else freeze_copy(model)
+            reference = model if config.lora else frozen_base(model)
         if is_sharded:
             for each in (model, old, None if reference is model else reference):
                 if each is not None:
@@ -175,14 +174,3 @@ def is_served_in_place(config: JobConfig) -> bool:
     """Return whether rollouts may pull the parameters themselves, where these are whole and in host memory: no version
     is needed longer than until the step that makes the next one."""
     return config.lora is None and num_served(config) == 1 and not has_old_policies(config)
-
-
-def old_version(config: JobConfig, behaviour_version: int, current_version: int, num_updates_done: int) -> int | None:
-    """Return the version that the importance ratio divides by; None when it is the policy itself and the ratio is 1.
-
-    `current_version` is that of the weights at the iteration's start; each update since has moved them.
-    """
-    if not config.objective.has_importance_ratio:
-        return None
-    wanted = behaviour_version if config.objective.old_policy == "behaviour" else current_version
-    return None if wanted == current_version and num_updates_done == 0 else wanted

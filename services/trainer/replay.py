@@ -25,7 +25,7 @@ from onbeat.types import IterationState, JobState
 from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import pin_cores
-from services.trainer.job.interface import Commit
+from services.trainer.job.interface import Commit, Groups
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
 from services.trainer.policy import load_policy
@@ -34,11 +34,17 @@ from services.trainer.settings import Settings
 from services.trainer.world import World
 
 
-class RecordedGroups:
-    """Groups that are all in the past, with the micro-batches in which they were trained."""
+class RecordedJob:
+    """A job and its groups, which are all in the past, with the micro-batches in which they were trained. Commits go
+    nowhere, digests are kept."""
+
+    job_id, doing = "replay", ""
 
     def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
+        self.groups: Groups = self
         self._groups, self._micro_batches = list(groups), micro_batches
+        self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
+        self.metrics: dict[int, dict[str, float]] = {}
 
     def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
         return self._groups
@@ -63,16 +69,6 @@ class RecordedGroups:
 
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
-
-
-class RecordedJob:
-    """The job of a training loop over recorded groups. Commits go nowhere, digests are kept."""
-
-    def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
-        self.job_id, self.doing = "replay", ""
-        self.groups = RecordedGroups(groups, micro_batches)
-        self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
-        self.metrics: dict[int, dict[str, float]] = {}
 
     def check(self) -> JobState:
         return JobState.RUNNING

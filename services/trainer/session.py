@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
 from services.trainer.chat_template import check_chat_template
-from services.trainer.checkpoints.disk_space import shortage_warning
+from services.trainer.checkpoints.saver import shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
@@ -102,7 +102,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy) -> Tra
     Raises ValueError, with what there is instead, when that checkpoint is not there.
     """
     if config.fork is None:
-        return TrainState.fresh(job_id, config.model.path)
+        return TrainState(job_id, config.model.path)
     parent, iteration = config.fork.job, config.fork.iteration
     checkpoints = CheckpointStore(data_dir / "jobs" / parent / "checkpoints", keep=1, world=policy.world)
     names = [folder.name for folder in checkpoints.complete()]

@@ -15,7 +15,7 @@ from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
 from services.trainer.episode import CACHED_FRAC, episode_sums
-from services.trainer.gradient.gac import GacAction, GacDecision
+from services.trainer.gac import GacAction, GacDecision
 from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
@@ -46,7 +46,7 @@ class IterationStats:
     values: dict[str, float] = field(default_factory=dict)  # set by the steps: equal on every replica
     first_failure: str = ""
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
-    tally: Tally = field(default_factory=Tally)  # since the last `start_update`
+    tally: Tally = field(default_factory=Tally)  # of the update since it began
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
@@ -54,31 +54,23 @@ class IterationStats:
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
         """Add the block's time to `train_s` and to the metric `name`."""
-        started = time.monotonic()
-        try:
-            with self.span(SPAN_KINDS[name]):
-                yield
-        finally:
-            elapsed_s = time.monotonic() - started
-            self._add("train_s", elapsed_s)
-            self._add(name, elapsed_s)
+        with self.span(SPAN_KINDS[name]):
+            yield
+        elapsed_s = self.spans[-1].end - self.spans[-1].start
+        self._add("train_s", elapsed_s)
+        self._add(name, elapsed_s)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
         """Show the block in the timeline, but in no metric."""
         started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.spans.append(Span(kind, started, time.monotonic()))
+        yield
+        self.spans.append(Span(kind, started, time.monotonic()))
 
     def add_micro_batch(self, num_rows: int) -> None:
         """Count a micro-batch that went through the model in `num_rows` passes."""
         self._add("train/micro_batches", 1)
         self._add("train/passes", num_rows)
-
-    def start_update(self) -> None:
-        self.tally = Tally()
 
     def add_group(self, group: RolloutGroup, is_trained: bool, does_count: bool = True) -> None:
         """Count a group, whether or not it has a gradient. `does_count`: the update is divided by it, too."""

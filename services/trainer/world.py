@@ -102,14 +102,13 @@ class World:
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
         """Return rank 0's content on every rank; the content that other ranks pass is ignored."""
-        if self.size == 1 or self.is_main:
-            assert content is not None, "rank 0 has the content"
+        own = content if self.is_main and content else b""
         if self.size == 1:
-            return content or b""
+            return own
         with self._waiting("a message from rank 0"):
-            length = torch.tensor([len(content) if self.is_main and content else 0])
+            length = torch.tensor([len(own)])
             dist.broadcast(length, 0, group=self._group)
-            buffer = host_buffer(content or b"") if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            buffer = host_buffer(own) if self.is_main else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(buffer, 0, group=self._group)
             return buffer.numpy().tobytes()
 

@@ -56,7 +56,7 @@ async def read_streams(stack: RunningStack, job_id: str, num_iterations: int):
 def undisturbed(config: JobConfig, groups, micro_batches, scratch: Path) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     model = load_model(config.model.path, torch.float32, torch.device("cpu"))
-    start = TrainState.fresh("job", config.model.path)
+    start = TrainState("job", config.model.path)
     recorded = RecordedJob(groups, micro_batches)
     checkpoints = CheckpointStore(scratch / "replay", keep=1)
     TrainLoop(recorded, config, Policy.create(model, config), start, checkpoints).run()

@@ -64,7 +64,6 @@ class LossInputs:
 
     def __post_init__(self) -> None:
         assert self.trainer_logprobs.shape == self.old_logprobs.shape == self.advantages.shape
-        assert int(self.response_lengths.sum()) == len(self.trainer_logprobs)
 
     @property
     def importance_ratio(self) -> Tensor:

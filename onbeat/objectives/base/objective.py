@@ -2,19 +2,28 @@
 
 rewards of a group  -> advantages [G]  -> each token's share of the loss [N]  -> importance weights, KL term
                     -> one unnormalised sum for each micro-batch, divided once at the barrier (`normalization`)
+
+An iteration's tokens are counted only when its last rollout is in. So the accumulated gradient is divided, before
+clipping: exactly the gradient of the mean.
 """
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
 from onbeat.objectives.base.kl import KlConfig, kl_estimate
-from onbeat.objectives.base.normalization import NORMALIZATION, Normalization, denominator, token_weights
 from onbeat.section import Section
 
+Normalization = Annotated[
+    Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
+    Field(
+        description="the loss is summed over tokens and divided by: all tokens; each response's own, then the number "
+        "of responses; the number of responses; that times max_response_tokens"
+    ),
+]
 TokenLoss = tuple[Tensor, Tensor | None]  # [N], and where a clip cut the gradient off, [N] bool; None: nowhere
 
 
@@ -71,7 +80,7 @@ class Objective(Section):
 class PolicyObjective(Objective):
     """An objective by advantages from rewards and a token loss from advantages and probabilities: only these differ."""
 
-    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
+    normalization: Normalization = "token_mean"
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -123,9 +132,10 @@ class PolicyObjective(Objective):
             token_loss = token_loss + self.kl.coef * kl * is_kept
         metrics["clipped_frac"] = torch.zeros_like(is_kept) if is_clipped is None else is_clipped
         metrics |= {"loss": token_loss, "rejected_frac": ~is_kept}
-        kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
-        per_token = token_weights(self.normalization, batch.response_lengths, kept_lengths)
-        return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics, advantages)
+        if self.normalization == "sequence_mean":
+            kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
+            token_loss = token_loss * (1.0 / kept_lengths).repeat_interleave(batch.response_lengths)
+        return Loss(token_loss.sum(), int((~is_kept).sum()), 0, metrics, advantages)
 
     def _check_shape(self, what: str, found: Tensor, like: Tensor) -> None:
         """Raise ValueError for another shape: a sum would be spread over all tokens, and depend on the packing."""
@@ -145,4 +155,9 @@ class PolicyObjective(Objective):
         return torch.cat([group[here] for group, here in zip(by_group, batch.members, strict=True)])
 
     def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
-        return denominator(self.normalization, num_tokens, num_responses, max_response_tokens)
+        return {
+            "token_mean": num_tokens,
+            "sequence_mean": num_responses,
+            "sequence_sum": num_responses,
+            "constant": num_responses * max_response_tokens,
+        }[self.normalization]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.attention.layout import GroupSpan, PackedLayout
+from services.trainer.attention.layout import PackedLayout
 from services.trainer.attention.responses import Batch, Inputs, attend, for_query_heads, kernel_dtype, plan_batches
 
 
@@ -55,17 +55,15 @@ class SdpaPlan:
 
 def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
     """Prepare everything that depends on the layout only, once per micro-batch."""
-    groups = tuple(plan_group(group, layout.prefix_length, layout.position_ids.device) for group in layout.spans)
-    return SdpaPlan(slice(0, layout.prefix_length), groups)
-
-
-def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> GroupPlan:
-    prompt = slice(group.prompt.start, group.prompt.end)
-    is_behind_prefix = prefix_length > 0 and group.prompt.start > 0
-    prompt_batches = plan_batches((group.prompt.length,), device) if is_behind_prefix else None
-    has_places = group.end > prompt.stop
-    batches = plan_batches(group.segment_lengths, device) if has_places else None
-    return GroupPlan(prompt, prompt_batches, slice(prompt.stop, group.end), batches)
+    device, groups = layout.position_ids.device, []
+    for group in layout.spans:
+        prompt = slice(group.prompt.start, group.prompt.end)
+        is_behind_prefix = layout.prefix_length > 0 and group.prompt.start > 0
+        prompt_batches = plan_batches((group.prompt.length,), device) if is_behind_prefix else None
+        has_places = group.end > prompt.stop
+        batches = plan_batches(group.segment_lengths, device) if has_places else None
+        groups.append(GroupPlan(prompt, prompt_batches, slice(prompt.stop, group.end), batches))
+    return SdpaPlan(slice(0, layout.prefix_length), tuple(groups))
 
 
 def attend_prompt(

@@ -62,13 +62,12 @@ def plan_tree(layout: PackedLayout) -> TreePlan:
         if segment.length > 0:
             families.setdefault(segment.parent if segment.parent >= 0 else -1 - index, []).append(index)
     device = layout.position_ids.device
-    return TreePlan(tuple(plan_siblings(layout, members, device) for members in families.values()))
-
-
-def plan_siblings(layout: PackedLayout, members: Sequence[int], device: torch.device) -> Siblings:
-    segments = [layout.segments[index] for index in members]
-    batches = plan_batches([segment.length for segment in segments], device)
-    return Siblings(places_of(segments).to(device), places_of(layout.path(members[0])).to(device), batches)
+    plans = []
+    for members in families.values():
+        segments, path = [layout.segments[index] for index in members], layout.path(members[0])
+        batches = plan_batches([segment.length for segment in segments], device)
+        plans.append(Siblings(places_of(segments).to(device), places_of(path).to(device), batches))
+    return TreePlan(tuple(plans))
 
 
 def places_of(segments: Sequence[Segment]) -> torch.Tensor:

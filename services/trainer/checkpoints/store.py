@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from onbeat.errors import JobFailed
 from services.trainer.model.tensor_files import HostShards, Tensors, read_tensors
-from services.trainer.world import PeerLost, World
+from services.trainer.world import ALONE, PeerLost, World
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,14 @@ class TrainState:
     """The point that training has reached: all iterations before `next_iteration` are in the weights."""
 
     job_id: str
-    next_iteration: int
-    policy_version: int
-    published_version: int  # the newest that rollouts know; older than policy_version when a transfer was skipped
-    num_steps: int
     model_path: str
-    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `engine_probe`
+    next_iteration: int = 0
+    policy_version: int = 0
+    published_version: int = 0  # the newest that rollouts know; older than policy_version when a transfer was skipped
+    num_steps: int = 0
+    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `iteration`
     reward_parts: list[str] = field(default_factory=list)  # that the job has curves of, as they were found
     num_without_signal: int = 0  # of the last iterations in a row
-
-    @classmethod
-    def fresh(cls, job_id: str, model_path: str) -> "TrainState":
-        return cls(job_id, next_iteration=0, policy_version=0, published_version=0, num_steps=0, model_path=model_path)
 
     def forked(self, job_id: str) -> "TrainState":
         """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
@@ -89,7 +85,7 @@ class CheckpointStore:
         self,
         folder: Path,
         keep: int,
-        world: World | None = None,
+        world: World = ALONE,
         writer: str = "0",
         timeout_s: float = 1800.0,
         while_waiting: Callable[[], None] = lambda: None,
@@ -97,7 +93,7 @@ class CheckpointStore:
         """Create the store. `writer` distinguishes two trainers that both believe the job is theirs: the epoch of the
         lease, a number. `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
         self.timeout_s, self._while_waiting = timeout_s, while_waiting
-        self.folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
+        self.folder, self._keep, self._world, self._writer = folder, keep, world, writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
@@ -179,9 +175,9 @@ class CheckpointStore:
         target = self.path(content.state.next_iteration)
         partial = self.folder / f".{target.name}.{self._writer}.partial"
         try:
-            self._together(lambda: prepare(partial) if self._world.is_main else {})
+            self._together(lambda: prepare(partial) if self._world.is_main else None)
             files = self._together(lambda: write_content(partial, content, self._world, self._is_read.set))
-            self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
+            self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else None)
         except OSError:  # on every rank: no rank writes there any more
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # the written part takes the disk space that is missing
@@ -189,11 +185,11 @@ class CheckpointStore:
         finally:
             self._is_read.set()
 
-    def _together(self, step: Callable[[], Sizes]) -> Sizes:
+    def _together(self, step: Callable[[], Sizes | None]) -> Sizes:
         """Run a step on every rank; return the files that all wrote. Raises OSError everywhere if it failed on any."""
         report: dict[str, Any] = {"failure": "", "files": {}}
         try:
-            report["files"] = step()
+            report["files"] = step() or {}
         except (OSError, SafetensorError) as error:
             report["failure"] = f"rank {self._world.rank}: {error}"
         reports = [json.loads(text) for text in self._channel.all_gather_bytes(json.dumps(report).encode())]
@@ -201,7 +197,7 @@ class CheckpointStore:
             raise OSError("; ".join(failures))
         return {name: size for report in reports for name, size in report["files"].items()}
 
-    def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> Sizes:
+    def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> None:
         """Complete a checkpoint whose files are all written: list them, sync, let it appear, then drop the oldest."""
         check_files(partial, files)
         write_state(partial, state, files)
@@ -211,7 +207,6 @@ class CheckpointStore:
                 shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)  # another trainer may be at it, too
-        return {}
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -294,10 +289,9 @@ def check_files(folder: Path, sizes: Sizes) -> None:
             raise OSError(f"{name} is torn: {path.stat().st_size} bytes instead of {size}")
 
 
-def prepare(partial: Path) -> Sizes:
+def prepare(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    return {}
 
 
 def write_content(partial: Path, content: Content, world: World, on_read: Callable[[], None]) -> Sizes:

@@ -33,7 +33,7 @@ class Commit:
 
 
 class Groups(Protocol):
-    """The groups of a job, as one replica takes them: live (`groups.GroupSource`) or recorded."""
+    """The groups of a job, as one replica takes them: live (`session.GroupSource`) or recorded."""
 
     def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]: ...
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]: ...

@@ -110,7 +110,9 @@ class Lease:
         try:
             while True:
                 self._state = await self._renew()
-                await self._warn_of_stall()
+                if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
+                    logger.error("job %s: %s", self.job.id, warning)
+                    await self.ledger.event_log.emit(self.job.id, "trainer.stalled", warning)
                 await asyncio.sleep(min(0.25, self.job.lease_s / 3))
         except (OnbeatError, RedisError) as error:
             self._lost = error
@@ -124,8 +126,3 @@ class Lease:
         if fields["epoch"] != job.epoch:
             raise LeaseLost(job.id)
         return JobState(fields["state"])
-
-    async def _warn_of_stall(self) -> None:
-        if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
-            logger.error("job %s: %s", self.job.id, warning)
-            await self.ledger.event_log.emit(self.job.id, "trainer.stalled", warning)

@@ -9,20 +9,16 @@
 Rollouts that are not there yet do not count: one that joins later computes in the recorded dtype.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from onbeat.config import JobConfig
+from onbeat.errors import JobFailed
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.ledger import Ledger
-from onbeat.types import WorkerRecord
 from services.trainer.settings import Settings
 
 # Measured on AVX2 with PyTorch 2.13: a linear layer's forward pass, and its backward pass on one thread.
 EMULATED = "its bfloat16 products take 6 to 25 times as long as those in float32"
-
-
-class UnusableDtype(Exception):
-    """The job asks for a dtype that the trainer's device cannot compute in."""
 
 
 async def resolve_dtype(
@@ -30,17 +26,21 @@ async def resolve_dtype(
 ) -> JobConfig:
     """Return the job with its recorded dtype; record it first if this is the job's first trainer.
 
-    Raises UnusableDtype, LeaseLost, and pydantic's ValidationError for a job of another version of Onbeat.
+    Raises JobFailed if the trainer's device cannot compute in it, LeaseLost, and pydantic's ValidationError for a job
+    of another version of Onbeat.
     """
     config = JobConfig.of_job(fields)
     wanted = config.model.dtype
     if wanted == "bfloat16" and hardware.bfloat16 == "missing":
-        raise UnusableDtype(
+        raise JobFailed(
             f"model.dtype: the trainer's {hardware} cannot compute in bfloat16; submit the job with auto or float32"
         )
     if "dtype" in fields:
         return config
-    slow = without_bfloat16(hardware, await ledger.workers.live(settings.pool))
+    slow = [] if hardware.bfloat16 == "native" else [f"the trainer's {hardware}"]
+    for rollout in await ledger.workers.live(settings.pool):
+        if rollout.bfloat16 in ("emulated", "missing"):
+            slow.append(f"{rollout.id}'s {rollout.hardware}")
     if wanted == "auto":
         dtype = "float32" if slow else "bfloat16"
         reason = f"{slow[0]} has no bfloat16 instructions" if slow else f"{hardware} multiplies it natively"
@@ -51,11 +51,3 @@ async def resolve_dtype(
         warning = f"model.dtype = bfloat16, but {slow[0]} has no instructions for it: {EMULATED}; use auto or float32"
         await ledger.event_log.emit(job_id, "job.warning", warning)
     return config.with_dtype(recorded)
-
-
-def without_bfloat16(hardware: Hardware, rollouts: Sequence[WorkerRecord]) -> list[str]:
-    """Return descriptions of the trainer and rollouts that lack bfloat16 instructions, the trainer first."""
-    slow = [] if hardware.bfloat16 == "native" else [f"the trainer's {hardware}"]
-    return slow + [
-        f"{worker.id}'s {worker.hardware}" for worker in rollouts if worker.bfloat16 in ("emulated", "missing")
-    ]

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -51,7 +50,9 @@ def prepare(name: str, cache_dir: Path) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
         convert_gguf(file, partial)
-        make_readable(partial)
+        partial.chmod(0o755)  # other users (containers) read the cache, too; `save_pretrained` writes for the owner
+        for path in partial.iterdir():
+            path.chmod(0o644)
         partial.rename(target)
     except OSError:
         if not is_complete(target):  # else another process was first
@@ -106,13 +107,6 @@ def cached(module: ModuleType, *names: str) -> Iterator[None]:
     finally:
         for name, function in functions.items():
             setattr(module, name, function)
-
-
-def make_readable(folder: Path) -> None:
-    """Let other users (containers) read the cache too; `save_pretrained` writes files for the owner only."""
-    folder.chmod(0o755)
-    for path in folder.iterdir():
-        os.chmod(path, 0o644)
 
 
 def main() -> None:

@@ -53,17 +53,13 @@ def target_layers(model: Any, config: LoraConfig) -> list[str]:
         raise ValueError("lora: the model has no linear layers to adapt; leave [lora] out to train all parameters")
     if config.target_modules == "all-linear":
         return linear
-    existing, wanted = {last_part(name) for name in linear}, set(config.target_modules)
+    existing, wanted = {name.rpartition(".")[2] for name in linear}, set(config.target_modules)
     if not wanted or wanted - existing:
         raise ValueError(
             f"lora.target_modules: no layers to adapt are named {', '.join(sorted(wanted - existing)) or 'so'}; "
             f"use 'all-linear' or some of {', '.join(sorted(existing))}"
         )
-    return [name for name in linear if last_part(name) in wanted]
-
-
-def last_part(name: str) -> str:
-    return name.rpartition(".")[2]
+    return [name for name in linear if name.rpartition(".")[2] in wanted]
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:

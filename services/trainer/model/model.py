@@ -3,6 +3,7 @@
 import copy
 import functools
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.objectives.base import Logprobs
 from services.trainer.attention import no_mask, packed_attention, plan_attention
@@ -22,8 +24,6 @@ from services.trainer.model.sharding import call
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-GENERATION_CONFIG = "generation_config.json"
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Passes:
 @contextmanager
 def loading(source: str) -> Iterator[None]:
     """Raise ValueError naming the model when transformers cannot load it."""
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         yield
     except (OSError, StrictDataclassError, ValueError) as error:
@@ -115,14 +113,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def freeze_copy(model: Any) -> Any:
-    """Return a frozen copy of a policy: same sharding and dtype, no gradient."""
-    return copy.deepcopy(model).requires_grad_(False)
-
-
 def frozen_base(model: Any) -> Any:
     """Return a frozen copy of the model without its adapters; published weights can be loaded into it."""
-    frozen = freeze_copy(model)
+    frozen = copy.deepcopy(model).requires_grad_(False)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
     return frozen
@@ -130,20 +123,13 @@ def frozen_base(model: Any) -> Any:
 
 @torch.no_grad()
 def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite a frozen copy with published tensors, each once, by name and with the same shape.
-
-    Raises ValueError naming what is missing, unknown or of another shape; the copy must not be used then.
-    """
-    own = dict(published_tensors(frozen))
-    missing = set(own)
+    """Overwrite a frozen copy with its published tensors, each once, by name and with the same shape."""
+    left = dict(published_tensors(frozen))
     for name, tensor in tensors:
-        if name not in own or own[name].shape != tensor.shape:
-            known = tuple(own[name].shape) if name in own else "no such parameter"
-            raise ValueError(f"weights of another model: {name} {tuple(tensor.shape)}, the model has {known}")
-        own[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"weights of another model: nothing for {', '.join(sorted(missing))}")
+        parameter = left.pop(name)
+        assert parameter.shape == tensor.shape, f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+        parameter.copy_(tensor)
+    assert not left, f"nothing for {', '.join(left)}"
 
 
 def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
@@ -152,10 +138,8 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
     The config names the dtype of the weights that are published and exported, whatever that of the source was:
     `from_pretrained` would round them to it.
     """
-    import tempfile
-
     from transformers import AutoConfig, AutoTokenizer
-    from transformers.utils import cached_file
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(source)
@@ -163,9 +147,8 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
         config.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         with suppress(OSError):  # not every model has one; as it is, because transformers refuses to save some
-            shutil.copy(cached_file(source, GENERATION_CONFIG), Path(folder, GENERATION_CONFIG))
-        files = sorted(path for path in Path(folder).iterdir() if path.is_file())
-        return {path.name: path.read_bytes() for path in files if not path.name.endswith(WEIGHT_FILES)}
+            shutil.copy(cached_file(source, GENERATION_CONFIG_NAME), Path(folder, GENERATION_CONFIG_NAME))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def tri_model_logprobs(
@@ -226,12 +209,10 @@ def whole_model_logprobs(
 
 
 def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:
-    """Prepare what depends on the micro-batch only, for every model of this architecture, dtype and attention."""
-    return packed_inputs(batch) if model.passes.is_packed else separate_inputs(batch, model.passes.is_padded)
-
-
-def packed_inputs(batch: MicroBatch) -> Prepared:
-    """Prepare one row with each prompt once."""
+    """Prepare what depends on the micro-batch only, for every model of this architecture, dtype and attention: one row
+    with each prompt once, where it can be packed."""
+    if not model.passes.is_packed:
+        return separate_inputs(batch, model.passes.is_padded)
     inputs = {
         "input_ids": batch.token_ids[None],
         "position_ids": batch.layout.position_ids[None],

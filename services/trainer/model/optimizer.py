@@ -23,10 +23,11 @@ from onbeat.config import OptimizerConfig
 from onbeat.errors import JobFailed
 from services.trainer.device import has_fused_adamw
 from services.trainer.model.rounding import spread_masters
+from services.trainer.world import buckets
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_NUMEL = 8 << 20  # elements stepped together
+BUCKET_BYTES = 32 << 20  # of masters stepped together
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class MasterAdamW:
         self._num_warmup_steps = config.num_warmup_iterations * num_updates_per_iteration
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
-        self.buckets = [Bucket(names, self._adamw(names)) for names in split_names(self.masters)]
+        names, runs = iter(self.masters), buckets(list(self.masters.values()), BUCKET_BYTES)
+        self.buckets = [self._bucket([next(names) for _ in run]) for run in runs]
         self.num_steps = 0
 
-    def _adamw(self, names: list[str]) -> torch.optim.AdamW:
+    def _bucket(self, names: list[str]) -> Bucket:
         masters, config = [self.masters[name] for name in names], self.config
-        return torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             masters,
             lr=config.learning_rate,
             betas=config.betas,
@@ -67,25 +69,23 @@ class MasterAdamW:
             weight_decay=config.weight_decay,
             fused=has_fused_adamw(masters[0].device),
         )
+        return Bucket(names, adamw)
 
     def _master(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 tensor that AdamW moves for this parameter and that accumulates its gradients."""
         if torch.finfo(parameter.dtype).bits >= MASTER_BITS:
             return parameter
         master = spread_masters(name, parameter.detach())
-        parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
-        return master
 
-    @staticmethod
-    def _accumulate_into(master: torch.Tensor) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
+        def accumulate(parameter: Any) -> None:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
                 master.grad.add_(parameter.grad)
             parameter.grad = None
 
-        return hook
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.
@@ -194,19 +194,6 @@ def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup
             return config.learning_rate * (1.0 - done)
         case "cosine":
             return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def split_names(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Split the names, in order, into runs of about BUCKET_NUMEL elements."""
-    runs: list[list[str]] = [[]]
-    numel = 0
-    for name, tensor in tensors.items():
-        if numel >= BUCKET_NUMEL:
-            runs.append([])
-            numel = 0
-        runs[-1].append(name)
-        numel += tensor.numel()
-    return runs
 
 
 def state_tensor(tensors: dict[str, torch.Tensor], key: str, master: torch.Tensor) -> torch.Tensor:

@@ -79,36 +79,27 @@ def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T
 
 
 @torch.no_grad()
-def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def gather_full(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Gather a whole sharded parameter, in `dtype`, on every rank: all must call it, with parameters in the same order.
 
     A parameter that is not sharded is returned as it is, in `dtype`.
     """
-    part = parameter.detach()
-    part = part if dtype is None else part.to(dtype)
+    part = parameter.detach().to(dtype)
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 @torch.no_grad()
-def load_full(parameter: torch.Tensor, whole: torch.Tensor | None, holder: int = 0) -> None:
-    """Overwrite a sharded parameter with the `whole` [its shape] of rank `holder`; the others pass None.
-
-    All must call it.
-    """
-    assert isinstance(parameter, DTensor), "a replicated parameter is copied, not sent"
-    if whole is None:
-        sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    else:
-        sent = whole.to(parameter.device, parameter.dtype)
-    parameter.copy_(distribute_tensor(sent, parameter.device_mesh, parameter.placements, src_data_rank=holder))
-
-
 def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], holders: dict[str, int]) -> None:
     """Overwrite a sharded model with whole weights by name, each from the rank that holds it. All must call it."""
     model.reshard()  # a pass without a backward leaves the root's parameters whole
-    whole = dict(tensors)
+    own = dict(tensors)
     for name, parameter in model.named_parameters():
-        load_full(parameter, whole.get(name), holders[name])
+        if name in own:
+            sent = own[name].to(parameter.device, parameter.dtype)
+        else:
+            sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(sent, mesh, placements, src_data_rank=holders[name]))
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:

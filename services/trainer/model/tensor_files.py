@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +33,9 @@ class HostShards:
         parts, offsets = {}, {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                part, start = tensor.to_local(), shard_offset(tensor)
+                mesh, placements = tensor.device_mesh, tensor.placements
+                start = list(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
+                part = tensor.to_local()
             elif is_main:
                 part, start = tensor, [0] * tensor.dim()
             else:
@@ -77,12 +80,6 @@ class StoredWeights:
         """Return the tensor on the host; the file is mapped, and only pages that are used are read."""
         with safe_open(self.files[name], framework="pt") as stored:
             return stored.get_tensor(name)
-
-
-def shard_offset(tensor: DTensor) -> list[int]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:

@@ -131,7 +131,9 @@ def shrink_width(config: Any) -> None:
             return value // smaller
         if NUM_HEADS.search(name):
             return value // fewer
-        return narrower(value, factor) if WIDE.search(name) and not NOT_WIDE.search(name) else value
+        if not WIDE.search(name) or NOT_WIDE.search(name):
+            return value
+        return 8 * math.ceil(value / factor / 8)  # matrix products require a multiple of 8
 
     for name, value in vars(config).items():
         if name in fields:
@@ -144,11 +146,6 @@ def shrink_width(config: Any) -> None:
                 rope[name] = rope[name][: len(rope[name]) // smaller]
         if "mrope_section" in rope:
             rope["mrope_section"] = [value // smaller for value in rope["mrope_section"]]
-
-
-def narrower(value: int, factor: int) -> int:
-    """Divide by the factor and round up to a multiple of 8, which matrix products require."""
-    return 8 * math.ceil(value / factor / 8)
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:

@@ -53,21 +53,14 @@ CANDIDATES = [  # the fastest first
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """The results for all response tokens of the trial's groups."""
-
-    logprobs: torch.Tensor  # [N]
-    gradients: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class Reference:
     """A tiny random model of the architecture and the results of transformers with it."""
 
     config: Any
     model: Any
     groups: Sequence[RolloutGroup]
-    numbers: Numbers
+    logprobs: torch.Tensor  # [N], of all response tokens of the groups
+    gradients: dict[str, torch.Tensor]
 
 
 def try_architecture(
@@ -117,7 +110,8 @@ def create_reference(config: Any, longest_tokens: float, name: str) -> Reference
             if (size := num_parameters(small)) > MAX_PARAMETERS:
                 raise ValueError(f"it still has {size} parameters")
             model = random_model(small, "eager")
-            reference = Reference(small, model, groups, numbers_of(model, plain_logprobs(model, groups)))
+            logprobs = plain_logprobs(model, groups)
+            reference = Reference(small, model, groups, logprobs.detach(), gradients_of(model, logprobs))
             if not (change := change_with_prompt(reference)) >= SENSITIVITY:
                 raise ValueError(f"another prompt moves its logprobs by {change:.2g} of their standard deviation only")
             return reference
@@ -136,8 +130,8 @@ def change_with_prompt(reference: Reference) -> float:
         RolloutGroup(prompt_token_ids=list(group.prompt_token_ids)[::-1], responses=group.responses)
         for group in reference.groups
     ]
-    logprobs = reference.numbers.logprobs
-    return ((plain_logprobs(reference.model, backwards) - logprobs).abs().mean() / logprobs.std()).item()
+    change = plain_logprobs(reference.model, backwards) - reference.logprobs
+    return (change.abs().mean() / reference.logprobs.std()).item()
 
 
 def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatch]) -> str:
@@ -148,12 +142,11 @@ def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatc
         model = random_model(reference.config, passes.attention)  # some classes choose their attention when built
         model.load_state_dict(reference.model.state_dict())
         set_up(model, passes, torch.device("cpu"))
-        found = numbers_of(model, torch.cat([response_logprobs(model, batch, 1.0)[0] for batch in batches]))
+        logprobs = torch.cat([response_logprobs(model, batch, 1.0)[0] for batch in batches])
+        gradient_gap = gap_of_gradients(gradients_of(model, logprobs), reference.gradients)
     except TRIAL_ERRORS as error:
         return f"{what} fail: {describe(error)}"
-    expected = reference.numbers
-    gap = (found.logprobs - expected.logprobs).abs().max().item()
-    gradient_gap = gap_of_gradients(found.gradients, expected.gradients)
+    gap = (logprobs - reference.logprobs).abs().max().item()
     if gap <= TOLERANCE and gradient_gap <= TOLERANCE:  # false for NaN as well
         return ""
     return f"{what} differ by {gap:.2g} nats and by {gradient_gap:.2g} of the gradient"
@@ -218,12 +211,11 @@ def forward(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def numbers_of(model: Any, logprobs: torch.Tensor) -> Numbers:
+def gradients_of(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compute the gradient of a sum in which every token has a different weight."""
     model.zero_grad()
     (logprobs * torch.linspace(-1.0, 1.0, len(logprobs))).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Numbers(logprobs.detach(), gradients)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Passes over random tokens before training begins, so that no iteration waits for kernels to be compiled.
+"""Passes over made-up tokens before training begins, so that no iteration waits for kernels to be compiled.
 
 They come before the first version is published: an engine on the same device, which starts then, measures the free
 memory, and must find what the trainer leaves.
@@ -23,7 +23,7 @@ def warm_up(model: Any, device: torch.device) -> Iterator[None]:
     passed; yield after each. The caller drops the gradient. All ranks of a sharded model must do this."""
     num_tokens = min(NUM_TOKENS, model.config.get_text_config().vocab_size)
     for num_groups in NUM_GROUPS:
-        batch = pack([random_group(seed, num_tokens) for seed in range(num_groups)], device)
+        batch = pack([made_up_group(index, num_tokens) for index in range(num_groups)], device)
         with torch.no_grad():
             response_logprobs(model, batch, temperature=1.0)
         yield
@@ -31,14 +31,8 @@ def warm_up(model: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def random_group(seed: int, num_tokens: int) -> RolloutGroup:
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(num_tokens, (count,), generator=generator).tolist()
-
-    responses = [
-        Response(token_ids=tokens(RESPONSE_TOKENS), rollout_logprobs=[0.0] * RESPONSE_TOKENS)
-        for _ in range(NUM_RESPONSES)
-    ]
-    return RolloutGroup(group_id=str(seed), prompt_token_ids=tokens(PROMPT_TOKENS), responses=responses)
+def made_up_group(index: int, num_tokens: int) -> RolloutGroup:
+    tokens = [(index + place) % num_tokens for place in range(PROMPT_TOKENS + RESPONSE_TOKENS)]
+    response = Response(token_ids=tokens[PROMPT_TOKENS:], rollout_logprobs=[0.0] * RESPONSE_TOKENS)
+    prompt = tokens[:PROMPT_TOKENS]  # no two groups begin with the same token, so they share no prefix
+    return RolloutGroup(group_id=str(index), prompt_token_ids=prompt, responses=[response] * NUM_RESPONSES)

@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -63,85 +62,76 @@ class LeasedJob:
             self._lease.ask(lambda ledger: ledger.event_log.emit(self._id, "tracker.failed", message))
 
 
-class Bookmark:
-    """A tracker's cursor, and the file that keeps it, if any."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.cursor = Cursor()
-
-    def load(self) -> None:
-        text = self._path.read_text() if self._path is not None and self._path.is_file() else "{}"
-        self.cursor = Cursor(**json.loads(text))
-
-    def save(self) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self.cursor)))
-        os.replace(new, self._path)
-
-
-class Follower:
+class Follower(threading.Thread):
     """A thread that keeps a tracker up with its job, and tries again after an error. The tracker is opened when it is
     first needed, and anew after an error."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker], job: LeasedJob, bookmark: Bookmark) -> None:
-        self.name = name
-        self._open_tracker, self._job, self._bookmark = open_tracker, job, bookmark
-        self._tracker: Tracker | None = None
+    def __init__(self, name: str, arguments: tuple[object, ...], job: LeasedJob, file: Path | None) -> None:
+        """Start the thread. `arguments`: of the tracker's `Run`; `file`: where its cursor is kept, if anywhere."""
+        super().__init__(name=name, daemon=True)
+        self._arguments, self._job, self._file = arguments, job, file
+        self._cursor = Cursor()
         self._has_warned = self._has_succeeded = False
-        self._stop = threading.Event()
+        self._is_closing = threading.Event()
         self._is_abandoned = threading.Event()  # then nothing more is logged
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        self.start()
 
     def close(self, has_succeeded: bool) -> None:
         """Ask the tracker to finish: no more points come."""
         self._has_succeeded = has_succeeded
-        self._stop.set()
+        self._is_closing.set()
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait for the thread. False: it is stuck and abandoned; it logs nothing more, even if it continues."""
-        self._thread.join(max(0.0, timeout_s))
+        self.join(max(0.0, timeout_s))
         self._is_abandoned.set()
-        return not self._thread.is_alive()
+        return not self.is_alive()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        tracker: Tracker | None = None
         is_last = False
         while not is_last and not self._is_abandoned.is_set():
-            is_last = self._stop.is_set()  # read first: the last look finds all that is in the ledger by then
+            is_last = self._is_closing.is_set()  # read first: the last look finds all that is in the ledger by then
             try:
-                if self._tracker is None:
-                    self._tracker = self._open_tracker()
-                    self._bookmark.load()
-                self._keep_up(self._tracker)
+                if tracker is None:
+                    tracker = open_tracker(self.name, *self._arguments)
+                    kept = self._file.read_text() if self._file is not None and self._file.is_file() else "{}"
+                    self._cursor = Cursor(**json.loads(kept))
+                self._keep_up(tracker)
                 if is_last and not self._is_abandoned.is_set():
-                    self._tracker.finish(self._has_succeeded)
+                    tracker.finish(self._has_succeeded)
                 pause_s = LOOK_S
             except ImportError as error:
                 self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
                 return
             except Exception as error:  # a third-party library: whatever it raises, the training continues
                 logger.info("tracker %s", self.name, exc_info=True)
-                self._warn(f"{first_line(error)}; tried again every {RETRY_S:.0f} s")
-                self._tracker, pause_s = None, RETRY_S
-            self._stop.wait(pause_s)
+                lines = str(error).strip().splitlines() or [""]  # a message may be a page of advice
+                message = f"{type(error).__name__}: {lines[0][:MAX_MESSAGE_CHARS]}"
+                self._warn(f"{message}; tried again every {RETRY_S:.0f} s")
+                tracker, pause_s = None, RETRY_S
+            self._is_closing.wait(pause_s)
 
     def _keep_up(self, tracker: Tracker) -> None:
         """Log all new points. Raises what the tracker's library raises."""
-        while points := self._job.read(self._bookmark.cursor):
+        while points := self._job.read(self._cursor):
             try:
                 for point in points:
                     if self._is_abandoned.is_set():
                         return
                     if point.values:
                         tracker.log(point)
-                    self._bookmark.cursor = self._bookmark.cursor.after(point)
+                    self._cursor = self._cursor.after(point)
             finally:  # points before one that failed must not be logged again
                 if not self._is_abandoned.is_set():  # another trainer may keep its own cursor there by then
-                    self._bookmark.save()
+                    self._save_cursor()
+
+    def _save_cursor(self) -> None:
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_text(json.dumps(asdict(self._cursor)))
+            os.replace(new, self._file)
 
     def _warn(self, message: str) -> None:
         """Warn once per job."""
@@ -150,21 +140,13 @@ class Follower:
         self._has_warned = True
 
 
-def first_line(error: Exception) -> str:
-    """Return the error's type and the first line of its message, which may be a page of advice."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:MAX_MESSAGE_CHARS]}"
-
-
 @contextmanager
 def tracking(job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> Iterator[list[Follower]]:
     """Run the trackers of a job until the end of the block. `folder`: the job's own."""
-    opens = partial(open_tracker, "tensorboard", folder / "tensorboard")
-    followers = [Follower("tensorboard", opens, job, Bookmark(None))]
+    followers = [Follower("tensorboard", (folder / "tensorboard",), job, None)]
     for tracker in config.tracking:
-        bookmark = Bookmark(folder / "trackers" / f"{tracker.type}.json")
-        opens = partial(open_tracker, tracker.type, tracker, config, job_id)
-        followers.append(Follower(tracker.type, opens, job, bookmark))
+        file = folder / "trackers" / f"{tracker.type}.json"
+        followers.append(Follower(tracker.type, (tracker, config, job_id), job, file))
     has_succeeded = False
     try:
         yield followers

@@ -25,11 +25,11 @@ from onbeat.errors import JobFailed
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
-from services.trainer.gradient.control import GradientControl, local_part
+from services.trainer.gac import GradientControl, local_part
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
-from services.trainer.model.sharding import call, deal, gather_full, load_full, shard
+from services.trainer.model.sharding import call, deal, gather_full, load_shards, shard
 from services.trainer.policy import Policy, load_policy
 from services.trainer.world import PeerLost, World
 from tests.trainer_episodes import SHAPES, make_episodes
@@ -133,9 +133,9 @@ def sharded_copies(world, folder):
             parameter.mul_(1.5)
     shard(model, world, torch.bfloat16)
     shard(old, world, torch.bfloat16)
-    for name, parameter in old.named_parameters():
-        assert parameter.dtype == torch.bfloat16
-        load_full(parameter, dict(expected.named_parameters())[name].detach() if world.is_main else None)
+    assert {parameter.dtype for parameter in old.parameters()} == {torch.bfloat16}
+    tensors = dict(expected.named_parameters())
+    load_shards(old, tensors.items() if world.is_main else [], dict.fromkeys(tensors, 0))
     batch = pack(groups(2), CPU)
     with torch.no_grad():
         found, _ = call(response_logprobs, old, batch, 1.0)

@@ -29,8 +29,8 @@ from onbeat.types import JobState
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.wire import Peer
 from services.rollout.puller import WeightsPuller
-from services.trainer.job.groups import GroupSource
 from services.trainer.job.lease import ClaimedJob
+from services.trainer.job.session import GroupSource
 from tests.tiny_models import write_tied_model
 from tests.trainer_fixtures import job_config, make_group
 from tests.waiting import eventually

@@ -164,16 +164,6 @@ def test_before_chooses_the_newest_one_without_the_iteration(tmp_path):
     assert restore(CheckpointStore(tmp_path / "nothing", keep=1)) is None
 
 
-def test_frozen_policies_come_back_by_version(tmp_path):
-    snapshots = {v: take_snapshot(v, [("w", torch.full((2, 3), v, dtype=torch.bfloat16))]) for v in (2, 11)}
-    store = CheckpointStore(tmp_path, keep=1)
-    save(store, policies={version: snapshot.tensors() for version, snapshot in snapshots.items()})
-    found = {version: list(named) for version, named in store.policies(3).items()}
-    assert found.keys() == {2, 11}
-    for version, named in found.items():
-        assert take_snapshot(version, named).manifest == snapshots[version].manifest
-
-
 def test_the_folder_loads_as_an_ordinary_model(tmp_path):
     config = tiny_config()
     model = tiny_model(config, torch.bfloat16)
@@ -199,7 +189,7 @@ def test_buffers_of_the_state_are_exported_and_frozen(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(store.path(3), attn_implementation="eager", dtype=torch.float32)
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match=f"nothing for {biases[0]}"):
+    with pytest.raises(AssertionError, match=f"nothing for {biases[0]}"):
         load_frozen(frozen_base(model), [(name, tensor) for name, tensor in published.items() if name != biases[0]])
 
 

@@ -5,7 +5,7 @@ import torch
 
 from onbeat.errors import JobFailed
 from services.trainer.batch import pack
-from services.trainer.engine_probe import NUM_PROBED
+from services.trainer.iteration import NUM_PROBED
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
 from tests.trainer_fixtures import (

@@ -12,7 +12,7 @@ from onbeat.disk_space import GB
 from onbeat.errors import JobFailed
 from services.trainer.checkpoints import saver
 from services.trainer.checkpoints import store as checkpoint
-from services.trainer.checkpoints.disk_space import checkpoint_bytes, shortage_warning
+from services.trainer.checkpoints.saver import checkpoint_bytes, shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.job.interface import JobCancelled
 from services.trainer.policy import Policy
@@ -125,7 +125,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
 def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeypatch):
     policy = Policy.create(tiny_model(tiny_config()), job_config())
     size = 2 * GB
-    monkeypatch.setattr("services.trainer.checkpoints.disk_space.checkpoint_bytes", lambda policy, config: size)
+    monkeypatch.setattr(saver, "checkpoint_bytes", lambda policy, config: size)
     store = CheckpointStore(tmp_path / "job" / "checkpoints", keep=2)
 
     def warning(free, **schedule):

@@ -4,8 +4,7 @@ import pytest
 
 from onbeat.config import OptimizerConfig
 from services.trainer.checkpoints.store import CheckpointStore
-from services.trainer.gradient.control import GradientControl
-from services.trainer.gradient.gac import GacAction, GacDecision
+from services.trainer.gac import GacAction, GacDecision, GradientControl
 from services.trainer.loop import TrainLoop
 from services.trainer.model.optimizer import scheduled_learning_rate
 from services.trainer.policy import Policy

@@ -11,8 +11,7 @@ import torch
 
 from services.trainer import publisher
 from services.trainer.checkpoints.store import TrainState
-from services.trainer.gradient.control import GradientControl
-from services.trainer.gradient.gac import GacAction, GacDecision
+from services.trainer.gac import GacAction, GacDecision, GradientControl
 from services.trainer.policy import Policy, is_served_in_place
 from services.trainer.publisher import Publisher
 from services.trainer.replay import NoCheckpoints
@@ -78,7 +77,7 @@ def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedu
         world = ThreadWorld(rank, NUM_RANKS, table=table)
         policy = replace(Policy.create(models[rank], config, world), is_sharded=is_sharded)
         checkpoints = NoCheckpoints(tmp_path, keep=1)
-        state = TrainState.fresh("job", "tiny")
+        state = TrainState("job", "tiny")
         publisher = Publisher(jobs[rank], config, policy, state, checkpoints)
         publisher.start()
         with torch.no_grad():

@@ -6,9 +6,10 @@ import torch
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
+from services.trainer.iteration import OpenIteration
 from services.trainer.loop import shares
 from services.trainer.model.model import response_logprobs
-from services.trainer.policy import Policy, old_version
+from services.trainer.policy import Policy
 from services.trainer.session import begin
 from tests.trainer_fixtures import (
     gap,
@@ -75,6 +76,10 @@ def test_the_second_update_divides_by_the_policy_that_generated(tmp_path):
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(parameter, by_hand.get_parameter(name), rtol=1e-4, atol=1e-5)
     assert job.commits[0][2]["train/divergence"] > 0, "the second update's old policy differs from the policy"
+
+
+def old_version(config, behaviour_version, current_version, num_updates_done):
+    return OpenIteration(config, 0, current_version, behaviour_version, num_updates_done).old_version
 
 
 def test_old_version_is_skipped_only_if_it_is_the_policy_itself():

@@ -243,15 +243,6 @@ def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, 
     assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 3
 
 
-def test_full_disk_is_a_warning(tmp_path):
-    (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    job = LedgerOf(3)
-    with tracking(job, tmp_path):
-        pass
-    assert len(job.warnings) == 1
-    assert job.warnings[0].startswith("tracker tensorboard: FileExistsError")
-
-
 # ---- the job's section -----------------------------------------------------------------------------------------------
 
 

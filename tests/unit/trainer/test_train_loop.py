@@ -18,9 +18,7 @@ from onbeat.streams.codec import GroupFailure, RolloutGroup
 from onbeat.types import JobState
 from services.trainer import loop
 from services.trainer import stats as stats_module
-from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
-from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
@@ -130,27 +128,6 @@ def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     sync = job_config(schedule=SYNC, training=budget)
     again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=job.recorded)
     assert gap(first, again).max() == 0.0
-
-
-def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
-    """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
-    config, groups = job_config(optimizer={"max_grad_norm": 1e9}), recorded_iterations(1)  # a clip would hide the scale
-    reference = tiny_model(tiny_config(), torch.float32)
-    batch = pack(groups, torch.device("cpu"))
-    logprobs, _ = response_logprobs(reference, batch, 1.0)
-    advantages = torch.cat([(r - r.mean()) / (r.std() + 1e-4) for r in batch.group_rewards])
-    (-(advantages.repeat_interleave(batch.response_lengths) * logprobs).sum() / len(logprobs)).backward()
-
-    model = tiny_model(tiny_config(), torch.float32)
-    policy = Policy.create(model, config)
-    stats = IterationStats(0)
-    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, stats)
-    for group in groups:
-        gradient.add([group])
-    policy.optimizer.rescale(stats.tally.num_tokens)
-    policy.optimizer.clip()
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 BAND = {"type": "band", "low": 0.05, "high": 5.0}

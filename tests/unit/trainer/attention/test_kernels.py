@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention import PLANNERS, build_layout, dense_mask, packed_attention, plan_attention
-from services.trainer.attention.flex import leave_places, plan_flex
+from services.trainer.attention.flex import plan_flex
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import MAX_KEYS, MAX_ROWS, ShortPlan, alike
@@ -153,13 +153,6 @@ def assert_flex_equals_dense_mask(layout, heads):
     torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
 
 
-def test_flex_knows_where_the_places_end_that_see_a_key():
-    layout = build_layout([(2, [3, 1, 2]), (1, [2])])
-    assert leave_places(layout, num_padding=2).tolist() == [5, 5, 4, 4, 5, 7, 7, 9, 9]
-    layout = build_layout([(3, [2]), (4, [2])], prefix_length=2)
-    assert leave_places(layout, num_padding=1).tolist() == [8, 8, 4, 4, 7, 7, 7, 8]
-
-
 def test_flex_skips_blocks_in_which_nothing_is_visible():
     plan = plan_flex(build_layout([(128, [129, 129]), (128, [129])]))
     seen = plan.block_mask.to_dense()[0, 0].tolist()
@@ -187,15 +180,6 @@ def documented_npu(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention))
 
 
-def test_npu_gathers_the_prompt_for_each_response(documented_npu):
-    plan = plan_npu(build_layout([(2, [3, 1, 2])]))
-    assert plan.key_index_S.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
-    assert (plan.query_ends, plan.key_ends) == ([2, 4, 5], [2, 6, 9])
-    plan = plan_npu(build_layout([(2, [2]), (3, [1])], prefix_length=1))
-    assert plan.key_index_S.tolist() == [0, 0, 1, 0, 1, 2, 0, 3, 4]
-    assert (plan.query_ends, plan.key_ends) == ([1, 2, 3, 5], [1, 3, 6, 9])
-
-
 def test_npu_refuses_more_sequences_than_the_kernel_takes(documented_npu):
     with pytest.raises(ValueError, match=r"1025 prompts and responses .* lower training.max_tokens_per_micro_batch"):
         plan_npu(build_layout([(1, [2] * 1024)]))
@@ -211,11 +195,6 @@ def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
 def test_the_longest_sequence_chooses_the_kernel_on_the_cpu(num_keys, kernel, prefix_length):
     layout = build_layout([(2, [3]), (num_keys - 10, [2, 11])], prefix_length=prefix_length)
     assert type(PLANNERS["cpu"](layout)).__name__ == kernel
-
-
-def test_a_device_without_a_kernel_is_named():
-    with pytest.raises(ValueError, match="no packed attention on 'meta'; use one of cpu, cuda, npu"):
-        plan_attention(build_layout([(2, [3])], "meta"))
 
 
 def test_soft_capped_logits_are_refused():

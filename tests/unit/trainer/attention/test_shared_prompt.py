@@ -1,32 +1,13 @@
-"""Packed rows: which places a row has and what they see, the prefix that prompts share, the head in blocks."""
+"""Packed rows: the prefix that prompts share, what is refused, the head in blocks."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from services.trainer.attention.layout import build_layout, dense_mask
+from services.trainer.attention.layout import build_layout
 from services.trainer.batch import MIN_PREFIX, common_prefix, pack
 from services.trainer.model import logprobs as head
 from services.trainer.model.logprobs import TargetLogprobs
 from tests.trainer_fixtures import make_group
-
-LAYOUTS = st.lists(
-    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LAYOUTS, st.integers(0, 5))
-def test_layout_promises(groups, prefix_length):
-    layout = build_layout(
-        [(prefix_length + prompt, lengths) for prompt, lengths in groups], prefix_length=prefix_length
-    )
-    assert len(layout.logit_index) == sum(sum(lengths) for _, lengths in groups)
-    own_places = sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
-    assert layout.num_places == prefix_length + own_places
-    visible = dense_mask(layout).sum(1)
-    assert torch.equal(visible, layout.position_ids + 1), "a place sees as many keys as its position says"
 
 
 def test_what_prompts_begin_with_is_packed_once():

@@ -1,4 +1,4 @@
-"""Policy, old and reference in one pass give what each gives alone; frozen copies hold published weights."""
+"""Policy, old and reference in one pass give what each gives alone."""
 
 import functools
 
@@ -7,15 +7,8 @@ import torch
 
 from onbeat.config import LoraConfig
 from services.trainer.model import model as model_module
-from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors
-from services.trainer.model.model import (
-    freeze_copy,
-    frozen_base,
-    load_frozen,
-    response_logprobs,
-    tri_model_logprobs,
-    use_attention,
-)
+from services.trainer.model.lora import adapted_layers, add_adapters
+from services.trainer.model.model import frozen_base, response_logprobs, tri_model_logprobs, use_attention
 from tests.trainer_fixtures import moved_model
 
 moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
@@ -23,7 +16,7 @@ moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
 
 @pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])
 def test_one_pass_equals_three(attention, batch, monkeypatch):
-    policy, old, reference = moved(0), freeze_copy(moved(1)), freeze_copy(moved(2))
+    policy, old, reference = moved(0), frozen_base(moved(1)), frozen_base(moved(2))
     for model in (policy, old, reference):
         use_attention(model, attention)
     alone = [response_logprobs(model, batch, 0.7) for model in (policy, old, reference)]
@@ -52,7 +45,7 @@ def test_models_that_the_algebra_does_not_need_are_skipped(batch):
 
 
 def test_the_policy_without_adapters_is_its_own_reference(batch):
-    policy, base = moved(0), freeze_copy(moved(0))
+    policy, base = moved(0), frozen_base(moved(0))
     add_adapters(policy, LoraConfig(rank=4), seed=0)
     with torch.no_grad():
         for layer in adapted_layers(policy).values():
@@ -63,15 +56,3 @@ def test_the_policy_without_adapters_is_its_own_reference(batch):
     assert torch.equal(logprobs.trainer, response_logprobs(policy, batch, 1.0)[0]), "its adapters are on again"
     logprobs.trainer.sum().backward()
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
-
-
-def test_weights_of_another_model_are_refused_by_name():
-    old = frozen_base(moved(0))
-    tensors = dict(published_tensors(moved(1)))
-    name = "model.layers.1.self_attn.q_proj.weight"
-    with pytest.raises(ValueError, match=f"nothing for {name}"):
-        load_frozen(old, [(n, t) for n, t in tensors.items() if n != name])
-    with pytest.raises(ValueError, match=rf"{name} \(1, 32\), the model has \(32, 32\)"):
-        load_frozen(old, (tensors | {name: torch.zeros(1, 32)}).items())
-    with pytest.raises(ValueError, match=r"model\.layers\.2\.extra .* no such parameter"):
-        load_frozen(old, (tensors | {"model.layers.2.extra": torch.zeros(1)}).items())
