@@ -32,6 +32,7 @@ SIGNALS_AND_ABSTRACT_SOCKETS = 3
 # Seccomp (linux/seccomp.h): a program of the kernel's packet filter (linux/filter.h) decides on each system call.
 FILTER_MODE = 2
 LOAD, AND, IS_EQUAL, IS_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+Instruction = tuple[int, int, int, int]  # operation, instructions to skip if true, and if false, operand
 NUMBER, ARCHITECTURE, SECOND_ARGUMENT = 0, 4, 24  # where they stand in the data that it reads
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES
 SOCK_TYPE_MASK, SOCK_STREAM = 0xF, 1
@@ -76,6 +77,15 @@ def enter_process_space() -> bool:
     os._exit(code if code >= 0 else 128 - code)
 
 
+def when(operation: int, value: int, then: Instruction) -> list[Instruction]:
+    """Return instructions that run `then` if the comparison of what was loaded holds, and skip it otherwise."""
+    return [(operation, 0, 1, value), then]
+
+
+def unless(operation: int, value: int, then: Instruction) -> list[Instruction]:
+    return [(operation, 1, 0, value), then]
+
+
 def forbid_sockets() -> bool:
     """Refuse every socket, UNIX sockets with a path included, except connected pairs such as asyncio uses itself.
     Return whether the kernel does it. It needs no privilege, so containers permit it."""
@@ -83,12 +93,19 @@ def forbid_sockets() -> bool:
         return False
     architecture, socket, connect, socketpair = SOCKET_CALLS[platform.machine()]
     refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
-    program = [  # operation, instructions to skip if true, and if false, operand
-        *((LOAD, 0, 0, ARCHITECTURE), (IS_EQUAL, 1, 0, architecture), refuse),
-        *((LOAD, 0, 0, NUMBER), (IS_AT_LEAST, 0, 1, X32), refuse),
-        *((IS_EQUAL, 0, 1, socket), refuse, (IS_EQUAL, 0, 1, connect), refuse),
-        *((IS_EQUAL, 0, 1, IO_URING_SETUP), refuse, (IS_EQUAL, 1, 0, socketpair), allow),
-        *((LOAD, 0, 0, SECOND_ARGUMENT), (AND, 0, 0, SOCK_TYPE_MASK), (IS_EQUAL, 1, 0, SOCK_STREAM), refuse, allow),
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        *unless(IS_EQUAL, architecture, refuse),
+        (LOAD, 0, 0, NUMBER),
+        *when(IS_AT_LEAST, X32, refuse),
+        *when(IS_EQUAL, socket, refuse),
+        *when(IS_EQUAL, connect, refuse),
+        *when(IS_EQUAL, IO_URING_SETUP, refuse),
+        *unless(IS_EQUAL, socketpair, allow),
+        (LOAD, 0, 0, SECOND_ARGUMENT),
+        (AND, 0, 0, SOCK_TYPE_MASK),
+        *unless(IS_EQUAL, SOCK_STREAM, refuse),
+        allow,
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     header = struct.pack("HP", len(program), ctypes.addressof(code))

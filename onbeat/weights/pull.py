@@ -269,8 +269,8 @@ class PayloadPull:
                         self._write(message)
                         if self._applying is not None and self._applying.done():
                             self._applying.result()
-        except WeightsError:
-            if is_relay:
+        except WeightsError as error:
+            if is_relay and not isinstance(error, WrongBytes):
                 await self._attempt.connections.drop(source)
             raise
         if self._payload is None or not self._payload.is_complete:

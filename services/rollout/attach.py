@@ -1,6 +1,7 @@
 """The attachment of a rollout to a job: fetch the model, start the engine on it, put the parts that serve together."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class Attachment:
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
         engine = self._starting = self._create_engine(self._config)
-        cleanup.push_async_callback(stop_engine, engine)
+        cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
         settings = self._settings

@@ -163,8 +163,7 @@ class ClaimLoop:
             await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                for flight in flights:
-                    await self._hand_back(flight)
+                await asyncio.gather(*map(self._hand_back, flights))
         meters.IN_FLIGHT.set(0)
 
     # ---- steps of the loop ---------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Worker:
 
     async def _candidates(self) -> list[Candidate]:
         """Return the pool's jobs that can be served, oldest first. Users of the others are warned once."""
-        found, unsuited_for = [], []
+        found, unsuited_for, warnings = [], [], []
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
@@ -133,8 +133,10 @@ class Worker:
                 continue
             unsuited_for.append(job_id)
             if job_id not in self._unsuited_for:
-                await self._warn(job_id, f"does not serve the job: {config}")
+                warnings.append((job_id, f"does not serve the job: {config}"))
         self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not found
+        for job_id, warning in warnings:
+            await self._warn(job_id, warning)
         return found
 
     def _read_config(self, fields: Mapping[str, str]) -> JobConfig | str:

@@ -1,19 +1,22 @@
 """The installed engines by name, from the entry points of the group `onbeat.engines`, and their deadlines."""
 
 import asyncio
-import contextlib
 import inspect
+import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import TracebackType
 from typing import Any
 
 from onbeat.hardware.processor import Hardware, read_processor
 from onbeat.installed import ENGINES, load_installed
 from services.rollout.engines.interface import Engine
 
+logger = logging.getLogger(__name__)
+
 CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
-STOP_DEADLINE_S = 150.0  # a start that cannot be interrupted goes on meanwhile
+STOP_DEADLINE_S = 150.0  # vLLM's start runs in a thread that cannot be stopped, and may need this long
 
 
 class EngineBroken(Exception):
@@ -83,6 +86,8 @@ def create_engine(name: str, **options: Any) -> Engine:
 def load_engine(name: str) -> Callable[..., Engine]:
     try:
         factory: Callable[..., Engine] = load_installed(ENGINES, name)
+    except ValueError as error:
+        raise ValueError(f"ONBEAT_ENGINE: {error}") from None
     except (ImportError, RuntimeError) as error:  # torch raises RuntimeError for a back end without its driver
         reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
         raise ValueError(
@@ -114,9 +119,16 @@ async def give_up(work: asyncio.Task[None]) -> None:
         await asyncio.wait({work}, timeout=CANCEL_DEADLINE_S)
 
 
-async def stop_engine(engine: Engine) -> None:
-    """Stop the engine. Raises EngineBroken when it does not end: what it still holds is unknown."""
-    with contextlib.suppress(TimeoutError):
+async def stop_engine(
+    engine: Engine, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+) -> None:
+    """Stop the engine; the last arguments are those of `__aexit__`. Raises EngineBroken, unless there is an error
+    already, when it does not end: what it still holds is unknown."""
+    try:
         async with asyncio.timeout(STOP_DEADLINE_S):
-            return await engine.stop()
-    raise EngineBroken(f"the engine did not stop within {STOP_DEADLINE_S:.0f} s")
+            await engine.stop()
+    except TimeoutError:
+        message = f"the engine did not stop within {STOP_DEADLINE_S:.0f} s"
+        if error is None:
+            raise EngineBroken(message) from None
+        logger.error("%s", message)

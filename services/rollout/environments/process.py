@@ -84,17 +84,19 @@ class EnvironmentProcess:
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:
         """Fill `results`. Return the failure of those that there will not be."""
         self._num_requests += 1
-        failure = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
+        late = f"the episode took longer than {request.timeout_s:g} s and its process does not answer"
+        unanswered = EpisodeFailure(Kind.TIMEOUT, f"{late}: {BLOCKED}")
+        not_loaded = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
+        is_first = self._num_requests == 1
         try:
             await self._child.send(as_message(request, self._num_requests))
-            if self._num_requests == 1:
+            if is_first:
                 answer = await self._receive(LOAD_S)
                 if isinstance(answer, Failed):
                     return answer.to_result()
                 if not isinstance(answer, Loaded):
                     raise OutOfStep(CODE)
-            late = f"the episode took longer than {request.timeout_s:g} s and its process does not answer"
-            failure = EpisodeFailure(Kind.TIMEOUT, f"{late}: {BLOCKED}")
+                is_first = False
             request.on_begin()
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
@@ -105,7 +107,7 @@ class EnvironmentProcess:
                 results[answer.episode] = answer.to_result()
                 request.on_end(answer.episode)
         except TimeoutError:
-            return failure
+            return not_loaded if is_first else unanswered
         return None
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:

@@ -179,7 +179,7 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
     for name in ("narrow", "plain"):
         prepare_engine(name, device="cpu", cpu_cores="0")
     assert prepared == ["cpu"]
-    with pytest.raises(ValueError, match=r"no engine 'wide' .* there are: narrow"):
+    with pytest.raises(ValueError, match=r"ONBEAT_ENGINE: no engine 'wide' .* there are: narrow"):
         create_engine("wide")
 
 

@@ -160,6 +160,14 @@ def test_flipped_bit_is_refused_or_changes_bytes_in_the_target(item_bytes, share
         assert len(apply_guarded(claimed, broken, base)) == base.nbytes
 
 
+@settings(max_examples=200, deadline=None)
+@given(encoding=st.sampled_from(list(Encoding)), payload=st.binary(max_size=120), num_items=st.integers(0, 20))
+def test_noise_is_refused_or_stays_inside_the_target(encoding, payload, num_items):
+    base = tensor(num_items, 2)
+    with contextlib.suppress(WeightsError):
+        assert len(apply_guarded(encoding, payload, base)) == base.nbytes
+
+
 @pytest.mark.parametrize("share", [0.02, 1.0])
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 def test_every_truncation_and_every_extension_is_refused(item_bytes, share):

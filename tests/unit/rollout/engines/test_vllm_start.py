@@ -125,7 +125,8 @@ async def test_build_that_outlasts_the_stop_ends_the_process(model_dir: Path, mo
     engine = SlowEngine()
     await cancel_start(engine, model_dir)
     with pytest.raises(EngineBroken, match="the engine did not stop"):
-        await registry.stop_engine(engine)
+        await registry.stop_engine(engine, None, None, None)
+    await registry.stop_engine(engine, EngineBroken, EngineBroken("the reason"), None)  # which is raised instead
     engine.may_finish.set()
 
 
