@@ -236,14 +236,17 @@ class AsyncJobs:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
+        if (job := await self.get(job_id)).state.is_final:
+            return job
+        is_late = False
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
+                async for _ in updates:
+                    pass
+        except TimeoutError:
+            is_late = True
         job = await self.get(job_id)
-        if not job.state.is_final:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
-                    async for _ in updates:
-                        pass
-            job = await self.get(job_id)
-        if not job.state.is_final:
+        if is_late and not job.state.is_final:
             raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
         return job
 

@@ -25,7 +25,7 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
         f"bind {HOST}",
         f"port {port}",
         f"requirepass {password}",
-        f"dir {json.dumps(str(folder), ensure_ascii=False)}",  # Redis reads strings as JSON has them
+        f"dir {json.dumps(str(folder), ensure_ascii=False)}",  # quoted as Redis reads it
         "daemonize no",
         "appendonly yes",
         "appendfsync everysec",

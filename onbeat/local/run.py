@@ -123,8 +123,9 @@ def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console:
     try:
         return 0 if asyncio.run(run.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
     except (KeyboardInterrupt, OSError) as reason:
-        if isinstance(reason, OSError):
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed terminal: it may come after a write failed
+        if isinstance(reason, OSError):  # the signals of a closed terminal may come after a write to it has failed
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         try:
             asyncio.run(run.pause())
             console.out("stopping (Ctrl-C again to stop at once)")

@@ -86,14 +86,15 @@ RESULTS = {
         IDS,
         [IDS[2], IDS[1], IDS[0], IDS[3]],
     ),
-    "the newest events are kept": (
+    "the newest events are kept, each once": (
         "events.js",
         """(m, count) => {
-            const kept = m.merge([], Array.from({ length: count }, (_, i) => ({ id: `${i}-0` })));
-            return [kept.length, kept[0].id, m.merge(kept, kept.slice(9)) === kept];
+            const events = Array.from({ length: count }, (_, i) => ({ id: `${i}-0` }));
+            const kept = m.merge([], [...events.slice(-9), ...events]);
+            return [kept.length, kept[0].id, new Set(kept).size, m.merge(kept, kept.slice(9)) === kept];
         }""",
         6000,
-        [5000, "5999-0", True],
+        [5000, "5999-0", 5000, True],
     ),
     "tokens have colours by probability": (
         "group.js",

@@ -10,6 +10,7 @@ const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
 const ROOT = new URL("v1", document.baseURI).href; // the dashboard may lie under a path of a proxy
 
 let skewS = 0; // the broker's clock minus ours
+let isLocked = false; // the broker has asked for a key
 
 /** A refusal of the broker: a problem document (RFC 9457). `status` 0: it did not answer. */
 export class ApiError extends Error {
@@ -77,7 +78,9 @@ async function check(response) {
   if (Number.isFinite(skew)) skewS = Math.abs(skew) > 2 ? skew : 0; // the header has whole seconds
   if (response.ok) return;
   const problem = await response.json().catch(() => ({}));
-  if (response.status === 401) document.dispatchEvent(new CustomEvent("onbeat:key"));
+  isLocked ||= response.status === 401;
+  const isRefused = response.status === 401 || (response.status === 429 && isLocked && !hasKey()); // too many without one
+  if (isRefused) document.dispatchEvent(new CustomEvent("onbeat:key"));
   throw new ApiError(response.status, problem);
 }
 

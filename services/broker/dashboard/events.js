@@ -33,8 +33,8 @@ export function order(a, b) {
 /** The newest MOST_EVENTS of two lists, each once, the newest first; the same list when there is nothing new. */
 export function merge(known, events) {
   const ids = new Set(known.map(({ id }) => id));
-  const fresh = events.filter(({ id }) => !ids.has(id));
-  return fresh.length ? [...known, ...fresh].sort((a, b) => order(b.id, a.id)).slice(0, MOST_EVENTS) : known;
+  const fresh = new Map(events.filter(({ id }) => !ids.has(id)).map((event) => [event.id, event]));
+  return fresh.size ? [...known, ...fresh.values()].sort((a, b) => order(b.id, a.id)).slice(0, MOST_EVENTS) : known;
 }
 
 /** Tells screen readers of an event, if it is one that they would want to hear of. */

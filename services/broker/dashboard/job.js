@@ -13,6 +13,7 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
+const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
   connecting: "connecting…",
@@ -55,6 +56,7 @@ class JobPage extends Component {
   events = []; // the newest first
   arrived = []; // events that are not among them yet
   openedAt = serverNow();
+  turn = 0; // of the newest call of catchUp
   pointer = new Pointer();
   timeline = createRef();
 
@@ -100,7 +102,8 @@ class JobPage extends Component {
     const { signal } = this.props;
     const names = ["iteration/wall_s", ...(this.job.config.evaluation ? ["eval/reward_mean"] : [])];
     const known = Math.min(...names.map((name) => this.series.of(name).at(-1)?.[0] ?? -1)); // evaluations may end later
-    for (let isRead = false; !isRead && !signal.aborted;) {
+    const turn = (this.turn += 1); // a later call goes on in its place
+    for (let isRead = false; !isRead && turn === this.turn && !signal.aborted;) {
       try {
         await this.series.read(this.path, known, signal);
         this.drawCurvesSoon();
@@ -134,7 +137,10 @@ class JobPage extends Component {
   takeEvent(event) {
     this.arrived.push(event);
     if (event.time > this.openedAt) announceEvent(event);
-    if (event.kind === "evaluation.done") this.catchUp();
+    if (event.kind !== "evaluation.done") return;
+    const scores = Object.entries(event.data).filter(([name, value]) => Number.isFinite(value) && !NO_SCORES.includes(name));
+    this.series.add(event.data.evaluation, Object.fromEntries(scores.map(([name, value]) => [`eval/${name}`, value])));
+    this.drawCurvesSoon();
   }
 
   drawCurvesSoon() {

@@ -13,6 +13,7 @@ const ALL = 500; // the most that the broker lists; a search looks at the newest
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
 const NUM_POINTS = 40; // of a small curve
+const MAX_CURVES = 20; // that are read at a time; the next look goes on with the others
 const [WIDTH, HEIGHT] = [96, 26]; // of a small curve
 
 export async function show(main, { state = "", q = "" }, signal) {
@@ -95,7 +96,7 @@ class JobsPage extends Component {
     this.isReading = true;
     const isDue = (job) => job.next_iteration > (this.curves.get(job.id)?.next ?? 0);
     try {
-      for (const job of this.found().filter(isDue)) {
+      for (const job of this.found().filter(isDue).slice(0, MAX_CURVES)) {
         const known = this.curves.get(job.id)?.points ?? [];
         const after = Math.max(known.at(-1)?.[0] ?? -1, job.next_iteration - 1 - NUM_POINTS);
         const { metrics } = await get(`${pathOf(job.id)}/metrics`, { after }, signal);

@@ -100,6 +100,7 @@ def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], holders
             sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         mesh, placements = parameter.device_mesh, parameter.placements
         parameter.copy_(distribute_tensor(sent, mesh, placements, src_data_rank=holders[name]))
+        del sent  # before the next one is allocated
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
