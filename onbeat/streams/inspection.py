@@ -76,6 +76,12 @@ async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
     return found[0][1][b"group"] if found else None
 
 
+async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
+    """Return the advantage of each response of one group, like `Iterations.advantages`; empty if none were recorded."""
+    stored = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
+    return list(from_json(stored)) if stored else []
+
+
 async def stored_groups(
     ledger: Ledger, job_id: str, after: str = "-", at_once: int = 64
 ) -> AsyncIterator[tuple[str, bytes]]:

@@ -5,14 +5,16 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import uvicorn
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.logging import configure
 from onbeat.settings import read_settings, warn_of_misspelt
-from onbeat.streams.connection import describe_loss, public_address, why_refused
+from onbeat.streams.connection import describe_loss, public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
 from services.broker.connection import connection_class
@@ -41,17 +43,35 @@ async def serve(settings: Settings) -> int:
         logger.critical("%s", error)
         return 2
     try:
-        logger.info("connecting to Redis at %s", public_address(redis))
-        if refusal := await why_refused(redis):
-            logger.critical("Redis at %s does not let the broker in; %s", public_address(redis), refusal)
+        if not await wait_for_redis(redis, settings):
             return 1
-        await redis.ping()  # it is retried for redis_retry_s
         return await run_server(settings, Ledger(redis))
-    except RedisError as error:
-        logger.critical("%s; start it, or set ONBEAT_REDIS_URL", describe_loss(redis, error))
-        return 1
     finally:
         await redis.aclose()
+
+
+async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
+    """Wait for Redis for up to redis_retry_s, and log it. Returns whether Redis answers."""
+    started = time.monotonic()
+    probe = settings.connect_redis(retry_s=1)
+    try:
+        while True:
+            try:
+                await probe.ping()
+                return True
+            except AuthenticationError as error:
+                logger.critical("%s", describe_loss(redis, error))
+                return False
+            except RedisError as error:
+                waited_s, where = time.monotonic() - started, public_address(redis)
+                if waited_s > settings.redis_retry_s:
+                    remedy = "start it, or set ONBEAT_REDIS_URL"
+                    logger.critical("no Redis at %s after %.0f s (%s); %s", where, waited_s, error, remedy)
+                    return False
+                logger.warning("waiting for Redis at %s (%s)", where, error)
+                await asyncio.sleep(1.0)
+    finally:
+        await probe.aclose()
 
 
 class Server(uvicorn.Server):

@@ -69,7 +69,7 @@ class KeyRing:
             keys, problem = {key.id: key for key in read_keys(self._path)}, ""
         except ValueError as error:
             keys, problem = self._keys, str(error)
-        if keys != self._keys:
+        if keys != self._keys or (self._problem and not problem):
             logger.info("read %d API keys from %s", len(keys), self._path)
         if problem not in ("", self._problem):  # complain once about each
             logger.error("%s. The %d keys read before stay in force; repair the file", problem, len(keys))

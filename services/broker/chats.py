@@ -30,7 +30,8 @@ class ChatDesk:
     async def models(self) -> list[JobRecord]:
         """Return the jobs that rollouts serve, the oldest first."""
         started = await existing_jobs(self._ledger, await self._ledger.lists.started())
-        return [job for job in map(job_record, started.values()) if job.state in SERVED_STATES]
+        records = map(job_record, started.values())
+        return [job for job in records if job.state in SERVED_STATES and job.config]  # others cannot be read
 
     async def find(self, name: str) -> JobRecord:
         """Find a job by its id, or by its name if no other job has it. Raises ChatFailed."""

@@ -106,7 +106,7 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
     return task
 
 
-def common_fields(code: EnvironmentConfig | RewardConfig) -> dict[str, Any]:
+def common_fields(section: EnvironmentConfig | RewardConfig) -> dict[str, Any]:
     """Return the fields that an environment and a reward have in common."""
-    limits = {"timeout_s": code.timeout_s, "memory_limit_mb": code.memory_limit_mb}
-    return {"name": code.name, "options_json": json.dumps(code.options), **limits}
+    limits = {"timeout_s": section.timeout_s, "memory_limit_mb": section.memory_limit_mb}
+    return {"name": section.name, "options_json": json.dumps(section.options), **limits}

@@ -36,6 +36,8 @@ MAX_REASONS = 8  # findings that are stored with a failure
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
         self._ledger, self._process, self._job_id = ledger, process, job_id
+        self._config: JobConfig
+        self._config_text: tuple[str | None, ...] = ()
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s, self._began = WAIT_S, time.monotonic()
@@ -62,7 +64,10 @@ class JobWatcher:
         if state.is_final:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
-        config = JobConfig.of_job(fields)
+        text = fields["config"], fields.get("dtype")
+        if text != self._config_text:  # a resume may have added iterations
+            self._config, self._config_text = JobConfig.of_job(fields), text
+        config = self._config
         if state is JobState.PENDING:
             self._prepare(config, int(fields["num_opened"]))
             self._evaluator.prepare(config)

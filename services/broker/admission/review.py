@@ -26,7 +26,7 @@ PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
 MAX_SHOWN = 80  # characters of a wrong value
 
-MAX_TRIALS = 2  # of rewards at a time: each is a process
+MAX_TRIALS = 2  # of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
@@ -67,7 +67,8 @@ class Admission:
             complaints += of_reward + of_pattern
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
-        complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
+        async with self._trials:  # the hub may take its time
+            complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
             return complaints, []
         of_data, first, notes = await self._review_data(config)

@@ -51,11 +51,11 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Read the assets by name, INDEX among them. Files that an editor or a system leaves there have other endings."""
+    """Read the assets by name, INDEX among them. Files that an editor or a system leaves there are not read."""
     return {
         path.relative_to(FOLDER).as_posix(): Asset(path.read_bytes(), MEDIA_TYPES[path.suffix])
         for path in FOLDER.rglob("*")
-        if path.suffix in MEDIA_TYPES
+        if path.suffix in MEDIA_TYPES and path.is_file()
     }
 
 
@@ -90,4 +90,9 @@ async def get_asset(request: Request) -> Response:
 @router.get("/v1/job-schema", tags=["jobs"])
 async def get_job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job, as `POST /v1/jobs` takes it."""
+    return job_schema()
+
+
+@cache
+def job_schema() -> dict[str, Any]:
     return JobConfig.model_json_schema()

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from onbeat.streams.inspection import group_advantages
 from onbeat.types import GroupDetail, GroupSummary, Sample
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
@@ -70,8 +71,8 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
     job).
     """
     payload = await read_group(broker.ledger, job_id, group_id)
-    advantages = await broker.ledger.iterations.advantages(job_id, int(group_id.partition("-")[0]))
-    body = await asyncio.to_thread(detail_json, payload, advantages.get(group_id, ()))
+    advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
+    body = await asyncio.to_thread(detail_json, payload, advantages)
     return Response(body, media_type="application/json")
 
 

@@ -75,9 +75,11 @@ async def examine_redis(ledger: Ledger) -> list[Finding]:
     asked_at, started = time.time(), time.perf_counter()
     redis_time = await ledger.now()
     round_trip_s = time.perf_counter() - started
-    where, skew_s = public_address(ledger.redis), abs(asked_at + round_trip_s / 2 - redis_time)
+    skew_s = abs(asked_at + round_trip_s / 2 - redis_time)
+    where = public_address(ledger.redis)
     answer = Finding(sentence=f"Redis at {where} answers within {round_trip_s * 1000:.1f} ms", who="redis")
-    is_skewed, sentence = skew_s > MAX_SKEW_S, f"the clocks of broker and Redis differ by {skew_s:.1f} s"
+    is_skewed = skew_s > MAX_SKEW_S
+    sentence = f"the clocks of broker and Redis differ by {skew_s:.1f} s"
     sentence += "; synchronise them (NTP), or the dashboard shows wrong ages" if is_skewed else ""
     clocks = Finding(sentence=sentence, who="broker", is_problem=is_skewed)
     return [answer, clocks, *await examine_storage(ledger)]

@@ -13,10 +13,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from blake3 import blake3
+from pydantic_core import from_json
 
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries, stored_groups
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
+from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
 from services.broker.views.records import group_order
 
@@ -43,7 +46,7 @@ class Place(NamedTuple):
 class Prompts:
     """The index of one job, as far as its stream has been read."""
 
-    last: str = "-"  # the last entry that was read
+    last: str = ""  # the last entry that was read; none yet
     places: deque[Place] = field(default_factory=lambda: deque(maxlen=MAX_GROUPS))  # in the order of the stream
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -63,10 +66,12 @@ class Alike:
 
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
         """Return the kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
-        first_kept = int((await self._ledger.jobs.fields(job_id)).get("num_trimmed", "0"))
+        job = await self._ledger.jobs.fields(job_id)
+        first_kept = int(job.get("num_trimmed", "0"))
         prompts = self._index_of(job_id)
         try:
             async with asyncio.timeout(READ_S), prompts.reading:
+                prompts.last = prompts.last or await self._start(job_id, job, first_kept)
                 async for entry, payload in stored_groups(self._ledger, job_id, prompts.last, SLICE):
                     prompts.add(entry, payload)
         except TimeoutError as error:
@@ -79,6 +84,14 @@ class Alike:
         # Entries in the stream that were not accepted are left out: no trainer takes them.
         known = [place.group for place, entry in zip(found, accepted, strict=True) if place.entry == entry]
         return sorted(known, key=lambda group: group_order(group.group_id))
+
+    async def _start(self, job_id: str, job: Fields, first_kept: int) -> str:
+        """Return the entry before the oldest iteration that fits into the index."""
+        rollout = from_json(job["config"])["rollout"]
+        num_prompts = int(rollout.get("max_prompts_per_iteration") or rollout["num_prompts_per_iteration"])
+        first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
+        accepted = await self._ledger.iterations.accepted_entries(job_id, first) if first > first_kept else []
+        return id_before(accepted[0]) if accepted else "-"
 
 
 def digest_of(prompt: str) -> bytes:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.codec import Response, RolloutGroup, decode_group
-from onbeat.streams.inspection import stored_group
+from onbeat.streams.inspection import accepted_entries, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import read_evaluations
@@ -32,9 +32,9 @@ async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
         reason = f"groups of evaluations are not kept; /evaluations/{number}/samples has some of their responses"
         raise GroupNotFound(f"{group_id}: {reason}")
     iteration = int(group_id.partition("-")[0])
-    state, _, entry = (await ledger.iterations.groups(job_id, iteration)).get(group_id, "unknown").partition(":")
-    if state != "accepted":
-        is_waiting = state == "waiting"
+    (entry,) = await accepted_entries(ledger, job_id, [(iteration, group_id)])
+    if entry is None:
+        is_waiting = group_id in await ledger.iterations.groups(job_id, iteration)
         reason = "has not been accepted yet; it is being generated" if is_waiting else "is no group of this job"
         raise GroupNotFound(f"{group_id} {reason}")
     payload = await stored_group(ledger, job_id, entry)

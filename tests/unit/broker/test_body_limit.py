@@ -57,8 +57,11 @@ def part(more_body: bool) -> Message:
 
 
 async def test_upload_may_take_long_but_not_fall_silent(advance):
-    steady = [(0.9 * TIMEOUT_S, part(True))] * 5 + [(0.0, part(False)), (0.0, {"type": "http.disconnect"})]
-    await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady), not_sent)
+    steady = [(0.9 * TIMEOUT_S, part(True))] * 5
+    end = [(0.0, part(False)), (0.0, {"type": "http.disconnect"})]
+    await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady, *end), not_sent)
+    with pytest.raises(HTTPException, match="within 20 s"):  # longer than the whole may take
+        await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady * 3, *end), not_sent)
     silent = [(0.0, part(True)), (1.1 * TIMEOUT_S, part(True))]
     with pytest.raises(HTTPException, match="nothing more of the body came for 2 s"):
         await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *silent), not_sent)
