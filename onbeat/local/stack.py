@@ -74,7 +74,8 @@ def local_stack(
         port = options.port or free_port()
         url = f"http://{HOST}:{port}"
         supervisor = Supervisor(options.data_dir / "logs", report, [lock.children_fd, scratch.lock_fd], scratch.path)
-        held.push(lambda kind, *_: supervisor.stop(is_urgent=kind is KeyboardInterrupt))
+        # A Ctrl-C that comes while this context is being left may close it from outside instead (GeneratorExit).
+        held.push(lambda kind, *_: supervisor.stop(is_urgent=kind in (KeyboardInterrupt, GeneratorExit)))
         supervisor.start([redis, *service_specs(options, redis_url, port)])
         lock.write(StackState(pid=os.getpid(), command=command, url=url, redis_url=redis_url, started_at=time.time()))
         yield url, supervisor

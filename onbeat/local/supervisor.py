@@ -145,8 +145,8 @@ class Supervisor:
 
         `is_urgent`, or an exception (Ctrl-C) meanwhile: everything is killed.
         """
-        waves = {service.spec.wave for service in self.services} if not is_urgent else set()
         try:
+            waves = {service.spec.wave for service in self.services} if not is_urgent else set()
             for wave in sorted(waves, reverse=True):
                 services = [service for service in self.services if service.spec.wave == wave]
                 for service in services:
