@@ -87,16 +87,16 @@ class EnvironmentProcess:
         late = f"the episode took longer than {request.timeout_s:g} s and its process does not answer"
         unanswered = EpisodeFailure(Kind.TIMEOUT, f"{late}: {BLOCKED}")
         not_loaded = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
-        is_first = self._num_requests == 1
+        is_loaded = self._num_requests > 1
         try:
             await self._child.send(as_message(request, self._num_requests))
-            if is_first:
+            if not is_loaded:
                 answer = await self._receive(LOAD_S)
                 if isinstance(answer, Failed):
                     return answer.to_result()
                 if not isinstance(answer, Loaded):
                     raise OutOfStep(CODE)
-                is_first = False
+                is_loaded = True
             request.on_begin()
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
@@ -107,7 +107,7 @@ class EnvironmentProcess:
                 results[answer.episode] = answer.to_result()
                 request.on_end(answer.episode)
         except TimeoutError:
-            return not_loaded if is_first else unanswered
+            return unanswered if is_loaded else not_loaded
         return None
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:

@@ -649,6 +649,17 @@ async def test_broker_without_redis_says_so_and_exits_non_zero(tmp_path):
     assert "set ONBEAT_REDIS_URL" in last["message"]
 
 
+async def test_broker_gives_up_a_redis_that_hangs_up_in_time(tmp_path):
+    """One that accepts connections, as while it loads its data: each try of the client library would try again."""
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    broker = start_service("broker", tmp_path, REDIS_URL=f"redis://{url}", REDIS_RETRY_S="8", LOG_FORMAT="json")
+    assert await asyncio.to_thread(broker.wait, 30) == 1
+    assert f"waiting for Redis at {url}" in log_of(tmp_path)[0]["message"]
+    assert f"no Redis at {url}" in log_of(tmp_path)[-1]["message"]
+    server.close()
+
+
 async def test_broker_that_lost_redis_for_good_exits_non_zero(tmp_path):
     redis = start_redis(redis_port := free_port(), str(tmp_path))
     try:

@@ -312,7 +312,11 @@ async def test_index_keeps_the_newest_groups_of_the_newest_jobs(broker, ledger, 
     monkeypatch.setattr(alike_module, "MAX_GROUPS", 4)
     monkeypatch.setattr(alike_module, "MAX_JOBS", 2)
     jobs = [(await run_alone(ledger, [["a", "b"]] * 5))[0] for _ in range(3)]
-    index = Alike(ledger)
+    index, read = Alike(ledger), []
+    decode = alike_module.decode_group
+    monkeypatch.setattr(alike_module, "decode_group", lambda payload: read.append(payload) or decode(payload))
+    await index.find(jobs[0], "a")
+    assert len(read) == 4  # older groups are not even read
     for job_id in (*jobs, jobs[1]):
         assert [each.group_id for each in await index.find(job_id, "a")] == ["3-0", "4-0"]
     assert [len(index._index_of(job_id).places) for job_id in (jobs[1], jobs[2], jobs[0])] == [4, 4, 0]
