@@ -144,6 +144,7 @@ def test_what_is_left_behind_in_the_folder_is_no_asset(tmp_path, monkeypatch):
     (tmp_path / "vendor").mkdir()
     for name in ("app.js", "app.js~", "notes.txt", ".hidden", "vendor/a.js"):
         (tmp_path / name).write_text(name)
+    (tmp_path / ".#page.js").symlink_to("nobody@nowhere")  # an editor's lock
     monkeypatch.setattr(dashboard, "FOLDER", tmp_path)
     assert sorted(dashboard.assets.__wrapped__()) == ["app.js", "vendor/a.js"]
 

@@ -200,7 +200,11 @@ def test_broken_file_keeps_the_keys_of_before_and_is_reported(keys, caplog):
         assert record.levelno == logging.ERROR
         assert str(keys.path) in record.message
         assert "stay in force" in record.message
+    caplog.set_level(logging.INFO)
     keys.path.write_bytes(good)
+    make_due(ring)
+    assert ring.find(right) is not None
+    assert f"API keys from {keys.path}" in caplog.records[-1].message  # so that whoever repaired it can see it
     keys.revoke(right)
     make_due(ring)
     assert ring.find(right) is None
