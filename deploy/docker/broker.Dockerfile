@@ -58,7 +58,7 @@ ENV ONBEAT_HOST=0.0.0.0 \
     ONBEAT_PORT=8800 \
     ONBEAT_HAS_MODEL_FOLDERS=false
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=6 CMD ["python", "-I", "-c", \
-    "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"ONBEAT_PORT\"]}/readyz', timeout=4)"]
+    "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['ONBEAT_PORT']), timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.broker"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown

@@ -84,7 +84,7 @@ ENV PATH=/opt/onbeat/bin:$PATH \
     ONBEAT_METRICS_PORT=8802
 EXPOSE 8801 8802
 HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --retries=6 CMD ["python", "-I", "-c", \
-    "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"ONBEAT_METRICS_PORT\"]}/readyz', timeout=4)"]
+    "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['ONBEAT_METRICS_PORT']), timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 
 FROM worker AS trainer
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.trainer"]

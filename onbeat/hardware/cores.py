@@ -103,6 +103,14 @@ def parse_cores(text: str) -> list[int]:
     return sorted(cores)
 
 
+def usable_cores(text: str) -> list[int]:
+    """Parse cores of which this process may use at least one. Raise ValueError."""
+    cores, allowed = parse_cores(text), available_cores()
+    if not set(cores) & set(allowed):
+        raise ValueError(f"none of the cores {text} may be used by this process; it may use {format_cores(allowed)}")
+    return cores
+
+
 def format_cores(cores: Sequence[int]) -> str:
     """Format cores: [0, 1, 2, 3, 6] -> `0-3,6`."""
     parts: list[str] = []

@@ -21,10 +21,12 @@ FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a clean record
 TAIL_LINES = 20
 GUARD_S = 7.0  # for a guard to kill what its service has left
-# Variables with these prefixes are not inherited: the shell may have them for other brokers and another Redis.
+# Variables with these prefixes are not inherited: the shell may have them for services elsewhere.
 NOT_INHERITED = (
     *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),
     *("ONBEAT_REDIS_PASSWORD_FILE", "ONBEAT_REDIS_CA_FILE", "ONBEAT_REDIS_CERT_FILE", "ONBEAT_REDIS_KEY_FILE"),
+    *("ONBEAT_WEIGHTS_API_KEY_FILE", "ONBEAT_WEIGHTS_HOST", "ONBEAT_WEIGHTS_PORT", "ONBEAT_WEIGHTS_ADVERTISE"),
+    *("ONBEAT_WEIGHTS_TLS_", "ONBEAT_METRICS_"),
 )
 
 

@@ -56,6 +56,7 @@ CHANNEL_OPTIONS: dict[str, Any] = {
     "grpc.max_receive_message_length": MAX_ANSWER_BYTES,
     "grpc.use_local_subchannel_pool": 1,  # otherwise a new client waits out the growing retry delays of older clients
     "grpc.max_reconnect_backoff_ms": 3_000,  # the default is 2 minutes
+    "grpc.enable_http_proxy": 0,  # otherwise gRPC obeys http_proxy, for 127.0.0.1 too, and a proxy sees key and weights
 }
 
 
@@ -141,6 +142,11 @@ def reachable_host(host: str, advertise: str = "") -> str:
     """Return the name under which others reach a server that listens on `host`: `advertise` if given, or the name of
     this machine for all interfaces (0.0.0.0, ::)."""
     return advertise or (socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def create_server(security: WireSecurity, max_concurrent_calls: int) -> grpc.aio.Server:

@@ -18,7 +18,7 @@ from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
 from onbeat.errors import WeightsError
-from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
+from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server, join_address
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, PayloadKey, Plan, data_message, plan_message, read_key
 
@@ -127,7 +127,7 @@ class PayloadServer:
         """Start to serve and return the port (0: the system chooses). Raise WeightsError when the port is taken."""
         self._server = create_server(self._security, self._max_concurrent_calls)
         self._server.add_generic_rpc_handlers((service_handler(self),))
-        bound = bind(self._server, self._security, f"{host}:{port}")
+        bound = bind(self._server, self._security, join_address(host, port))
         await self._server.start()
         return bound
 

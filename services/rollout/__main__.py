@@ -4,13 +4,14 @@ import asyncio
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.hardware.cores import parse_cores
+from onbeat.hardware.cores import usable_cores
 from onbeat.logging import configure
 from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.best_effort import best_effort
@@ -26,14 +27,13 @@ logger = logging.getLogger(__name__)
 
 REPORT_DEADLINE_S = 5.0
 EXIT_DEADLINE_S = 30.0
+MAX_FILES = 65_536
 
 
 def main() -> int:
     settings = read_settings(Settings, "rollout")
     configure(settings.log_format)
     warn_of_misspelt(settings, "rollout")
-    if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
-        os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
     return asyncio.run(serve(settings))
 
 
@@ -47,7 +47,10 @@ async def serve(settings: Settings) -> int:
 
 async def supervise(settings: Settings) -> int:
     """Run the worker. An error that breaks it is reported once, where the user looks, and ends the process."""
+    allow_many_files()
     try:
+        if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
+            os.sched_setaffinity(0, usable_cores(settings.cpu_cores))
         device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
         health = settings.serve_health()
@@ -106,6 +109,14 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files as far as the system permits: each episode of a group has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        possible = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, possible), hard))
 
 
 async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseException) -> None:

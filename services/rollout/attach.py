@@ -16,7 +16,7 @@ from onbeat.types import WeightUpdate
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
-from onbeat.weights.security import reachable_host
+from onbeat.weights.security import join_address, reachable_host
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
@@ -86,7 +86,7 @@ class Attachment:
             server = PayloadServer(self.job_id, puller, security)
             port = await server.start(settings.weights_host, settings.weights_port)
             cleanup.push_async_callback(server.stop)
-            puller.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
+            puller.serve_at(join_address(reachable_host(settings.weights_host, settings.weights_advertise), port))
         return puller
 
     async def attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> Parts:

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.hardware.cores import usable_cores
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
@@ -28,8 +29,10 @@ from onbeat.streams.connection import describe_loss
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from onbeat.weights.security import TLS_CA, TLS_CERT
 from services.device import choose_device, describe_device
-from services.trainer.job.interface import JobCancelled, Stopped
+from services.trainer.device import make_deterministic
+from services.trainer.job.interface import CannotServe, JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.precision import resolve_dtype
 from services.trainer.job.presence import Presence
@@ -57,12 +60,17 @@ def main() -> int:
         signal.signal(name, lambda *_: stop.set())
     background = LoopThread("trainer")
     try:
-        settings.wire_security()
+        if not settings.wire_security().can_serve:
+            raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this trainer could not serve weights")
+        if settings.cpu_cores:
+            usable_cores(settings.cpu_cores)
         ledger = background.run(create_ledger(settings))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
-        world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
+        device = choose_device(settings.device)
+        make_deterministic(device)
+        world = World.from_environment(device, settings.peer_timeout_s)
         of_main = closing(Presence(background, ledger, settings.pool, settings.trainer_id)) if world.is_main else None
         with of_main or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
@@ -73,7 +81,7 @@ def main() -> int:
     except RanksMustRestart as reason:
         logger.warning("%s", reason)
         return RESTART_CODE
-    except (PeerLost, ValueError) as error:
+    except (PeerLost, CannotServe, ValueError) as error:
         logger.error("%s", error)
         return 1
     return 0
@@ -116,6 +124,9 @@ def serve(
             is_handover = outcome is None
             if outcome is not None and (world.is_main or outcome is JobState.FAILED):
                 finish(background, ledger, job_id, epoch, outcome, error)
+        except CannotServe:
+            is_handover = True  # the job need not fail after a number of such trainers
+            raise
         finally:
             job.close(is_handover)
             if presence is not None:
@@ -136,13 +147,14 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
             await ledger.jobs.file(job_id)  # it was in the wrong list for its state, or it has a trainer
             continue
         try:
+            fields = await ledger.jobs.fields(job_id)  # it may have got more iterations before it was claimed
             config = await resolve_dtype(ledger, job_id, epoch, fields, hardware, settings)
             return job_id, epoch, config.model_dump_json()
         except (ValidationError, LookupError) as error:
             await ledger.jobs.move(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
         except JobFailed as error:
             await ledger.jobs.move(job_id, JobState.FAILED, str(error))
-        except LeaseLost:  # the job is over, or another trainer was faster
+        except (LeaseLost, JobNotFound):  # the job is over, or another trainer was faster
             continue
     return None
 
@@ -175,8 +187,11 @@ def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState |
     except (LeaseLost, Stopped, JobNotFound) as reason:
         logger.warning("job %s is left to another trainer: %s", job.job_id, reason)
         return None, ""
-    except (RedisError, TimeoutError, PeerLost):
+    except (RedisError, TimeoutError, PeerLost, CannotServe):
         raise  # the job is intact in Redis; this process, or one that it needs, is not
+    except GroupsTrimmed as error:
+        remedy = "give this trainer the data folder of the one that wrote them, or submit the job again"
+        return JobState.FAILED, f"{error}, and this trainer lacks the checkpoints after them; {remedy}"
     except (JobFailed, ValueError) as error:
         return JobState.FAILED, str(error)
     except Exception as error:  # the supervisor: an unknown defect ends the job, loudly

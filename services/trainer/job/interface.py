@@ -19,6 +19,10 @@ class Stopped(Exception):
     """This process was asked to stop; the job goes on elsewhere."""
 
 
+class CannotServe(Exception):
+    """This process cannot serve weights, whatever the job: its port, host or certificates are wrong."""
+
+
 @dataclass(frozen=True)
 class Commit:
     """The trainer's report at the end of an iteration."""
@@ -35,7 +39,8 @@ class Commit:
 class Groups(Protocol):
     """The groups of a job, as one replica takes them: live (`session.GroupSource`) or recorded."""
 
-    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]: ...
+    def num_opened(self) -> int: ...
+    def accepted(self, iteration: int, known: Container[str] = ()) -> list[RolloutGroup]: ...
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]: ...
     def policy_version(self, iteration: int) -> int: ...
     def dispatched(self, iteration: int) -> set[str]: ...

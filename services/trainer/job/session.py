@@ -4,12 +4,13 @@ import time
 from collections.abc import Container
 from typing import Any
 
+from onbeat.errors import WeightsError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import IterationState, JobState, PublishedWeights
 from onbeat.weights.host import host_id
-from onbeat.weights.security import reachable_host
+from onbeat.weights.security import join_address, reachable_host
 from onbeat.weights.wire import Peer
-from services.trainer.job.interface import Commit
+from services.trainer.job.interface import CannotServe, Commit
 from services.trainer.job.lease import Lease
 from services.trainer.job.meters import CommitMeter
 from services.trainer.settings import Settings
@@ -32,18 +33,14 @@ class GroupSource:
         """Return up to `count` accepted groups in completion order, or an empty list when none came in time."""
         return self._lease.run(self._ledger.trainer.take(self._job.id, self._consumer, count, timeout_s))
 
-    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
-        """Return the accepted groups from an iteration on, in completion order, including those taken before. Those
-        that are `known` (ids) are not read."""
+    def num_opened(self) -> int:
+        """Return the number of iterations that have been opened so far."""
+        return int(self._lease.run(self._ledger.jobs.fields(self._job.id))["num_opened"])
 
-        async def collect() -> list[RolloutGroup]:
-            num_opened = int((await self._ledger.jobs.fields(self._job.id))["num_opened"])
-            groups = []
-            for iteration in range(first_iteration, num_opened):
-                groups += await self._ledger.iterations.accepted_groups(self._job.id, iteration, known)
-            return groups
-
-        return self._lease.run(collect())
+    def accepted(self, iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
+        """Return the accepted groups of an iteration, in completion order, including those taken before. Those that
+        are `known` (ids) are not read."""
+        return self._lease.run(self._ledger.iterations.accepted_groups(self._job.id, iteration, known))
 
     def policy_version(self, iteration: int) -> int:
         """Return the one policy version of an open iteration."""
@@ -102,6 +99,10 @@ class JobSession:
         """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
         return self.lease.check()
 
+    def num_committed(self) -> int:
+        """Return the number of committed iterations; of a fork, those of its parent count, too."""
+        return int(self.lease.run(self._ledger.jobs.fields(self.job_id))["next_iteration"])
+
     def emit(self, kind: str, message: str) -> None:
         self.lease.run(self._ledger.event_log.emit(self.job_id, kind, message))
 
@@ -118,17 +119,21 @@ class JobSession:
     def serve_weights(self, files: dict[str, bytes], settings: Settings, shards: World) -> None:
         """Serve weights on rank 0 and on every rank of `shards`: each what it holds, and rank 0 knows who holds what.
 
-        Raises WeightsError when the port is taken, ValueError when certificates are not usable.
+        Raises CannotServe when the port is taken or certificates are not usable.
         """
         rank = self.lease.job.rank
         if rank > 0 and shards.size == 1:
             return
-        security = settings.wire_security()
-        server = WeightServer(self.job_id, files, self._store, security, settings.weights_max_calls)
         port = settings.weights_port + rank if settings.weights_port else 0
-        bound = self.lease.run(server.start(settings.weights_host, port))
+        try:
+            security = settings.wire_security()
+            server = WeightServer(self.job_id, files, self._store, security, settings.weights_max_calls)
+            bound = self.lease.run(server.start(settings.weights_host, port))
+        except (WeightsError, ValueError) as error:
+            self.emit("trainer.failed", f"{settings.trainer_id} ends: {error}")
+            raise CannotServe(f"job {self.job_id} is left to another trainer: {error}") from error
         self._server = server
-        self._address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{bound}"
+        self._address = join_address(reachable_host(settings.weights_host, settings.weights_advertise), bound)
         own = Peer(
             worker_id=settings.trainer_id, address=self._address, host_id=host_id(), zone=settings.zone
         ).SerializeToString()

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import socket
+import ssl
 import subprocess
 import sys
 import uuid
@@ -14,6 +16,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
 from services.trainer.job.lease import ClaimedJob
 from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually
@@ -32,11 +35,15 @@ def stuck_step(settings, job, world):
     job.lease._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
     ctypes.CDLL(None).sleep(600)
 
+def serve(settings, job, world):
+    job.serve_weights({{}}, settings, world)
+
 session.run_job = {instead}
 from services.trainer.__main__ import main
 sys.exit(main())
 """
 START_S = 60.0
+CA = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.crt"
 
 
 @asynccontextmanager
@@ -84,6 +91,36 @@ async def test_stuck_trainer_ends_and_another_one_gets_its_job(ledger: Ledger, r
     assert "while at the barrier: this process ends" in warning
     assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
     await eventually("another trainer gets the job", lambda: ledger.trainer.claim_job(job_id, "another", 30))
+
+
+async def test_trainer_that_cannot_serve_weights_leaves_its_job(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = {"ONBEAT_WEIGHTS_HOST": "127.0.0.1", "ONBEAT_WEIGHTS_PORT": port}
+        async with trainer(ledger, redis_url, tmp_path, "serve", **place) as (process, job_id):
+            _, written = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    reason = f"cannot listen on 127.0.0.1:{port}: its port is taken"
+    assert f"job {job_id} is left to another trainer: {reason}" in written.decode()
+    (event,) = await events_of(ledger, job_id, "trainer.failed")
+    assert event.startswith(f"trainer-a ends: {reason}")
+    assert await ledger.trainer.claim_job(job_id, "another", 30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"ONBEAT_WEIGHTS_TLS_CA": CA}, "ONBEAT_WEIGHTS_TLS_CA is set but ONBEAT_WEIGHTS_TLS_CERT is not"),
+        ({"ONBEAT_CPU_CORES": "4000"}, "none of the cores 4000 may be used by this process; it may use 0"),
+    ],
+)
+async def test_wrong_settings_of_a_trainer_cost_no_job(
+    settings: dict[str, str], reason: str, ledger: Ledger, redis_url: str, tmp_path: Path
+) -> None:
+    async with trainer(ledger, redis_url, tmp_path, "train_for_ever", **settings) as (process, job_id):
+        _, written = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, reason in written.decode()) == (1, True), written
+    assert await ledger.jobs.state(job_id) is JobState.PENDING
 
 
 @pytest.mark.parametrize("rank", [0, 1])

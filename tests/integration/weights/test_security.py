@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -25,6 +26,7 @@ from onbeat.weights.security import (
     call_metadata,
     create_channel,
     create_server,
+    join_address,
     reachable_host,
 )
 from onbeat.weights.server import service_handler
@@ -268,6 +270,24 @@ async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority,
     assert all(security.can_serve for security in (PLAIN, tls_server, mutual_server))
     with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_CERT is not"):
         bind(create_server(pulls_only, max_concurrent_calls=1), pulls_only, "127.0.0.1:0")
+
+
+# Addresses
+
+
+async def test_no_proxy_comes_between_rollouts_and_trainer(wire, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        await assert_is_answered(wire.stub(await wire.serve(PLAIN), PLAIN))
+        proxy.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize(("host", "address"), [("::1", "[::1]:5"), ("[::]", "[::]:5"), ("node-7", "node-7:5")])
+def test_an_ipv6_address_gets_brackets(host, address):
+    assert join_address(host, 5) == address
 
 
 # Files

@@ -20,7 +20,7 @@ import pytest
 from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.hardware.cores import CorePlan, available_cores, format_cores, parse_cores, plan_cores, usable_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background
@@ -35,7 +35,7 @@ from onbeat.local.state import (
     is_locked,
     running_stack,
 )
-from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
+from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor, inherited_environment
 from tests.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -265,6 +265,16 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     assert alone.env["ONBEAT_WEIGHTS_RELAY"] == "False"  # it has no peers
 
 
+def test_variables_of_services_elsewhere_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stack sets a key of the weights itself, and its services would refuse a file beside it, or share a port."""
+    for name in ("WEIGHTS_API_KEY_FILE", "WEIGHTS_PORT", "WEIGHTS_ADVERTISE", "WEIGHTS_TLS_CA", "METRICS_PORT"):
+        monkeypatch.setenv(f"ONBEAT_{name}", "1")
+    monkeypatch.setenv("ONBEAT_KV_CACHE_GIB", "2")
+    inherited = inherited_environment()
+    assert inherited["ONBEAT_KV_CACHE_GIB"] == "2"
+    assert not [name for name in inherited if name.startswith(("ONBEAT_WEIGHTS", "ONBEAT_METRICS"))]
+
+
 @pytest.mark.parametrize(
     ("devices", "build", "places"),
     [
@@ -388,6 +398,9 @@ def test_core_lists_read_and_written() -> None:
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(ValueError, match="list of cores"):
             parse_cores(wrong)
+    assert usable_cores(f"0-{available_cores()[0]},4000")
+    with pytest.raises(ValueError, match="none of the cores 4000-4001 may be used by this process; it may use "):
+        usable_cores("4000-4001")
 
 
 # ---- temporary files -------------------------------------------------------------------------------------------
