@@ -74,7 +74,8 @@ class AsyncJobs:
     async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:
         """Submit a job that starts from the checkpoint which another one wrote after `iteration` iterations, and counts
         on from there. `overrides`: what is to be different, such as `optimizer.learning_rate=1e-6`."""
-        config = (await self.get(job_id)).config | {"fork": {"job": job_id, "iteration": iteration}}
+        parent = (await self.get(job_id)).config
+        config = JobConfig.without_derived(parent) | {"fork": {"job": job_id, "iteration": iteration}}
         for override in overrides:
             apply_override(config, override)
         with suppress(AttributeError, KeyError, TypeError):  # for a schedule that is wrong now: the broker says how

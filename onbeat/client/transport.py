@@ -44,7 +44,7 @@ class BrokerUnreachable(OnbeatError):
             else f"no answer from a broker at {url} ({reason}); start a local stack with `onbeat up`, "
             "or name another broker with --url or ONBEAT_URL"
         )
-        self.url, self.status = url, status
+        self.url, self.reason, self.status = url, reason, status
 
 
 class Transport:

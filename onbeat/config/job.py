@@ -1,6 +1,7 @@
 """A whole job: what must hold between its sections, and how it is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.objectives import IS_ACCEPTED
 from onbeat.rewards import RewardConfig, rewards_in
 
+DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # what `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
 
 
@@ -51,9 +53,16 @@ class JobConfig(JobSections):
 
     def extended(self, num_iterations: int) -> "JobConfig":
         """Return the finished job with a new total of iterations; the previous total joins `earlier_ends`."""
-        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
-        more = {"num_iterations": num_iterations, "earlier_ends": ends}
+        return self.with_ends([*self.schedule.ends, num_iterations])
+
+    def with_ends(self, ends: Sequence[int]) -> "JobConfig":
+        more = {"num_iterations": ends[-1], "earlier_ends": list(ends[:-1])}
         return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
+
+    def continues(self, other: "JobConfig") -> bool:
+        """Return whether this is the other job, perhaps extended since."""
+        ends = other.schedule.ends
+        return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
 
     @property
     def rewards(self) -> list[RewardConfig]:
@@ -95,8 +104,7 @@ class JobConfig(JobSections):
     @property
     def decay_ends(self) -> list[int]:
         """Optimizer steps to which the learning rate decays, one after another; the last one ends the job."""
-        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
-        return [end * self.training.num_updates_per_iteration for end in ends]
+        return [end * self.training.num_updates_per_iteration for end in self.schedule.ends]
 
     @property
     def max_staleness(self) -> int:
@@ -119,6 +127,17 @@ class JobConfig(JobSections):
             kept = RetentionConfig(rollout_iterations=max(50, self.checkpoint.every_iterations))
             object.__setattr__(self, "retention", kept)
         return self
+
+    @classmethod
+    def without_derived(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a job's fields without the values that `fill_defaults` derives: a change may lead to others."""
+        for section, name in DERIVED:
+            shorter = fields | {section: {**fields.get(section, {}), name: None}}
+            with suppress(ValidationError):  # it is of another version of Onbeat
+                derived = cls.model_validate(shorter, context=IS_ACCEPTED).model_dump(mode="json")
+                if derived[section][name] == fields.get(section, {}).get(name):
+                    fields = shorter
+        return fields
 
     @classmethod
     def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
@@ -161,8 +180,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"schedule.mode: objective {objective.type} {reason}cannot run in {schedule.mode}; "
             f"use {' or '.join(objective.modes)}, or another objective"
         )
-    ends = [*schedule.earlier_ends, schedule.num_iterations]
-    if ends != sorted(set(ends)):
+    if schedule.ends != sorted(set(schedule.ends)):
         yield (
             f"schedule.earlier_ends: {schedule.earlier_ends} must ascend and stay below the "
             f"{schedule.num_iterations} iterations of the job; leave it out"

@@ -38,6 +38,11 @@ class Schedule(Section):
         "the job writes a checkpoint and fails; default: no limit",
     )
 
+    @property
+    def ends(self) -> list[int]:
+        """The totals of iterations that the job had and has, in ascending order."""
+        return [*self.earlier_ends, self.num_iterations]
+
 
 class PeriodicSchedule(Schedule):
     """Train on groups while others are still being generated. Strictly on-policy: one policy version per iteration."""

@@ -1,8 +1,9 @@
 """The connection to Redis that every service uses."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import builtins
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,38 +76,53 @@ class RedisSettings(BaseModel):
             "health_check_interval": 30,
             "max_connections": MAX_CONNECTIONS,
         }
-        return CancellableRedis.from_pool(ConnectionPool(**(defaults | options)))
+        options = defaults | options
+        redis = LimitedRedis(connection_pool=ConnectionPool(**options))
+        redis.auto_close_connection_pool = True  # as from_pool does
+        redis.limit_s = num_retries + float(options["socket_timeout"])
+        return redis
 
 
-@contextmanager
-def cancellable() -> Iterator[None]:
-    """Let a cancellation through.
+@asynccontextmanager
+async def limited(limit_s: float) -> AsyncIterator[None]:
+    """Bound the time of a command with all its retries, and let a cancellation through.
 
-    redis-py sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives just when the
-    sending is done (github.com/python/cpython/issues/86296): the task would run on for ever.
+    redis-py retries each connection's health check within each retry of the command, so that the tries multiply. And it
+    sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives just when the sending
+    is done (github.com/python/cpython/issues/86296): the task would run on for ever.
     """
     task = asyncio.current_task()
-    num_cancels = task.cancelling() if task else 0
     try:
-        yield
-    finally:
-        if task and task.cancelling() > num_cancels:
-            raise asyncio.CancelledError
+        async with asyncio.timeout(limit_s):
+            num_cancels = task.cancelling() if task else 0
+            try:
+                yield
+            finally:
+                if task and task.cancelling() > num_cancels:
+                    raise asyncio.CancelledError
+    except builtins.TimeoutError as error:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from error
 
 
-class CancellablePipeline(Pipeline):
+class LimitedPipeline(Pipeline):
+    limit_s: float
+
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        with cancellable():
+        async with limited(self.limit_s):
             return await super().execute(raise_on_error)
 
 
-class CancellableRedis(Redis):
+class LimitedRedis(Redis):
+    limit_s: float  # of a command, with its retries
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        with cancellable():
+        async with limited(self.limit_s):
             return await super().execute_command(*args, **options)
 
-    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> CancellablePipeline:
-        return CancellablePipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> LimitedPipeline:
+        pipeline = LimitedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipeline.limit_s = self.limit_s
+        return pipeline
 
 
 class PasswordFile(CredentialProvider):

@@ -28,11 +28,12 @@ NUM_NEXT = 4  # pending jobs that are watched: those that are next, so that thei
 MAX_CRASHES = 3  # crashes of one job's watcher (our defects) within CRASH_WINDOW_S after which the job fails
 CRASH_WINDOW_S = 600.0
 MAX_BACKOFF_S = 5.0
+CALM_S = 2 * MAX_BACKOFF_S  # Redis is well again after this long without a failure: watchers may fail after each scan
 
 
 class Conductor:
-    """The watchers of all active jobs. `run` ends only when it is cancelled, or when scans have failed for longer than
-    `timeout_s`: then it raises the last error."""
+    """The watchers of all active jobs. `run` ends only when it is cancelled, or when scans have failed again and again
+    for `timeout_s`: then it raises the last error."""
 
     def __init__(self, ledger: Ledger, process: DatasetProcess, timeout_s: float) -> None:
         self._ledger, self._process, self._timeout_s = ledger, process, timeout_s
@@ -41,17 +42,20 @@ class Conductor:
 
     async def run(self) -> None:
         failing_since: float | None = None
-        backoff_s = SCAN_S
+        failed_at, backoff_s = 0.0, SCAN_S
         try:
             while True:
+                began_at = time.monotonic()
                 try:
                     await self._scan()
-                    failing_since, backoff_s = None, SCAN_S
+                    backoff_s = SCAN_S
+                    if began_at - failed_at > CALM_S:
+                        failing_since = None
                 except Exception as error:  # a supervisor: after timeout_s of failures, the broker ends
-                    now = time.monotonic()
-                    failing_since = failing_since or now
+                    failed_at = time.monotonic()
+                    failing_since = failing_since or began_at
                     logger.error("the control loop failed, trying again: %s: %s", type(error).__name__, error)
-                    if now - failing_since > self._timeout_s:
+                    if failed_at + (failed_at - began_at) - failing_since > self._timeout_s:  # so would another try
                         raise
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                 await asyncio.sleep(backoff_s)

@@ -9,6 +9,9 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -38,12 +41,23 @@ class Retention:
 
     async def run(self) -> None:
         self._arrival_until = time.monotonic() + ARRIVAL_S
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._repeat(self.trim_started))
+            both.create_task(self._repeat(partial(self.step, PAUSE_S)))
+
+    async def _repeat(self, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.step(pause_s=PAUSE_S)
+                await look()
             except RedisError as error:
                 logger.warning("old data is kept for now: %s: %s", type(error).__name__, error)
             await asyncio.sleep(LOOK_S)
+
+    async def trim_started(self) -> None:
+        """Drop the old groups of the jobs that make new ones: `step` takes long where there are many other jobs."""
+        for job_id, fields in (await existing_jobs(self._ledger, await self._ledger.lists.started())).items():
+            with self._leaving_odd_ones(job_id):
+                await trim(self._ledger, job_id, fields)
 
     async def step(self, pause_s: float = 0.0) -> None:
         """Look at every job once, a few at a time: many jobs take longer, but cost no more at any time."""
@@ -53,12 +67,8 @@ class Retention:
             found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
             await self._ledger.lists.file(found)
             for job_id in batch:
-                try:
+                with self._leaving_odd_ones(job_id):
                     await self._look_at(job_id, found.get(job_id), now)
-                except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
-                    logger.info("%s", conflict)
-                except (ValueError, LookupError, TypeError) as error:
-                    self._leave_alone(job_id, error)
             if first + JOBS_AT_ONCE < len(job_ids):
                 await asyncio.sleep(pause_s)
 
@@ -75,11 +85,17 @@ class Retention:
         else:
             await trim(self._ledger, job_id, fields)
 
-    def _leave_alone(self, job_id: str, error: Exception) -> None:
+    @contextmanager
+    def _leaving_odd_ones(self, job_id: str) -> Iterator[None]:
         """Skip a job whose record cannot be read, and log it once; the data of others is still removed."""
-        if job_id not in self._unreadable:
-            logger.warning("the record of job %s cannot be read: %s: %s", job_id, type(error).__name__, error)
-        self._unreadable.add(job_id)
+        try:
+            yield
+        except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
+            logger.info("%s", conflict)
+        except (ValueError, LookupError, TypeError) as error:
+            if job_id not in self._unreadable:
+                logger.warning("the record of job %s cannot be read: %s: %s", job_id, type(error).__name__, error)
+            self._unreadable.add(job_id)
 
     def _is_outdated(self, fields: dict[str, str], now: float) -> bool:
         is_final = JobState(fields["state"]).is_final

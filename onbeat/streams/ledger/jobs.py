@@ -57,7 +57,8 @@ class Jobs(LedgerPart):
         args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
         outcome = (await self._run("create_job", job, more_keys, *args)).decode()
         if outcome == "deleted":
-            await self._lists.remove(job_id)
+            if not await self.redis.hexists(job.deleted, "state"):  # else a broker died, and another has to finish
+                await self._lists.remove(job_id)
             raise JobDeleted(job_id)
         await self.file(job_id)
         return bool(outcome == "created")

@@ -48,8 +48,12 @@ class RolloutSide(LedgerPart):
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
-        answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
-        return answer[0][1][-1][0].decode() if answer else last_seen
+        prompts, block_ms = JobKeys(job_id).prompts, max(1, int(timeout_s * 1000))
+        answer = await self.redis.xread({prompts: last_seen}, count=1, block=block_ms)  # all would be much to read
+        if not answer:
+            return last_seen
+        newest = await self.redis.xrevrange(prompts, count=1) or answer[0][1]  # accepted prompts are removed
+        return newest[0][0].decode()
 
     async def num_unclaimed_prompts(self, job_id: str) -> int:
         """Return how many prompts no rollout has claimed yet, including those of evaluations."""

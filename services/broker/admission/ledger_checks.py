@@ -1,6 +1,7 @@
 """The checks of a new job against what the ledger knows: the checkpoint of its fork, and the trackers of trainers."""
 
 import json
+import re
 from pathlib import Path
 
 from onbeat.config import JobConfig
@@ -39,7 +40,8 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
 def kept_checkpoints(newest: str) -> list[int]:
     """Return the iterations that have a checkpoint, ascending; [] if the newest one's folder is not on this machine."""
     found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
-    return sorted(int(path.parent.name.removeprefix("iteration-")) for path in found)
+    names = [re.fullmatch(r"iteration-(\d{6,})", path.parent.name) for path in found]  # a copy has another name
+    return sorted(int(name[1]) for name in names if name)
 
 
 async def review_trackers(ledger: Ledger, config: JobConfig) -> list[Complaint]:

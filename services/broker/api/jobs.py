@@ -2,18 +2,18 @@
 
 import contextlib
 import hashlib
-import json
 import secrets
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
 from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.objectives import IS_ACCEPTED
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
@@ -115,7 +115,7 @@ async def create_job(
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
-        return await read_created(ledger, job_id, wanted)  # by an earlier request
+        return await read_created(ledger, job_id, config)  # by an earlier request
     submitter = submitter_of(request)
     async with broker.quota.place(submitter):
         notes = await review(broker, config)
@@ -123,7 +123,7 @@ async def create_job(
         is_new = await ledger.jobs.create(job_id, wanted, num_iterations, config.max_staleness, submitter)
     for note in notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
-    return await read_created(ledger, job_id, wanted)  # maybe by a request to another broker
+    return await read_created(ledger, job_id, config)  # maybe by a request to another broker
 
 
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
@@ -145,10 +145,14 @@ def choose_job_id(idempotency_key: str | None) -> str:
     return f"job-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:12]}"
 
 
-async def read_created(ledger: Ledger, job_id: str, wanted: object) -> JobRecord:
+async def read_created(ledger: Ledger, job_id: str, wanted: JobConfig) -> JobRecord:
     """Return the job that this request or one with its key created. Raises JobNotFound; 409 if it is another job."""
-    fields = await ledger.jobs.fields(job_id)
-    if json.loads(fields["config"]) != wanted:
+    stored = (await ledger.jobs.fields(job_id))["config"]
+    try:
+        is_same = JobConfig.model_validate_json(stored, context=IS_ACCEPTED).continues(wanted)
+    except ValidationError:  # it is of another version of Onbeat
+        is_same = False
+    if not is_same:
         raise HTTPException(
             409, f"this Idempotency-Key was used for another job ({job_id}); take a new key for a new job"
         )
@@ -234,8 +238,9 @@ async def resume_job(job_id: JobId, broker: Broker, wanted: Resumption | None = 
     num_iterations = wanted.num_iterations if wanted is not None else None
     fields = await broker.ledger.jobs.fields(job_id)
     state = JobState(fields["state"])
-    if state is JobState.PENDING and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
-        return await read_job(broker.ledger, job_id)  # it was resumed a moment ago
+    going_on = (JobState.PENDING,) if num_iterations is None else (JobState.PENDING, JobState.RUNNING)
+    if state in going_on and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
+        return await read_job(broker.ledger, job_id)  # it was resumed before
     if state.is_final or num_iterations is not None:
         async with broker.quota.place(fields.get("submitter", ANYBODY)):  # it fills the queue of that key
             await resume_over(broker.ledger, broker.admission, job_id, num_iterations)

@@ -131,7 +131,8 @@ class Tracer:
     def __init__(self, ledger: Ledger, settings: Settings, meters: Meters) -> None:
         self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
-        self._settled: set[str] = set()  # jobs that have nothing left to export
+        self._settled: set[str] = set()  # jobs that are over and have nothing left to export
+        self._unreadable: set[str] = set()
         self._retry_at = 0.0  # by time.monotonic()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -164,9 +165,11 @@ class Tracer:
             return
         try:
             now = await self._ledger.now()
-            job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
-            self._settled &= set(job_ids)
-            jobs = await existing_jobs(self._ledger, [each for each in job_ids if each not in self._settled])
+            started, ended = await self._ledger.lists.started(), await self._ledger.lists.ended_since(now - CATCH_UP_S)
+            self._settled &= set(ended)  # one that is resumed has more to export
+            self._unreadable &= {*started, *ended}
+            skipped = self._settled | self._unreadable
+            jobs = await existing_jobs(self._ledger, [each for each in (*started, *ended) if each not in skipped])
             for job_id, fields in jobs.items():
                 try:
                     await self._follow(job_id, fields)
@@ -174,7 +177,7 @@ class Tracer:
                     continue
                 except ODD:
                     logger.exception("job %s has no more traces: it cannot be read", job_id)
-                    self._settled.add(job_id)
+                    self._unreadable.add(job_id)
         except (CollectorUnavailable, RedisError) as problem:
             self._meters.trace_failures.inc()
             self._retry_at = time.monotonic() + RETRY_S

@@ -40,6 +40,9 @@ async def refusal(broker: httpx.AsyncClient, body: dict[str, object]) -> tuple[s
 async def test_refused_fork_names_the_reason_and_the_remedy(broker, ledger, tmp_path):
     parent = await parent_of(broker, ledger, tmp_path, 1, 2)
     without = await parent_of(broker, ledger, tmp_path / "none")
+    copy = tmp_path / "checkpoints" / "iteration-000002-best"
+    copy.mkdir()
+    (copy / "state.json").touch()
     too_late = f"job {parent} has no checkpoint after 9 iterations; there are those after 1, 2; take one of them"
     for body, field, reason in (
         (fork_body("nobody"), "fork.job", "there is no job 'nobody'"),

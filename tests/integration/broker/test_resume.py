@@ -1,5 +1,7 @@
 """Jobs that are over go on: which may, with what, and that brokers, trainers and readers see them as before."""
 
+import uuid
+
 import pytest
 
 from onbeat.config import JobConfig
@@ -35,7 +37,8 @@ async def test_failed_job_goes_on_where_it_was(broker, ledger):
 
 async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledger):
     evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
-    job_id = await submit(broker, evaluation=evaluation)
+    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    job_id = (await broker.post("/v1/jobs", json=job_body(evaluation=evaluation), headers=headers)).json()["id"]
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(3))
     await eventually("the last evaluation is open", lambda: ledger.evaluations.state(job_id, 3))
@@ -48,10 +51,14 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledge
         assert (too_few if wanted <= 3 else "less than or equal to 1000000") in answer.text
     record = (await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": 6})).json()
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 6, 3)
+    created = await broker.post("/v1/jobs", json=job_body(evaluation=evaluation), headers=headers)
+    assert (created.status_code, created.json()["id"]) == (201, job_id)  # the request that created it, again
     assert (record["config"]["schedule"]["num_iterations"], record["config"]["schedule"]["earlier_ends"]) == (6, [3])
     assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "4"
     epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
+    again = await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": 6})
+    assert (again.status_code, again.json()["num_iterations"]) == (200, 6)
     await train(ledger, job_id, epoch, range(3, 6))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     report = (await broker.get(f"/v1/jobs/{job_id}/audit")).json()

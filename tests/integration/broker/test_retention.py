@@ -18,6 +18,7 @@ from onbeat.streams.chat import Chats
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.job_lists import FINAL
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
@@ -178,6 +179,17 @@ async def test_two_deletions_at_once_are_one(ledger):
     assert await keys_of(ledger, job_id) == {"deleted"}
 
 
+async def test_late_request_does_not_hide_a_half_done_deletion(ledger):
+    job_id, _ = await run_job(ledger)
+    await over(ledger, job_id)
+    job, config = JobKeys(job_id), json.loads((await ledger.jobs.fields(job_id))["config"])
+    await ledger.jobs._run("delete_job", job, [job.deleted], *FINAL)  # then the broker died
+    with pytest.raises(JobDeleted):
+        await ledger.jobs.create(job_id, config, 3, 0)
+    await Retention(ledger, 0).step()
+    assert await keys_of(ledger, job_id) == {"deleted"}
+
+
 async def test_delete_over_rest(broker):
     headers = {"Idempotency-Key": uuid.uuid4().hex}
 
@@ -298,6 +310,16 @@ async def test_exactly_the_entries_of_old_durable_iterations_go(ledger):
     report = await run_audit(ledger, job_id)
     assert report.is_clean, report.violation
     assert (report.num_groups, report.num_contents, report.num_contents_gone) == (6, 4, 2)
+
+
+async def test_running_job_is_trimmed_however_many_others_there_are(ledger):
+    job_id, epoch = await interleaved_job(ledger)
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    broken = await create_job(ledger)
+    await ledger.jobs.move(broken, JobState.RUNNING)
+    await ledger.redis.hset(JobKeys(broken).job, mapping={"config": "{", "checkpoint_iteration": "1"})
+    await Retention(ledger, 0).trim_started()
+    assert len(await kept_groups(ledger, job_id)) == 4
 
 
 @pytest.mark.parametrize(("iteration", "num_kept"), [(1, 1), (0, 2), (0, 1)])

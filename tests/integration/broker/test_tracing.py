@@ -290,6 +290,21 @@ async def test_large_iteration_goes_in_several_requests(ledger, receiver):
 # ---- when, and how often ---------------------------------------------------------------------------------------------
 
 
+async def test_resumed_job_is_traced_on(ledger, receiver):
+    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 2})
+    await run_iteration(ledger, job_id, epoch, 0)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no disk space")
+    exporter = Exporter(ledger, receiver.url)
+    for _ in range(2):
+        await exporter.tracer.step()
+    await ledger.jobs.resume(job_id, JobState.FAILED)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)  # before the tracer looks again
+    await run_iteration(ledger, job_id, epoch, 1)
+    await exporter.tracer.step()
+    await exporter.tracer.close()
+    assert exported(receiver, job_id) == [0, 1]
+
+
 async def test_two_brokers_leave_no_iteration_out(ledger, receiver):
     """Either may send one, and both may: it is the same trace then."""
     job_id, epoch = await started_job(ledger, schedule={"num_iterations": 12})

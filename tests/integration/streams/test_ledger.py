@@ -9,6 +9,7 @@ import time
 
 import pytest
 from redis.exceptions import DataError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
 from onbeat.streams.connection import connect
@@ -452,6 +453,20 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
         task.cancel()
         _, running = await asyncio.wait([task], timeout=5)
         assert not running, f"cancelled after {num_turns} turns of the loop"
+
+
+async def test_silent_redis_is_given_up_in_time() -> None:
+    """Its health checks are retried within each retry of a command: without a limit the tries would multiply."""
+    server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+    client = connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?socket_timeout=0.2", retry_s=4)
+    started = time.monotonic()
+    with pytest.raises(RedisTimeout, match=r"no answer within 4\.2 s"):
+        await client.get("anything")
+    with pytest.raises(RedisTimeout, match=r"no answer within 4\.2 s"):
+        await client.pipeline().get("anything").execute()
+    assert time.monotonic() - started < 15
+    await client.aclose()
+    server.close()
 
 
 # ---- many submissions at once ----------------------------------------------------------------------------------------
