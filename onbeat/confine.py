@@ -123,8 +123,10 @@ def landlock_version() -> int:
 
 
 def confine_files(readable: Iterable[str], writable: Iterable[str]) -> bool:
-    """Allow this process only the files below these folders, and no signals to others, by Landlock. Return whether
-    the kernel knows how to do it; older ones know a part of it."""
+    """Allow this process only these files and what is below these folders, and no signals to others, by Landlock.
+
+    Return whether the kernel knows how to do it; older ones know a part of it.
+    """
     version, libc = landlock_version(), ctypes.CDLL(None)
     if version < 1:
         return False
@@ -136,9 +138,11 @@ def confine_files(readable: Iterable[str], writable: Iterable[str]) -> bool:
     folders = [(folder, READ) for folder in readable] + [(folder, everything) for folder in writable]
     for path, access in [*folders, ("/dev/null", READ_FILE | WRITE_FILE), ("/dev/urandom", READ_FILE)]:
         with contextlib.suppress(FileNotFoundError):
-            folder = os.open(path, os.O_PATH)
-            libc.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", access, folder), 0)
-            os.close(folder)
+            place = os.open(path, os.O_PATH)
+            if not os.path.isdir(path):
+                access &= EXECUTE | READ_FILE | WRITE_FILE  # the kernel refuses the rights of folders on files
+            libc.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", access, place), 0)
+            os.close(place)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     is_confined: bool = libc.syscall(RESTRICT_SELF, ruleset, 0) == 0
     os.close(ruleset)

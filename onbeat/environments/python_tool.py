@@ -13,11 +13,11 @@ import signal
 import site
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat import confine
+from onbeat.temporary import PrivateFolder
 
 MAX_OUTPUT_BYTES = 64 << 10  # of stdout and of stderr; the process is ended beyond it
 MAX_FILE_MB = 16
@@ -43,8 +43,10 @@ class PythonResult:
 async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
     """Run a program in an empty folder that is deleted afterwards, whatever the program made of it. Raises OSError when
     no process can be started."""
-    folder = tempfile.mkdtemp(prefix="onbeat-python-")
+    private = PrivateFolder("onbeat-python-")  # removed later if this process is killed
+    folder = str(private.path / "work")
     try:
+        os.mkdir(folder)
         (Path(folder) / "main.py").write_text(code, errors="replace")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", confine.__file__, json.dumps(wishes(folder, timeout_s, memory_mb))),
@@ -58,6 +60,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
         return await read_result(process, timeout_s)
     finally:
         await asyncio.to_thread(remove, folder)
+        private.remove()
 
 
 def remove(folder: str) -> None:

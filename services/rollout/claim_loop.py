@@ -273,7 +273,9 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:
     """Return whether the engine has owed the answer all the time, so that it may have stopped answering at all."""
-    return isinstance(error, DeadlineExceeded) and flight.stage is Stage.GENERATING and flight.episodes is None
+    if not isinstance(error, DeadlineExceeded | EnvironmentFailed) or flight.stage is not Stage.GENERATING:
+        return False
+    return flight.episodes is None or flight.episodes.is_unanswered
 
 
 def is_groups_fault(flight: Flight) -> bool:

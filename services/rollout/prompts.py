@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onbeat.model_config import context_tokens
 from onbeat.streams.codec import PromptTask
 from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText
@@ -66,9 +67,7 @@ class PromptEncoder:
 
 def read_context_tokens(model_dir: Path) -> int | None:
     """Return the longest context that the model was made for, of its text part when it has several; None if unnamed."""
-    config = json.loads((model_dir / "config.json").read_text())
-    limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    return int(limit) if limit else None
+    return context_tokens(json.loads((model_dir / "config.json").read_text()))
 
 
 def prompt_text(task: PromptTask) -> str:

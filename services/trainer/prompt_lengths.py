@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+from onbeat.confine import die_with_parent
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 
@@ -21,6 +22,7 @@ def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
+    die_with_parent()  # which is killed at its limit
     source = resolve_model(sys.argv[1], Settings().cache_dir)
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from onbeat.config import JobConfig
+from onbeat.model_config import context_tokens, text_config
 from services.broker.datasets.hub import HUB_ID
 
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
@@ -180,19 +181,6 @@ def read_header(path: Path) -> tuple[str, set[int]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "its header is no header of safetensors", set()
     return (f"{missing} bytes are missing at its end" if missing > 0 else ""), embedded
-
-
-def text_config(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a Hugging Face config that is about text: all of it, unless the text model is nested."""
-    nested = model.get("text_config")
-    return nested if isinstance(nested, dict) else model
-
-
-def context_tokens(model: dict[str, Any]) -> int | None:
-    """Return `max_position_embeddings` of the model or its text model, or None."""
-    name = "max_position_embeddings"
-    value = model.get(name, text_config(model).get(name))
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:

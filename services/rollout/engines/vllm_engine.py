@@ -12,9 +12,9 @@ import logging
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -183,7 +183,8 @@ class VllmEngine:
     ) -> list[GeneratedResponse]:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
-        params = _sampling_params(sampling, num_samples)
+        with _refusals():
+            params = _sampling_params(sampling, num_samples)
         self._num_requests += 1
         self.num_in_flight += num_samples
         try:
@@ -198,14 +199,17 @@ class VllmEngine:
         """Yield text; see `StreamingEngine`. All that vLLM generates before it is asked again is one piece."""
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
-        params = _chat_params(sampling)
+        with _refusals():
+            params = _chat_params(sampling)
         self._num_requests += 1
         self.num_in_flight += 1
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
         try:
-            async with aclosing(self._llm.generate(prompt, params, request_id=str(self._num_requests))) as outputs:
-                async for output in outputs:
-                    yield _to_piece(output.outputs[0], expected_version)
+            request = self._llm.generate(prompt, params, request_id=str(self._num_requests))
+            async with aclosing(request) as outputs:
+                with _refusals():
+                    async for output in outputs:
+                        yield _to_piece(output.outputs[0], expected_version)
         finally:
             self.num_in_flight -= 1
 
@@ -321,11 +325,23 @@ async def _complete(
     llm: "AsyncLLM", prompt_token_ids: list[int], params: "SamplingParams", request_id: str
 ) -> list[GeneratedResponse]:
     prompt: Any = {"type": "token", "prompt_token_ids": prompt_token_ids}
-    async for output in llm.generate(prompt, params, request_id=request_id):
-        if output.finished:
-            num_cached = output.num_cached_tokens or 0
-            return [_to_response(completion, num_cached) for completion in output.outputs]
+    with _refusals():
+        async for output in llm.generate(prompt, params, request_id=request_id):
+            if output.finished:
+                num_cached = output.num_cached_tokens or 0
+                return [_to_response(completion, num_cached) for completion in output.outputs]
     raise RuntimeError("vLLM ended a request without finishing it")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise vLLM's refusal of a request as the ValueError that `Engine` promises; other errors are defects."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except VLLMClientError as error:
+        raise ValueError(str(error)) from error
 
 
 async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrivals) -> None:

@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onbeat.completions import ChatFailed
@@ -46,6 +47,7 @@ class GroupContext:
     encoder: PromptEncoder
     renderer: Renderer
     broken: "asyncio.Future[BaseException]"  # an error that no call of the environment can cure
+    calls: Counter[str] = field(default_factory=Counter)  # `asked` of the engine, and `answered` or refused by it
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Episode:
         group = self._group
         sampling = Sampling(max_tokens, group.task.temperature, seed_of(*self._place, number))
         generating = asyncio.ensure_future(group.generate(prompt_token_ids, sampling))
+        group.calls["asked"] += 1
         self._in_flight.add(generating)
         try:
             await asyncio.wait({generating})
@@ -194,6 +197,7 @@ class Episode:
             self._waits_since = time.monotonic()
         if generating.cancelled() or self._is_over:
             raise is_over()
+        group.calls["answered"] += 1
         if (error := generating.exception()) is None:
             return generating.result()
         if isinstance(error, ValueError):

@@ -81,6 +81,11 @@ class GroupPlay:
         return f"group {wait.group_id}: episode {wait.episode} waits for {wait.waits_for} for over {waited_s:.0f} s"
 
     @property
+    def is_unanswered(self) -> bool:
+        """Return whether the engine has been asked in this attempt, and has never answered."""
+        return bool(self._group.calls["asked"]) and not self._group.calls["answered"]
+
+    @property
     def num_waiting(self) -> int:
         """How many episodes hold no place in the engine: they wait for their environment, or have ended."""
         return self._num_samples - sum(episode.holds_place for episode in self._playing)

@@ -9,6 +9,7 @@ It listens on this machine's loopback interface only. A key is valid for one epi
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -40,6 +41,8 @@ except ImportError as missing:
         "install the packages of requirements/cpu.lock or requirements/cuda.lock"
     ) from missing
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -68,7 +71,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if 0 < MAX_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0] < len(self.connections):  # -1: no limit
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 < MAX_SHARE * limit < len(self.connections):  # -1: no limit
+            warn_of_limit(limit)
             transport.abort()
         self._hang_up = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
 
@@ -79,6 +84,11 @@ class Connection(H11Protocol):
     def _end_if_silent(self) -> None:
         if self.cycle is None:  # not one request
             self.transport.close()
+
+
+@functools.cache
+def warn_of_limit(limit: int) -> None:
+    logger.warning("sessions of episodes are refused: this process may open only %d files (`ulimit -n`)", limit)
 
 
 class SessionServer:

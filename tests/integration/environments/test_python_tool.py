@@ -14,7 +14,7 @@ import pytest
 from onbeat.confine import SOCKET_CALLS, landlock_version
 from onbeat.environments import python_tool
 from onbeat.environments.python_tool import run_python
-from tests.waiting import wait_until_gone
+from tests.waiting import eventually, wait_until_gone
 
 CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urp", "true"], check=False).returncode == 0
 HAS_LANDLOCK = landlock_version() >= 1
@@ -55,6 +55,19 @@ async def test_folder_is_empty_and_goes_with_the_program():
     assert not await asyncio.to_thread(os.path.exists, folder)
 
 
+async def test_folder_of_a_killed_owner_goes_with_the_next_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    play = "from onbeat.environments.python_tool import run_python; import asyncio; "
+    play += "asyncio.run(run_python(\"open('begun', 'w'); import time; time.sleep(60)\", timeout_s=60))"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", play, env=environment)
+    await eventually("the program runs", lambda: asyncio.to_thread(lambda: list(tmp_path.glob("*/work/begun"))))
+    owner.kill()
+    await owner.wait()
+    assert (await run_python("pass")).is_ok
+    assert not list(tmp_path.iterdir())
+
+
 async def test_deep_and_closed_folders_go_with_the_program(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deep = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed'); os.mkdir('closed/x')"
@@ -72,6 +85,7 @@ async def test_files_outside_the_folder_are_closed(tmp_path):
     for code in (f"open({str(tmp_path / 'secret')!r})", f"open({str(tmp_path / 'new')!r}, 'w')", "open('/etc/passwd')"):
         assert "PermissionError" in (await run_python(code)).stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "secret"]
+    assert (await run_python("open('/etc/ld.so.cache', 'rb').read(1)")).is_ok
 
 
 @pytest.mark.skipif(platform.machine() not in SOCKET_CALLS, reason="unknown numbers of system calls")

@@ -18,7 +18,9 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, Verdict
 from onbeat.weights.host import host_id
 from onbeat.weights.wire import Peer
+from services.rollout.__main__ import root_cause
 from services.rollout.attach import SourceFactory
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer
@@ -157,6 +159,14 @@ class Rig:
 
         await self.until(is_drained, timeout_s)
         return await self.groups(iteration)
+
+    async def broken(self) -> str:
+        """Wait until the only worker has ended, because its engine is broken, and return why."""
+        _, running = self.running.pop()
+        await asyncio.wait({running}, timeout=10)
+        cause = root_cause(running.exception())
+        assert isinstance(cause, EngineBroken)
+        return str(cause)
 
     async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s

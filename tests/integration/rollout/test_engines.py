@@ -394,6 +394,17 @@ async def test_more_prompt_tokens_than_one_step_takes_are_generated(tied: Subjec
     assert [len(responses) for responses in groups] == [2] * len(prompts)
 
 
+async def test_prompt_beyond_the_context_is_refused_as_a_value(tied: Subject) -> None:
+    version = await tied.load(tied.first_weights)
+    too_long = [1] * 100_000
+    with pytest.raises(ValueError, match="longer than the maximum model length"):
+        await tied.engine.generate(too_long, 2, Sampling(4, 1.0, 0), version)
+    with pytest.raises(ValueError, match="longer than the maximum model length"):
+        await anext(tied.engine.stream(too_long, ChatSampling(4, 1.0, 0), version))
+    assert tied.engine.num_in_flight == 0
+    assert len(await tied.engine.generate([1, 2, 3], 2, Sampling(4, 1.0, 0), version)) == 2
+
+
 def write_file_with_a_wrong_shape(good: Path, bad: Path) -> None:
     weights = load_file(good)
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()

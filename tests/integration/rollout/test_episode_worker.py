@@ -8,6 +8,7 @@ import pytest
 
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Environment
+from services.rollout import claim_loop
 from tests.episode_rig import InProcess
 from tests.integration.rollout.rollout_rig import Rig
 from tests.rollout_fakes import FakeEngine
@@ -22,15 +23,17 @@ async def rig(ledger):
     await rig.stop()
 
 
-async def start(rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8, **settings) -> InProcess:
+async def start(
+    rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8, deadline_s: float = 300.0, **settings
+) -> InProcess:
     """Start a job whose episodes are played by this function, `num_groups` groups at a time."""
     environments = InProcess(run, num_groups)
     module = SimpleNamespace(EnvironmentProcesses=lambda *limits: environments)
     monkeypatch.setitem(sys.modules, "services.rollout.environments", module)
     environment = {"name": "test", "max_attempts": 1}
     await rig.start_job(num_prompts=num_prompts, reward=None, environment=environment, **settings)
-    tasks = [rig.task(0, index, environment=ENVIRONMENT, reward=None) for index in range(num_prompts)]
-    await rig.open(0, *tasks)
+    options = {"environment": ENVIRONMENT, "reward": None, "deadline_s": deadline_s}
+    await rig.open(0, *(rig.task(0, index, **options) for index in range(num_prompts)))
     return environments
 
 
@@ -46,6 +49,24 @@ async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatc
     released = await rig.event_messages("group.released")
     assert len(released) == 2
     assert "EnvironmentFailed" in released[0]
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 30.0])
+async def test_engine_that_owes_all_answers_ends_the_process(rig, monkeypatch, timeout_s):
+    """Whether the environment's time is over first, or that of the group."""
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 2)
+
+    async def run(task, policy):
+        async with asyncio.timeout(timeout_s):
+            await policy.chat(task.messages)
+        return Outcome(0.0)
+
+    await start(rig, monkeypatch, run, deadline_s=2.0)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    assert "errors in a row" in await rig.broken()
 
 
 async def test_more_groups_are_claimed_while_episodes_wait(rig, monkeypatch):

@@ -16,8 +16,7 @@ from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.rollout import claim_loop, puller, session
-from services.rollout.__main__ import root_cause
-from services.rollout.engines.registry import EngineBroken, EngineDied
+from services.rollout.engines.registry import EngineDied
 from services.rollout.worker import FIND_JOB_S
 from tests.broker_fixtures import beat
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
@@ -305,22 +304,13 @@ async def test_refused_request_fails_its_group_and_spares_the_engine(rig):
 # ---- failures of engine, trainer and workers -----------------------------------------------------------------------
 
 
-async def broken(rig) -> str:
-    """Wait until the only worker has ended, because its engine is broken, and return why."""
-    _, running = rig.running.pop()
-    await asyncio.wait({running}, timeout=10)
-    cause = root_cause(running.exception())
-    assert isinstance(cause, EngineBroken)
-    return str(cause)
-
-
 async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     engine = FakeEngine()
     engine.generate_errors = [RuntimeError("the core is dead")] * 20
     rig.start_worker(engine)
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
-    assert "the core is dead" in await broken(rig)
+    assert "the core is dead" in await rig.broken()
     assert engine.stopped
     assert await rig.ledger.workers.records(rig.pool) == []
     rig.start_worker()  # the supervisor's new process
@@ -332,7 +322,7 @@ async def test_dead_engine_ends_the_process_and_costs_one_attempt(rig):
     engine.generate_errors = [EngineDied("its core was killed")] * 3
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await broken(rig)
+    await rig.broken()
     assert len(engine.requests) == 1
     assert "attempt 1" in (await rig.event_messages("group.released"))[0]
     (claim,) = await rig.ledger.rollout.claim(rig.job_id, "other", 1, lease_s=30.0)
@@ -346,7 +336,7 @@ async def test_engine_that_owes_all_answers_ends_the_process(rig, monkeypatch):
     engine.may_finish.clear()
     rig.start_worker(engine)
     await rig.open(0, *(rig.task(0, index, deadline_s=2.0) for index in range(2)))
-    assert "DeadlineExceeded: not ready 2 s after its claim" in await broken(rig)
+    assert "DeadlineExceeded: not ready 2 s after its claim" in await rig.broken()
     rig.start_worker()  # the supervisor's new process
     assert [len(group.responses) for group in await rig.drained(0)] == [G, G]
 
@@ -360,7 +350,7 @@ async def test_engine_that_dies_while_it_is_idle_ends_the_process(rig, monkeypat
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
     engine.is_dead = True
-    assert "the engine has died while it was idle" in await broken(rig)
+    assert "the engine has died while it was idle" in await rig.broken()
 
 
 async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
@@ -373,7 +363,7 @@ async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
     await rig.open(1, *(rig.task(1, index) for index in range(3)))
     await rig.until(lambda: worker._record().num_in_flight == 3)
     message = "the load of policy version 1 into the engine did not end within 1 s (ONBEAT_ENGINE_LOAD_S)"
-    assert message in await broken(rig)
+    assert message in await rig.broken()
     claims = await rig.ledger.rollout.claim(rig.job_id, "next", 3, lease_s=30.0)
     assert [claim.attempt for claim in claims] == [1, 1, 1]
 
@@ -384,7 +374,7 @@ async def test_tokens_of_another_version_end_the_process_at_no_attempt(rig, monk
     engine.stamp = 7
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
-    await broken(rig)
+    await rig.broken()
     assert (await rig.iteration(0))["num_stale"] == str(claim_loop.MAX_ENGINE_ERRORS)
     assert await rig.groups(0) == []
     rig.start_worker()
@@ -531,7 +521,7 @@ async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypa
     engine.generate_errors = [RuntimeError("the core is dead")] * 2  # of both at once; the first ends the process
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0), rig.task(0, 1))
-    await broken(rig)
+    await rig.broken()
     rig.start_worker()
     assert [group.failure.kind for group in await rig.drained(0)] == ["generation_failed"] * 2
 

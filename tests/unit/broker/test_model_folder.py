@@ -73,6 +73,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
         ({"vocab_size": 2}, {}, "", ""),
         ({"text_config": {"max_position_embeddings": 9}}, {}, "", ""),  # responses have 8 tokens
         ({"text_config": {"max_position_embeddings": 8}}, {}, "rollout.max_response_tokens", "context of 8 tokens"),
+        ({"n_positions": 8}, {}, "rollout.max_response_tokens", "context of 8 tokens"),  # GPT-2's name for it
         ({"rope_parameters": LONG_ROPE}, {}, "model.max_context_tokens", "set it to 512 or less"),
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 513}, "model.max_context_tokens", "512 or less"),
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 512}, "", ""),
