@@ -166,7 +166,10 @@ class RecordedJob(replay.RecordedJob):
     def doing(self, doing):
         self.doings.append(doing)
 
-    def accepted(self, first_iteration, known=()):
+    def num_opened(self):
+        return 0
+
+    def accepted(self, iteration, known=()):
         return []
 
     def take(self, count, timeout_s):

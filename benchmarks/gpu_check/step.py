@@ -115,7 +115,7 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
     config = job_config(objective, has_reference, "float32", num_updates=2, shape=SMALL)
     groups = recorded_stream(SMALL, SIZES["tiny, few tokens"][5])
     policies, jobs = {}, {}
-    for name, device in {"reference": CPU, "device": place.device}.items():
+    for name, device in {"reference": CPU, "device": place.device, "again": place.device}.items():
         torch.manual_seed(0)
         model = random_model("tiny, few tokens", CPU, torch.float32)
         with torch.no_grad():
@@ -123,7 +123,8 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
                 if parameter.dim() > 1:
                     parameter.mul_(GAIN)
         policies[name], jobs[name] = train(model.to(device), config, groups, device)
-    norms = [[metrics["train/grad_norm"] for metrics in job.metrics.values()] for job in jobs.values()]
+    compared = (jobs["reference"], jobs["device"])
+    norms = [[metrics["train/grad_norm"] for metrics in job.metrics.values()] for job in compared]
     norm_gap = max(abs(ours - theirs) / theirs for theirs, ours in zip(*norms, strict=True))
     masters = [policy.optimizer.masters for policy in policies.values()]
     gaps = torch.cat([(ours.cpu() - masters[0][name]).abs().flatten() for name, ours in masters[1].items()])
@@ -135,6 +136,10 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
         gap_of_gradient_norm=norm_gap,
         gap_of_weights=weight_gap,
         same_bits=jobs["reference"].digests == jobs["device"].digests,
+    )
+    findings.check(
+        f"{objective}, {with_reference(has_reference)}: a second run has the same bits",
+        jobs["device"].digests == jobs["again"].digests,
     )
 
 

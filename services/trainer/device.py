@@ -26,6 +26,15 @@ def device_of_rank(device: torch.device, local_rank: int) -> torch.device:
     return torch.device(device.type, local_rank)
 
 
+def make_deterministic(device: torch.device) -> None:
+    """Let CUDA add in a fixed order, so that a repeated iteration has the same bits. By default, for one, the backward
+    pass of `index_select` adds in any order."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Return whether torch's fused AdamW is used. torch_npu 2.13 has one too; it is off until tried on an NPU."""
     return device.type in ("cpu", "cuda")

@@ -33,13 +33,13 @@ class GroupFeed:
     arrived and `sync` waits for all groups first. Either way the partition is recorded before it is trained.
     """
 
-    def __init__(self, job: TrainingJob, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
+    def __init__(self, job: TrainingJob, config: JobConfig, num_replicas: int = 1) -> None:
         self._job, self._config, self._num_replicas = job, config, num_replicas
         self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: dict[str, RolloutGroup] = {}  # by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
-        self._add(job.groups.accepted(next_iteration))
+        self._num_opened = job.groups.num_opened()  # deliveries of these iterations may be with a predecessor
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
@@ -47,6 +47,8 @@ class GroupFeed:
         self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
         self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
         self._quiet_since = time.monotonic()
+        if iteration < self._num_opened:
+            self._add(self._job.groups.accepted(iteration, self._known))
         wanted = set(wanted) | self._replacing(iteration)
         for group_ids in self._job.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
@@ -168,13 +170,11 @@ class LockstepFeed:
         return [groups[index] for index in shares[self._world.rank]]
 
 
-def create_feed(
-    job: TrainingJob, config: JobConfig, next_iteration: int, world: World, is_sharded: bool
-) -> GroupFeed | LockstepFeed:
+def create_feed(job: TrainingJob, config: JobConfig, world: World, is_sharded: bool) -> GroupFeed | LockstepFeed:
     """Create the feed: whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
     if not is_sharded:
-        return GroupFeed(job, config, next_iteration, num_replicas=world.size)
+        return GroupFeed(job, config, num_replicas=world.size)
     budget = config.training.max_tokens_per_micro_batch * world.size
     training = config.training.model_copy(update={"max_tokens_per_micro_batch": budget})
     for_all = config.model_copy(update={"training": training})
-    return LockstepFeed(world, GroupFeed(job, for_all, next_iteration) if world.is_main else None, config)
+    return LockstepFeed(world, GroupFeed(job, for_all) if world.is_main else None, config)

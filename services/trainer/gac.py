@@ -61,7 +61,9 @@ class GradientControl:
         if self._history.keys() == gradients.keys():
             dot, square_g, square_h = inner_products(gradients, self._history, self._world)
             decision = decide(dot, square_g**0.5, square_h**0.5, self._config)
-        is_projected = self._config.mode == "control" and decision.action is GacAction.PROJECT
+        if self._config.mode != "control" and decision.action is not GacAction.NONE:
+            decision = GacDecision(GacAction.KEEP, decision.cosine)
+        is_projected = decision.action is GacAction.PROJECT
         for name, gradient in gradients.items():
             if is_projected:  # one tensor is copied at a time
                 last = self._history[name]

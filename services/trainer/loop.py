@@ -49,7 +49,7 @@ class TrainLoop:
     ) -> None:
         self._job, self._config, self._policy, self._world = job, config, policy, policy.world
         self._publisher = Publisher(job, config, policy, state, checkpoints)
-        self._feed = create_feed(job, config, state.next_iteration, policy.world, policy.is_sharded)
+        self._feed = create_feed(job, config, policy.world, policy.is_sharded)
         self._opened = OpenIteration(config, state.next_iteration, state.policy_version)
 
     def run(self) -> None:
@@ -105,7 +105,7 @@ class TrainLoop:
         """Write a checkpoint and raise JobFailed after too many iterations in a row without signal. A resumed job may
         have as many again."""
         schedule, state = self._config.schedule, self._publisher.state
-        limit, is_last = schedule.stop_without_signal, state.next_iteration == schedule.num_iterations
+        limit, is_last = schedule.stop_without_signal, state.next_iteration in schedule.ends
         if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
             return
         self._publisher.leave()
@@ -148,7 +148,7 @@ class TrainLoop:
         decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)
-        if decision.action is GacAction.SKIP and self._config.gac.mode == "control":
+        if decision.action is GacAction.SKIP:
             optimizer.drop_gradients()
             return
         if self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1:

@@ -141,7 +141,7 @@ class Publisher:
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        is_last = self.state.next_iteration == schedule.num_iterations  # this version is evaluated, and users want it
+        is_last = self.state.next_iteration in schedule.ends  # this version is evaluated, and users want it
         return is_due or is_last or stats.divergence > schedule.publish_above_kl
 
     def _snapshot(self) -> Snapshot:

@@ -16,15 +16,18 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from onbeat.config import JobConfig
-from onbeat.errors import JobNotFound, OnbeatError
+from onbeat.errors import OnbeatError
 from onbeat.objectives import find_objective
 from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState
 from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
-from services.trainer.device import pin_cores
+from services.trainer.device import make_deterministic, pin_cores
 from services.trainer.job.interface import Commit, Groups
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
@@ -46,8 +49,11 @@ class RecordedJob:
         self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
         self.metrics: dict[int, dict[str, float]] = {}
 
-    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
-        return self._groups
+    def num_opened(self) -> int:
+        return max(self._micro_batches) + 1
+
+    def accepted(self, iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
+        return [group for group in self._groups if group.iteration == iteration]
 
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         return []
@@ -116,23 +122,24 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     async def fields_of() -> dict[str, str]:
         return await Ledger(settings.connect_redis()).jobs.fields(job_id)
 
+    async def record(first: int) -> tuple[list[RolloutGroup], dict, list[str]]:
+        return await read_record(Ledger(settings.connect_redis()), job_id, first, iteration)
+
     config = JobConfig.of_job(asyncio.run(fields_of()))
     find_objective(config.objective.type)  # raises ValueError where it is not installed
     if config.fork is not None and iteration < config.fork.iteration:
         raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
+    asyncio.run(record(iteration))  # whether it can be replayed, before the model is loaded
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)
+    make_deterministic(device)
     source = resolve_model(config.model.path, settings.cache_dir)
     policy, _ = load_policy(source, config, World(device=device), is_sharded=False)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
     state = restore(recorded, job_id, config, policy, before=iteration)
     state = state or begin(settings.data_dir, job_id, config, policy)
-
-    async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
-        return await read_record(Ledger(settings.connect_redis()), job_id, state.next_iteration, iteration)
-
-    groups, micro_batches, digests = asyncio.run(record())
+    groups, micro_batches, digests = asyncio.run(record(state.next_iteration))
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1, "stop_without_signal": None})
     shortened = config.model_copy(update={"schedule": until_then})
     job = RecordedJob(groups, micro_batches)
@@ -155,9 +162,13 @@ def main() -> int:
     parser.add_argument("iteration", type=int)
     arguments = parser.parse_args()
     try:
-        result = replay(Settings(), arguments.job_id, arguments.iteration)
-    except (OnbeatError, JobNotFound, ValueError) as error:
+        settings = Settings()
+        result = replay(settings, arguments.job_id, arguments.iteration)
+    except (OnbeatError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    except RedisError as error:
+        sys.stderr.write(f"{describe_loss(settings.connect_redis(), error)}\n")
         return 2
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
     return 0 if result["bits_agree"] else 1

@@ -64,6 +64,12 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
         while_waiting=job.lease.progress,
     )
     restored = restore(checkpoints, job.job_id, config, policy)
+    if restored is not None and restored.next_iteration > (num_committed := job.num_committed()):
+        raise ValueError(
+            f"{checkpoints.folder} has a checkpoint after {restored.next_iteration} iterations, but this job has "
+            f"committed {num_committed}: it is that of a deleted job with the same id, or Redis lost data. Move the "
+            "folder away, and resume the job"
+        )
     if restored is not None and world.is_main:  # its writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):

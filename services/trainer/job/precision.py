@@ -32,9 +32,10 @@ async def resolve_dtype(
     config = JobConfig.of_job(fields)
     wanted = config.model.dtype
     if wanted == "bfloat16" and hardware.bfloat16 == "missing":
-        raise JobFailed(
-            f"model.dtype: the trainer's {hardware} cannot compute in bfloat16; submit the job with auto or float32"
-        )
+        remedy = "submit the job with auto or float32"
+        if "dtype" in fields:
+            remedy = "in which another trainer began this job; take this trainer out of the pool and resume the job"
+        raise JobFailed(f"model.dtype: the trainer's {hardware} cannot compute in bfloat16; {remedy}")
     if "dtype" in fields:
         return config
     slow = [] if hardware.bfloat16 == "native" else [f"the trainer's {hardware}"]

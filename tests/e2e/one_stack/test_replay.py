@@ -1,6 +1,7 @@
 """`onbeat replay`: the same bits from the same record, and a loud difference when the record was touched."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import available_cores
 from onbeat.streams.codec import decode_group
 from onbeat.streams.keys import JobKeys
+from tests.conftest import free_port
 from tests.e2e.stack import RunningStack, replay
 
 
@@ -55,3 +57,12 @@ def test_replay_command_notices_a_forged_record(stack, finished):
     honest = run()
     assert (forged.returncode, honest.returncode) == (1, 0), forged.stderr + honest.stderr
     assert [json.loads(done.stdout)["bits_agree"] for done in (forged, honest)] == [False, True]
+
+
+def test_replay_without_redis_ends_with_one_sentence():
+    environment = os.environ | {"ONBEAT_REDIS_URL": f"redis://127.0.0.1:{free_port()}", "ONBEAT_REDIS_RETRY_S": "1"}
+    command = [sys.executable, "-m", "services.trainer.replay", "job-1", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Redis at 127.0.0.1:")
+    assert "Traceback" not in done.stderr

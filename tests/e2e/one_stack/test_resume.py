@@ -1,8 +1,11 @@
 """Jobs that are over go on, and others from their checkpoints, with a real trainer and the bits of one whole pass."""
 
+import uuid
+
 import pytest
 
 from onbeat.errors import ApiError
+from onbeat.streams.keys import JobKeys
 from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
 from tests.e2e.stack import RunningStack, replay, tiny_job
@@ -60,3 +63,17 @@ def test_fork_trains_on_from_a_checkpoint_that_is_there(stack, folder):
     assert orphan.state is JobState.FAILED
     assert f"there is no iteration-000002 of job {parent} in" in orphan.error
     assert "which has: none; fork from one of these" in orphan.error
+
+
+@pytest.mark.timeout(300)
+def test_checkpoint_of_a_deleted_job_is_not_taken_for_a_new_one(stack, folder):
+    shape = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
+    job, key = tiny_job(folder, **shape), uuid.uuid4().hex
+    job_id = stack.client.jobs.create(job, idempotency_key=key).id
+    assert stack.wait(job_id).state is JobState.SUCCEEDED
+    stack.client.jobs.delete(job_id)
+    stack.redis.delete(JobKeys(job_id).deleted)  # as after a day
+    assert stack.client.jobs.create(job, idempotency_key=key).id == job_id
+    again = stack.wait(job_id)
+    assert again.state is JobState.FAILED
+    assert "has a checkpoint after 1 iterations, but this job has committed 0" in again.error

@@ -7,7 +7,7 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost
 from onbeat.hardware.processor import Hardware
-from onbeat.types import WorkerRecord
+from onbeat.types import JobState, WorkerRecord
 from services.trainer.__main__ import claim_next
 from services.trainer.job.precision import resolve_dtype
 from services.trainer.settings import Settings
@@ -102,6 +102,16 @@ async def test_job_fails_with_a_reason_on_a_trainer_too_small_for_it(ledger):
     reason = "the trainer's T4 (compute capability 7.5) cannot compute in bfloat16; submit the job with auto or float32"
     assert reason in fields["error"]
     assert "dtype" not in fields
+
+
+async def test_begun_job_says_that_another_trainer_chose_the_dtype(ledger):
+    pool = await Pool.create(ledger, "auto")
+    await ledger.trainer.record_dtype(pool.job_id, pool.epoch, "bfloat16", "as it multiplies it natively")
+    await ledger.jobs.move(pool.job_id, JobState.FAILED, "its GPU is broken")
+    await ledger.jobs.resume(pool.job_id, JobState.FAILED)
+    assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None
+    error = (await ledger.jobs.fields(pool.job_id))["error"]
+    assert "in which another trainer began this job; take this trainer out of the pool and resume the job" in error
 
 
 async def test_a_trainer_claims_a_job_with_its_dtype_resolved(ledger):

@@ -110,7 +110,7 @@ def test_replacing_groups_do_not_wait_for_a_slow_one():
 
     config = config_of(num_iterations=1)
     job = SlowFirstGroup(config, groups_of(0))
-    list(GroupFeed(job, config, 0).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]))
+    list(GroupFeed(job, config).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]))
     trained = [group_id for batch in job.recorded[0] for group_id in batch]
     assert trained == [f"0-{index}" for index in (1, 2, 3, 4, 5, 6, 0)]
 
@@ -150,7 +150,7 @@ def test_replicas_together_get_the_groups_that_replace_others():
     """Two replicas take from one job; each micro-batch is granted to one of them."""
     config = config_of(num_iterations=1)
     job = ReplacingJob(config, groups_of(0), is_steady=True)
-    replicas = [GroupFeed(job, config, 0, num_replicas=2).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]) for _ in "ab"]
+    replicas = [GroupFeed(job, config, num_replicas=2).micro_batches(0, ["0-0", "0-1", "0-2", "0-3"]) for _ in "ab"]
     while replicas:
         for replica in list(replicas):
             if next(replica, None) is None:

@@ -30,7 +30,7 @@ def feed_of(monkeypatch, mode="periodic", deadline_s=0.2, **options):
     monkeypatch.setattr(feeds, "BROKER_FIRST_S", 0.0)
     config = job_config(schedule={"mode": mode, "iteration_deadline_s": deadline_s, "num_iterations": 1})
     job = SlowJob(config, recorded_iterations(1), **options)
-    return job, GroupFeed(job, config, 0).micro_batches(0, IDS)
+    return job, GroupFeed(job, config).micro_batches(0, IDS)
 
 
 def ids(groups):
@@ -80,3 +80,23 @@ def test_sync_trains_nothing_before_all_groups_are_there(num_updates, tmp_path):
     config = job_config(schedule={"mode": "sync", "num_iterations": 2}, training=updates)
     _, job = train(config, [], tmp_path, job=WatchedJob(config, recorded_iterations(2)))
     assert job.was_drained == (True,) * 2 * num_updates
+
+
+def test_deliveries_of_a_predecessor_are_read_in_their_turn(monkeypatch):
+    monkeypatch.setattr(feeds, "LOOK_AGAIN_S", 1e9)
+    monkeypatch.setattr(feeds, "BROKER_FIRST_S", 0.0)
+    config = job_config(schedule={"num_iterations": 2, "iteration_deadline_s": 0.2})
+    job, asked = RecordedJob(config, recorded_iterations(2)), []
+
+    def accepted(iteration, known=()):
+        asked.append(iteration)
+        return [group for group in recorded_iterations(2) if group.iteration == iteration]
+
+    monkeypatch.setattr(job, "num_opened", lambda: 2)
+    monkeypatch.setattr(job, "accepted", accepted)
+    monkeypatch.setattr(job, "take", lambda count, timeout_s: [])
+    feed = GroupFeed(job, config)
+    for iteration in range(2):
+        wanted = [group_id.replace("0-", f"{iteration}-") for group_id in IDS]
+        assert [group_id for groups in feed.micro_batches(iteration, wanted) for group_id in ids(groups)] == wanted
+        assert asked == list(range(iteration + 1))

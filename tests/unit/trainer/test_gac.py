@@ -59,7 +59,8 @@ def test_as_a_metric_it_never_acts():
     control = GradientControl(GacConfig(mode="metric"))
     control.apply(h)
     before = {name: value.clone() for name, value in g.items()}
-    assert control.apply(g).cosine == pytest.approx(0.8)
+    decision = control.apply(g)
+    assert (decision.action, decision.cosine) == (GacAction.KEEP, pytest.approx(0.8))
     assert all(torch.equal(g[name], before[name]) for name in g)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
@@ -148,12 +149,22 @@ def test_version_is_published_if_it_moved_or_the_bound_needs_it(tmp_path):
     eager = job_config(schedule=bounded(3, 6, publish_above_kl=1e-9), optimizer={"learning_rate": 1e-2})
     published = train(eager, groups, tmp_path / "eager", arrivals=4)[1].published
     assert published == [0, 2, 3, 5, 6], "the first iteration on fresh weights shows no divergence yet"
+    longer = job_config(schedule=bounded(3, 6, publish_above_kl=1e9, earlier_ends=[4]))
+    assert train(longer, groups, tmp_path / "longer", arrivals=4)[1].published == [0, 3, 4, 6], "the last before, too"
 
 
 def test_gac_controls_by_default_in_bounded_only():
     assert job_config(schedule=bounded()).gac.mode == "control"
     assert job_config().gac.mode == "metric"
     assert job_config(schedule=bounded(), gac={"mode": "off"}).gac.mode == "off"
+
+
+def test_changed_copy_of_a_job_derives_its_defaults_again():
+    derived = JobConfig.without_derived(job_config().model_dump(mode="json"))
+    changed = JobConfig.model_validate(derived | {"schedule": bounded(), "checkpoint": {"every_iterations": 80}})
+    assert (changed.gac.mode, changed.retention.rollout_iterations) == ("control", 80)
+    chosen = job_config(gac={"mode": "off"}, retention={"rollout_iterations": 7}).model_dump(mode="json")
+    assert JobConfig.without_derived(chosen) == chosen
 
 
 @pytest.mark.parametrize("schedule", [bounded(), {"num_iterations": 4}])
