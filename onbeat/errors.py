@@ -62,8 +62,7 @@ class GroupsTrimmed(JobFailed):
     def __init__(self, job_id: str, iteration: int, first_kept: int) -> None:
         super().__init__(
             f"the groups of iteration {iteration} of job {job_id} are no longer kept (retention.rollout_iterations), "
-            f"only those from iteration {first_kept} on. A trainer that needs them lacks the job's checkpoints: give "
-            "it the data folder of the one that wrote them, or submit the job again"
+            f"only those from iteration {first_kept} on"
         )
 
 

@@ -16,7 +16,7 @@ from onbeat.local.state import resolve_data_dir
 from onbeat.terminal.formatting import number, printable, sparkline
 
 if TYPE_CHECKING:
-    from onbeat.client import AsyncClient
+    from onbeat.client import AsyncClient, BrokerUnreachable
     from onbeat.types import AuditReport, Diagnosis, IterationRecord
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entries to show.")]
@@ -124,7 +124,7 @@ def doctor(
     try:
         found = broker.ask(ask_for)
     except BrokerUnreachable as error:
-        found = explain_unreachable(error.url, str(error.__cause__), getattr(error, "__notes__", ()))
+        found = explain_unreachable(error)
     if as_json:
         print_json(found)
     else:
@@ -132,14 +132,18 @@ def doctor(
     raise typer.Exit(0 if found.is_healthy else 1)
 
 
-def explain_unreachable(url: str, reason: str, notes: Sequence[str]) -> "Diagnosis":
+def explain_unreachable(error: "BrokerUnreachable") -> "Diagnosis":
     from onbeat.types import Diagnosis, Finding
 
-    sentence = (
-        f"the broker at {url} does not answer ({reason}), so nothing else can be examined. Does it run (`onbeat up`, "
-        "`docker compose ps`, `kubectl get pods`), and what does its log say? Is this its address (--url, ONBEAT_URL)? "
-        "Jobs that are training go on without it until their next iteration"
-    )
+    if error.status is not None:  # the broker itself says what is wrong
+        sentence = f"{error}; `onbeat doctor` without a job looks at Redis, too"
+    else:
+        sentence = (
+            f"the broker at {error.url} does not answer ({error.reason}), so nothing else can be examined. Does it run "
+            "(`onbeat up`, `docker compose ps`, `kubectl get pods`), and what does its log say? Is this its address "
+            "(--url, ONBEAT_URL)? Jobs that are training go on without it until their next iteration"
+        )
+    notes = getattr(error, "__notes__", ())
     findings = [Finding(sentence=each, who="broker", is_problem=True) for each in (sentence, *notes)]
     return Diagnosis(is_healthy=False, findings=findings)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onbeat.rewards import RewardConfig
 
 DATA_MEMORY_MB = 8192
+START_S = 60.0  # for the scoring process to start and import the reward
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
     "services.rollout.rewards.child",
@@ -65,13 +66,14 @@ def try_reward(
         typer.echo(f"the prompts are shown without the model's template: {problem}")
     responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
     contexts = [(items[index]["context"], text) for index, _, text in responses]
-    scores = [(reward.part, score(reward, contexts)) for reward in config.rewards]
+    scores = [(reward, score(reward, contexts)) for reward in config.rewards]
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first response of the row
             show_prompt(f"row {index}", prompts[index])
-        for part, found in scores:
-            label = name if part is None else f"{name}, {part}"
-            show_score(label, text, found.get(number, {"message": "the scoring process has ended"}))
+        for reward, found in scores:
+            label = name if reward.part is None else f"{name}, {reward.part}"
+            silence = f"no score: it took longer than timeout_s = {reward.timeout_s:g}, or the scoring process ended"
+            show_score(label, text, found.get(number, {"message": silence}))
     if any("reward" not in found.get(number, {}) for number in range(len(responses)) for _, found in scores):
         raise typer.Exit(1)
 
@@ -119,14 +121,17 @@ def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]
         {"request": number, "context": context, "responses": [response]} | what
         for number, (context, response) in enumerate(responses)
     ]
-    answers = ask_service(REWARDS, [str(reward.timeout_s), str(reward.memory_limit_mb)], requests)
+    deadline_s = START_S + len(requests) * reward.timeout_s
+    answers = ask_service(REWARDS, [str(reward.timeout_s), str(reward.memory_limit_mb)], requests, deadline_s)
     return {answer["request"]: answer for answer in answers if answer["step"] in ("scored", "failed")}
 
 
-def ask_service(module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put requests to a program that speaks JSON lines, and return its answers."""
+def ask_service(
+    module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]], deadline_s: float | None = None
+) -> list[dict[str, Any]]:
+    """Put requests to a program that speaks JSON lines, and return its answers until the deadline."""
     text = "".join(json.dumps(request) + "\n" for request in requests)
-    return [json.loads(line) for line in run_service(module, arguments, text).splitlines()]
+    return [json.loads(line) for line in run_service(module, arguments, text, deadline_s).splitlines()]
 
 
 def show_prompt(title: str, prompt: str) -> None:

@@ -17,16 +17,20 @@ app = App("Manage models on this machine.")
 DEADLINE_S = 300.0
 
 
-def run_service(module: str, arguments: Sequence[str], given: str) -> str:
-    """Run a module of a service with a text as its standard input, and return what it prints.
+def run_service(module: str, arguments: Sequence[str], given: str, deadline_s: float | None = None) -> str:
+    """Run a module of a service with a text as its standard input, and return what it prints until the deadline
+    (default: DEADLINE_S).
 
-    Raises ValueError if it prints nothing or takes too long.
+    Raises ValueError if it prints nothing.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
+    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     try:
-        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired as error:
-        text = f"{module} took longer than {DEADLINE_S:.0f} s; try again when this machine is less busy"
+        if error.stdout:
+            return error.stdout.decode()  # bytes, despite `text`
+        text = f"{module} took longer than {deadline_s:.0f} s; try again when this machine is less busy"
         raise ValueError(text) from error
     if not child.stdout:
         complaints = child.stderr.strip()

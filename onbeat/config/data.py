@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from onbeat.section import PositiveInt, Section
 
@@ -22,8 +22,8 @@ class RowData(Section):
         description="field with the prompt: a string, or a list of {role, content} messages; `a.b` is field b of "
         "the mapping a",
     )
-    answer_field: str | None = Field(
-        "answer", description="field with the answer, which the reward gets as `answer`; null: there are no answers"
+    answer_field: Annotated[str, BeforeValidator(lambda value: "" if value is None else value)] = Field(
+        "answer", description="field with the answer, which the reward gets as `answer`; empty: there are no answers"
     )
     answer_pattern: str | None = Field(
         None,

@@ -55,7 +55,7 @@ class JobRun:
         """Continue the unfinished job of the same file. Paused jobs of other files stay paused, and the jobs that a
         killed run has left go first."""
         for job in reversed(await find_active(client)):
-            if job.state == JobState.CANCELLING:
+            if job.state == JobState.CANCELLING or job.pool != self._config.pool:
                 continue
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:

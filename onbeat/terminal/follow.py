@@ -16,8 +16,9 @@ from onbeat.types import Event
 
 MAX_NOTICES_OF_A_KIND = 5
 NOTICE_KINDS = frozenset(
-    {"group.failed", "group.stale", "job.taken_over", "worker.lost", "worker.left", "job.state", "job.warning"}
-    | {"evaluation.failed", "checkpoint.failed", "job.dtype"}
+    {"group.failed", "group.stale", "job.taken_over", "job.state", "job.warning", "job.dtype", "worker.left"}
+    | {"worker.failed", "trainer.failed", "trainer.stalled", "tracker.failed", "checkpoint.failed"}
+    | {"evaluation.failed", "evaluation.missed"}
 )
 
 

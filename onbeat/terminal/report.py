@@ -103,7 +103,7 @@ def check_report_path(path: Path) -> None:
     """Check the path before the run rather than after it. Raise OnbeatError."""
     is_special = path.exists() and not path.is_file()  # such as /dev/null, which the report would replace
     if is_special or not os.access(path.parent, os.W_OK):
-        raise OnbeatError(f"--report {path}: cannot be written; name a file in an existing, writable folder")
+        raise OnbeatError(f"{path} cannot be written; name a file in an existing, writable folder")
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 from onbeat.client import AsyncClient, Series
-from onbeat.errors import ApiError
 from onbeat.terminal.report import build_report
 from onbeat.terminal.summary import audit_text, examples, total_rows
 from onbeat.types import Sample
@@ -30,11 +29,7 @@ async def build_page(client: AsyncClient, job_id: str) -> str:
     samples: list[Sample] = []
     done = [record["iteration"] for record in report["iterations"]]
     for iteration in dict.fromkeys([*done[:1], *done[-1:]]):
-        try:
-            samples += await examples(client, job_id, iteration)
-        except ApiError as error:
-            if error.status != 410:  # that is: they are no longer kept
-                raise
+        samples += await examples(client, job_id, iteration)
     return page_of(job.name, rows, series, samples, job.config)
 
 

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from onbeat.client import AsyncClient
-from onbeat.errors import OnbeatError
+from onbeat.errors import ApiError, OnbeatError
 from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
@@ -113,9 +113,18 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
-    """Return one response of each of the first few groups: different prompts show more than one prompt three times."""
+    """Return one response of each of the first few groups, or none of an iteration whose groups are no longer kept.
+
+    Different prompts show more than one prompt three times.
+    """
+    try:
+        samples = await client.jobs.samples(job_id, iteration=iteration, limit=100)
+    except ApiError as error:
+        if error.status != 410:
+            raise
+        return []
     by_group: dict[str, Sample] = {}
-    for sample in await client.jobs.samples(job_id, iteration=iteration, limit=100):
+    for sample in samples:
         by_group.setdefault(sample.group_id, sample)
     return list(by_group.values())[:NUM_EXAMPLES]
 

@@ -57,7 +57,7 @@ def test_peak_memory_is_that_of_the_named_instructions() -> None:
 def test_speed_of_periodic_stands_beside_its_bound() -> None:
     found = results("periodic_vs_sync")
     assert row("overlapped").endswith(
-        f"{found['ratio']:.2f} times the speed; overlap can give at most {found['bound']:.2f} |"
+        f"{found['ratio']:.2f} times the speed; perfect overlap would give {found['bound']:.2f} here |"
     )
 
 

@@ -188,7 +188,7 @@ def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
         if name == "reasoning_gym" and isinstance(data, RowData):
             message = f"scores only data of type reasoning_gym, {field} has rows; use exact, regex or math with rows"
             return [(f"{use.field}.name", message)]
-        if compares_with_answer(use.reward, num_groups) and isinstance(data, RowData) and data.answer_field is None:
+        if compares_with_answer(use.reward, num_groups) and isinstance(data, RowData) and not data.answer_field:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [(f"{field}.answer_field", message)]
     return review_options(use)

@@ -118,7 +118,7 @@ def check_options(data: RowData) -> None:
     if data.system_prompt is not None and not data.as_chat:
         raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
     if data.answer_pattern is not None:
-        if data.answer_field is None:
+        if not data.answer_field:
             raise DatasetError("data.answer_pattern", "needs data.answer_field, in which it finds the answer")
         try:
             re.compile(data.answer_pattern)
@@ -139,7 +139,7 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
 
 def find_answer(row: Row, data: RowData) -> Any:
     """Return the row's answer, None for data without answers. Raises DatasetError."""
-    if data.answer_field is None:
+    if not data.answer_field:
         return None
     answer = pick(row, data.answer_field, "data.answer_field")
     if data.answer_pattern is None:
@@ -163,7 +163,7 @@ def pick(row: Row, name: str, field: str) -> Any:
         raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
     if value is None:
         there = ", ".join(sorted(row)) or "nothing"
-        hint = "; or null: no answers" if field == "data.answer_field" else ""
+        hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
         raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
     return value
 
