@@ -22,7 +22,7 @@ from onbeat.types import (
     JobState,
     WorkerRecord,
 )
-from tests.unit.fake_broker import evaluation_json, iteration_json
+from tests.unit.terminal.records import evaluation_json, iteration_json
 from tests.unit.terminal.test_report import JOB
 
 NOW = JOB.started_at + 65  # type: ignore[operator]

@@ -7,12 +7,11 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.terminal.report import build_report, check_report_path, make_report, write_report
+from onbeat.terminal.report import check_report_path, make_report, write_report
 from onbeat.terminal.summary import print_rows, total_rows
 from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
-from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve, weights_json
+from tests.unit.terminal.records import evaluation_json, iteration_json, weights_json
 
 PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
 generate_s train_s weight_sync_s rollout_idle_frac trainer_idle_frac staleness_max mismatch_mean mismatch_max tpspd"""
@@ -35,18 +34,14 @@ def records(num_committed: int, **changes: float) -> list[IterationRecord]:
     return [IterationRecord.model_validate(iteration_json(i) | changes) for i in range(num_committed)]
 
 
-async def test_report_has_the_promised_names() -> None:
-    fake = FakeJobs()
-    with serve(fake) as url:
-        async with AsyncClient(url) as client:
-            job = await client.jobs.create({"name": "n", "schedule": {"mode": "sync", "num_iterations": 2}})
-            await client.jobs.wait(job.id, timeout_s=5)
-            report = await build_report(client, job.id)
+def test_report_has_the_promised_names() -> None:
+    weights = [weights_json(version, version / 10 or None) for version in range(3)]
+    report = make_report(JOB, records(2), weights=[WeightsRecord.model_validate(each) for each in weights])
     assert {"job_id", "state", "mode", "totals", "iterations"} <= report.keys()
-    assert (report["job_id"], report["state"], report["mode"]) == (job.id, "SUCCEEDED", "sync")
+    assert (report["job_id"], report["state"], report["mode"]) == ("j", "SUCCEEDED", "periodic")
     assert all(set(record) >= set(PROMISED.split()) for record in report["iterations"])
     assert len(report["iterations"]) == 2
-    assert report["weights"] == [weights_json(version, version / 10 or None) for version in range(3)]
+    assert report["weights"] == weights
 
 
 def test_totals_by_hand() -> None:
