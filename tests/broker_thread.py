@@ -66,12 +66,8 @@ class BrokerThread:
 
     def beat(self, *rollouts: WorkerRecord, ago_s: float = 0.0) -> None:
         """Be rollouts that were last seen some time ago."""
-
-        async def beat_all() -> None:
-            for rollout in rollouts:
-                await beat(self.ledger, "default", rollout, ago_s)
-
-        self.run(beat_all())
+        for rollout in rollouts:
+            self.run(beat(self.ledger, "default", rollout, ago_s))
 
     def reset(self) -> None:
         self.wire = Wire()

@@ -11,7 +11,14 @@ import os
 from onbeat.errors import JobNotFound, LeaseLost
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, IterationState, JobState, PublishedWeights, Verdict, WeightUpdate
+from onbeat.types import (
+    IterationState,
+    JobState,
+    PublishedWeights,
+    Verdict,
+    WeightsRecord,
+    WeightUpdate,
+)
 from tests.broker_fixtures import LEASE_S, claim_all, commit, make_group
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.05"))
@@ -32,16 +39,19 @@ async def train_jobs(ledger: Ledger) -> None:
 async def train_job(ledger: Ledger, job_id: str) -> None:
     epoch = await ledger.trainer.claim_job(job_id, "trainer-0", LEASE_S)
     assert epoch is not None
+    num_iterations = int((await ledger.jobs.fields(job_id))["num_iterations"])
     await publish(ledger, job_id, epoch, 0)
     iteration = 0
     while await ledger.trainer.renew_job(job_id, epoch, LEASE_S) is not JobState.CANCELLING:
         await generate(ledger, job_id)
-        if await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED:
+        is_drained = await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
+        is_evaluated = await has_scores(ledger, job_id, iteration)
+        if is_drained and is_evaluated:
             await publish(ledger, job_id, epoch, iteration + 1)
             assert await commit(ledger, job_id, epoch, iteration, **metrics_of(iteration))
             await ledger.trainer.checkpointed(job_id, epoch, iteration, iteration + 1, CHECKPOINT)
             iteration += 1
-        elif await is_complete(ledger, job_id):
+        elif iteration == num_iterations and is_evaluated:
             await ledger.jobs.move(job_id, JobState.SUCCEEDED)
             return
         await asyncio.sleep(STEP_S)
@@ -55,14 +65,20 @@ def metrics_of(iteration: int) -> dict[str, float]:
 
 
 async def publish(ledger: Ledger, job_id: str, epoch: str, version: int) -> None:
-    """Publish 1000 bytes, of which both rollouts get 10 as a delta. They get the first version in full."""
-    delta_bytes = 10 if version else None
-    published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.05, publish_s=0.4)
+    """Publish the version, and be the rollouts that pull it."""
+    record = weights_record(version, version / 10 or None)
+    published = PublishedWeights.model_validate(record.model_dump())
     await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", f"d{version}", published)
-    open_s = version / 10 if version else None
-    update = WeightUpdate(received_bytes=delta_bytes or 1000, pull_s=0.2, apply_s=0.1, load_s=0.3, open_s=open_s)
-    for rollout in ROLLOUTS:
+    for rollout, update in record.rollouts.items():
         await ledger.versions.engine_ready(job_id, version, rollout, update)
+
+
+def weights_record(version: int, open_s: float | None = None) -> WeightsRecord:
+    """Return 1000 bytes, of which two rollouts get 10 as a delta. They get the first version in full."""
+    delta_bytes = 10 if version else None
+    update = WeightUpdate(received_bytes=delta_bytes or 1000, pull_s=0.2, apply_s=0.1, load_s=0.3, open_s=open_s)
+    sent = {"full_bytes": 1000, "delta_bytes": delta_bytes, "encode_s": 0.05, "publish_s": 0.4}
+    return WeightsRecord(policy_version=version, rollouts=dict.fromkeys(ROLLOUTS, update), **sent)
 
 
 async def generate(ledger: Ledger, job_id: str) -> None:
@@ -74,13 +90,12 @@ async def generate(ledger: Ledger, job_id: str) -> None:
         assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.ACCEPTED
 
 
-async def is_complete(ledger: Ledger, job_id: str) -> bool:
-    """Return whether all iterations are committed and the last evaluation is scored."""
+async def has_scores(ledger: Ledger, job_id: str, version: int) -> bool:
+    """Return whether all evaluations up to this version are over."""
     fields = await ledger.jobs.fields(job_id)
-    if fields["next_iteration"] != fields["num_iterations"]:
-        return False
-    last = await ledger.evaluations.state(job_id, int(fields["num_iterations"]))
-    return json.loads(fields["config"])["evaluation"] is None or last is EvaluationState.DONE
+    if json.loads(fields["config"])["evaluation"] is None:
+        return True
+    return int(fields.get("next_evaluation", "0")) > version and not await ledger.evaluations.open_ones(job_id)
 
 
 if __name__ == "__main__":

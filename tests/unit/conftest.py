@@ -1,7 +1,4 @@
-"""Unit tests compute on tensors too small to share: one thread, so that parallel work on the machine costs little.
-
-Tests of clients and commands share a broker, and empty its Redis.
-"""
+"""Unit tests compute on tensors too small to share: one thread, so that parallel work on the machine costs little."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +46,7 @@ def one_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerThrea
 
 @pytest.fixture
 def broker(one_broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerThread]:
-    """A whole broker that has no jobs. Commands and clients ask it."""
+    """A whole broker that has no jobs, shared by all tests. Commands and clients ask it."""
     monkeypatch.setenv("ONBEAT_URL", one_broker.url)
     yield one_broker
     one_broker.reset()

@@ -84,7 +84,7 @@ def start(
 
 
 def finish(process: "subprocess.Popen[str]") -> str:
-    return process.communicate(timeout=30)[0]
+    return process.communicate(timeout=60)[0]
 
 
 def processes_of(data_dir: Path) -> list[str]:
@@ -205,7 +205,7 @@ def test_closed_terminal_pauses_the_job(cli: list[str], job_file: str, data_dir:
     while b"RUNNING" not in shown:
         shown += os.read(control, 1000)
     os.close(control)
-    assert process.wait(timeout=30) == 130 or is_signal_late
+    assert process.wait(timeout=60) == 130 or is_signal_late
     assert ":pause status=200" in (data_dir / "logs" / "broker.log").read_text()
     assert processes_of(data_dir) == []
 

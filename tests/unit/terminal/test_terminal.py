@@ -20,13 +20,11 @@ from tests.broker_thread import BrokerThread
 from tests.conftest import free_port
 from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
 
-ENDLESS = {"name": "tiny", "schedule": {"num_iterations": 1_000_000}}
-
 
 @pytest.fixture
 def endless(broker: BrokerThread, trainer: None) -> str:
     """A job that is trained for ever."""
-    return broker.create_job(**ENDLESS)
+    return broker.create_job(name="tiny", schedule={"num_iterations": 1_000_000})
 
 
 def in_pipe(*arguments: str, **env: str) -> str:
@@ -72,13 +70,12 @@ def test_resized_terminal_is_drawn_anew_also_without_colours(endless: str) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("command", "shown", "code"), [("watch", "reward", 130), ("top", "ROLLOUT", 0)])
+@pytest.mark.parametrize(("command", "shown", "code"), [(["jobs", "watch"], "reward", 130), (["top"], "ROLLOUT", 0)])
 def test_interrupted_view_leaves_terminal_and_job_in_order(
-    broker: BrokerThread, endless: str, number: signal.Signals, command: str, shown: str, code: int
+    broker: BrokerThread, endless: str, number: signal.Signals, command: list[str], shown: str, code: int
 ) -> None:
     broker.beat(WorkerRecord(id="rollout-0", state="generating"))
-    words = ["jobs", "watch", endless] if command == "watch" else ["top"]
-    with Terminal(*words, columns=200) as terminal:
+    with Terminal(*command, *([endless] if "watch" in command else []), columns=200) as terminal:
         terminal.wait_for(shown)
         assert not terminal.screen.has_cursor
         if number == signal.SIGINT:
@@ -128,7 +125,7 @@ def test_refused_question_ends_the_watch_with_an_error(
 
 
 def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(broker: BrokerThread) -> None:
-    job_id, _ = broker.run(started_job(broker.ledger, **ENDLESS))
+    job_id, _ = broker.run(started_job(broker.ledger, name="tiny"))
     broker.beat(WorkerRecord(id="rollout-10", state="idle"), WorkerRecord(id="rollout-9", state="idle"))
     broker.beat(WorkerRecord(id="rollout-2", state="generating", job_id=job_id), ago_s=100.0)
     out = in_pipe("top")
@@ -146,12 +143,12 @@ def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(broker: BrokerThread)
 
 
 def test_top_fits_a_small_terminal_and_counts_what_it_cuts(broker: BrokerThread, job_id: str) -> None:
-    broker.beat(*(WorkerRecord(id=f"rollout-{i}", state="generating", job_id=job_id) for i in range(3000)))
+    broker.beat(*(WorkerRecord(id=f"rollout-{i}", state="generating", job_id=job_id) for i in range(1200)))
     with Terminal("top", columns=60, rows=20) as terminal:
         terminal.wait_for("more rollouts")
         assert terminal.screen.is_alternate
         rows = [line for line in terminal.screen.text.splitlines() if line.startswith("rollout-")]
-        assert f"and {3000 - len(rows):,} more rollouts" in terminal.screen.text
+        assert f"and {1200 - len(rows):,} more rollouts" in terminal.screen.text
         assert [row.split()[0] for row in rows] == [f"rollout-{i}" for i in range(len(rows))]
         assert len(terminal.screen.lines) <= 20
         broker.run(broker.ledger.redis.delete(keys.workers("default")))
