@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from onbeat.api_keys import Role, keys_to_edit, new_key
 from onbeat.config import JobConfig
@@ -93,15 +94,21 @@ class Broker:
 
 @contextlib.asynccontextmanager
 async def serving(
-    ledger: Ledger, folder: Path, stall_s: float = 30.0, port: int = 0, has_conductor: bool = True, **more: Any
+    ledger: Ledger,
+    folder: Path,
+    stall_s: float = 30.0,
+    port: int = 0,
+    has_conductor: bool = True,
+    wire: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **more: Any,
 ) -> AsyncIterator[Broker]:
-    """The whole application at a port of this machine."""
+    """The whole application at a port of this machine, behind a `wire`."""
     write_prompts(folder)
     port = port or free_port()
     settings = Settings(data_dir=folder, port=port, **more)
     app = create_app(settings, ledger, is_stopping=lambda: server.should_exit)
     options: dict[str, Any] = {"http": connection_class(stall_s), "lifespan": "on" if has_conductor else "off"}
-    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=5, **options)
+    config = uvicorn.Config(wire(app), port=port, log_config=None, ws="none", timeout_graceful_shutdown=5, **options)
     server = Server(config)
     running = asyncio.create_task(server.serve())
     await eventually("the broker serves", lambda: server.started)

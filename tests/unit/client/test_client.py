@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -17,10 +17,11 @@ from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import StreamMessage, Transport, parse_answer
 from onbeat.config import apply_override
 from onbeat.errors import ApiError, OnbeatError
-from onbeat.types import Event, IterationUpdate, JobState
-from tests.unit.fake_broker import FakeJobs, serve
+from onbeat.types import Event, IterationUpdate, JobState, WorkerRecord
+from tests.broker_fixtures import job_body
+from tests.broker_thread import BrokerThread
 
-CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 3}}
+CONFIG = job_body()
 
 
 @pytest.fixture(autouse=True)
@@ -28,29 +29,20 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.client.transport.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
 
 
-@pytest.fixture
-def fake() -> FakeJobs:
-    return FakeJobs()
-
-
-@pytest.fixture
-def url(fake: FakeJobs) -> Iterator[str]:
-    with serve(fake) as url:
-        yield url
-
-
-async def test_job_from_creation_to_its_end(url: str) -> None:
-    async with AsyncClient(url) as client:
+@pytest.mark.usefixtures("trainer")
+async def test_job_from_creation_to_its_end(broker: BrokerThread) -> None:
+    broker.beat(WorkerRecord(id="rollout-0", state="generating"))
+    async with AsyncClient(broker.url) as client:
         job = await client.jobs.create(CONFIG)
-        assert job.state == JobState.RUNNING
-        assert (await client.jobs.wait(job.id, timeout_s=5)).state == JobState.SUCCEEDED
+        assert job.state == JobState.PENDING
+        assert (await client.jobs.wait(job.id, timeout_s=30)).state == JobState.SUCCEEDED
         assert [record.iteration for record in await client.jobs.iterations(job.id, after=0)] == [1, 2]
         weights = await client.jobs.weights(job.id, after=1)
         assert [record.policy_version for record in weights] == [2, 3]
         assert weights[0].rollouts["rollout-1"].open_s == 0.2
         assert (await client.jobs.metrics(job.id))["train/loss"] == [(0, 1.5), (1, 1.25)]
         assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
-        assert [event.kind for event in await client.jobs.events(job.id)] == ["job.state"]
+        assert "job.state" in {event.kind for event in await client.jobs.events(job.id)}
         assert [worker.id for worker in await client.workers()] == ["rollout-0"]
         assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
         assert await client.jobs.list(state="RUNNING") == []
@@ -58,27 +50,28 @@ async def test_job_from_creation_to_its_end(url: str) -> None:
         assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
 
 
+@pytest.mark.usefixtures("trainer")
 async def test_job_that_is_longer_than_one_answer_is_read_whole(
-    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onbeat.client.jobs.MAX_LISTED_ITERATIONS", 2)
-    fake.num_at_once = 2
-    async with AsyncClient(url) as client:
-        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 5}, "evaluation": {"num_prompts": 4}})
-        await client.jobs.wait(job.id, timeout_s=5)
-        assert [record.iteration for record in await client.jobs.iterations(job.id)] == [0, 1, 2, 3, 4]
-        assert [record.policy_version for record in await client.jobs.weights(job.id, after=0)] == [1, 2, 3, 4, 5]
-        curves = await client.jobs.metrics(job.id, after=0)
+    monkeypatch.setattr("services.broker.api.jobs.MAX_LISTED_ITERATIONS", 2)  # at once, of the curves
+    held_out = {"data": CONFIG["data"], "num_prompts": 4}
+    job_id = broker.create_job(schedule={"num_iterations": 5}, evaluation=held_out)
+    async with AsyncClient(broker.url) as client:
+        await client.jobs.wait(job_id, timeout_s=30)
+        assert [record.iteration for record in await client.jobs.iterations(job_id)] == [0, 1, 2, 3, 4]
+        assert [record.policy_version for record in await client.jobs.weights(job_id, after=0)] == [1, 2, 3, 4, 5]
+        curves = await client.jobs.metrics(job_id, after=0)
         assert curves["iteration/reward_mean"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
         assert curves["eval/reward_mean"] == [(5, 0.5)]
         assert curves["train/loss"] == [(1, 1.25)]
 
 
-async def test_wait_gives_up_at_its_deadline(url: str) -> None:
-    async with AsyncClient(url) as client:
-        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
-        with pytest.raises(TimeoutError, match="still RUNNING after"):
-            await client.jobs.wait(job.id, timeout_s=0.1)
+async def test_wait_gives_up_at_its_deadline(broker: BrokerThread) -> None:
+    async with AsyncClient(broker.url) as client:
+        with pytest.raises(TimeoutError, match="still PENDING after"):
+            await client.jobs.wait(broker.create_job(), timeout_s=0.1)
 
 
 def public(face: type) -> set[str]:
@@ -98,10 +91,10 @@ def test_both_faces_have_the_same_methods() -> None:
         assert ours.__doc__ == theirs.__doc__
 
 
-async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> None:
-    client = Client(url)
-    job = client.jobs.create(CONFIG)
-    kinds = {type(update) for update in client.jobs.stream(job.id)}
+@pytest.mark.usefixtures("trainer")
+async def test_blocking_client_works_inside_a_running_event_loop(broker: BrokerThread) -> None:
+    client = Client(broker.url)
+    kinds = {type(update) for update in client.jobs.stream(broker.create_job())}
     assert {Event, IterationUpdate} <= kinds
     client.close()
     client.close()
@@ -109,30 +102,27 @@ async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> No
         client.jobs.list()
 
 
-async def test_audit_may_take_longer_than_other_answers(
-    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with AsyncClient(url) as client:
-        job = await client.jobs.create(CONFIG)
-    async with AsyncClient(url, timeout_s=0.2) as client:
-        fake.delay_s = 0.5
+async def test_audit_may_take_longer_than_other_answers(broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = broker.create_job()
+    async with AsyncClient(broker.url, timeout_s=0.2) as client:
+        broker.wire.delay_s = 0.5
         with pytest.raises(BrokerUnreachable, match=r"silent for 0\.2 s"):
-            await client.jobs.get(job.id)
-        assert (await client.jobs.audit(job.id)).is_clean
+            await client.jobs.get(job_id)
+        assert (await client.jobs.audit(job_id)).is_clean
         monkeypatch.setattr("onbeat.client.jobs.AUDIT_S", 0.1)
         with pytest.raises(BrokerUnreachable, match=r"silent for 0\.1 s"):
-            await client.jobs.audit(job.id)
+            await client.jobs.audit(job_id)
 
 
-def test_answer_of_another_version_is_an_error_of_ours(url: str, fake: FakeJobs) -> None:
-    with Client(url) as client:
-        job_id = client.jobs.create(CONFIG).id
-        fake.jobs[job_id]["ended"] = "HIBERNATING"
+def test_answer_of_another_version_is_an_error_of_ours(broker: BrokerThread) -> None:
+    job_id = broker.create_job()
+    with Client(broker.url) as client:
+        broker.wire.change = (b'"PENDING"', b'"SNOOZES"')
         told = r"answer is no JobRecord \(state: Input should be 'PENDING'.*\); client and broker may be of"
         for ask in (client.jobs.get, lambda _: client.jobs.list(), lambda job_id: next(client.jobs.stream(job_id))):
             with pytest.raises(OnbeatError, match=told):
                 ask(job_id)
-        fake.findings = [{"text": "of a newer doctor"}]
+        broker.wire.change = (b'"sentence"', b'"verdicts"')
         with pytest.raises(OnbeatError, match=r"no Diagnosis \(findings\.0\.sentence: Field required\)"):
             client.doctor()
 
@@ -167,16 +157,16 @@ def test_closing_a_client_ends_waits_of_other_threads_with_error() -> None:
     assert said == ["this client was closed by another thread before the answer came"]
 
 
-def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
-    with Client(url) as client:
-        updates = client.jobs.stream(client.jobs.create(CONFIG).id)
+def test_loop_over_a_stream_may_be_left_and_its_client_closed(broker: BrokerThread) -> None:
+    with Client(broker.url) as client:
+        updates = client.jobs.stream(broker.create_job())
         next(updates)
     updates.close()  # type: ignore[attr-defined]
 
 
-def test_stream_that_the_loop_thread_collects_blocks_no_call(url: str) -> None:
-    client = Client(url)
-    updates = client.jobs.stream(client.jobs.create(CONFIG).id)
+def test_stream_that_the_loop_thread_collects_blocks_no_call(broker: BrokerThread) -> None:
+    client = Client(broker.url)
+    updates = client.jobs.stream(broker.create_job())
     next(updates)
     cycle: list[Any] = [updates]  # as a traceback is one: only the garbage collector ends it
     cycle.append(cycle)
@@ -193,16 +183,15 @@ def test_stream_that_the_loop_thread_collects_blocks_no_call(url: str) -> None:
 
 
 def test_environment_names_the_broker_and_its_key_stays_there(
-    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ONBEAT_URL", url)
     monkeypatch.setenv("ONBEAT_API_KEY", "secret")
     with Client() as client:
         client.jobs.list()
-        assert (client.base_url, fake.authorization) == (url, "Bearer secret")
-    with Client(url) as client:
+        assert (client.base_url, broker.wire.authorization) == (broker.url, "Bearer secret")
+    with Client(broker.url) as client:
         client.jobs.list()
-    assert fake.authorization is None
+    assert broker.wire.authorization is None
     monkeypatch.delenv("ONBEAT_URL")
     assert AsyncClient().base_url == "http://127.0.0.1:8800"
 
@@ -240,12 +229,12 @@ async def test_stream_survives_breaks_and_is_given_up_after_many(monkeypatch: py
             pass
 
 
-async def test_refusal_names_every_wrong_field(url: str) -> None:
-    async with AsyncClient(url) as client:
+async def test_refusal_names_every_wrong_field(broker: BrokerThread) -> None:
+    async with AsyncClient(broker.url) as client:
         with pytest.raises(ApiError) as caught:
-            await client.jobs.create(CONFIG | {"model": {"path": "no-such-model"}})
+            await client.jobs.create(job_body(model={"path": "bundled:no-such-model"}, data={"path": "no-such-file"}))
     assert caught.value.status == 422
-    assert "model.path: unknown model; try bundled:" in str(caught.value)
+    assert all(field in str(caught.value) for field in ("model.path: ", "data.path: "))
 
 
 @pytest.mark.parametrize("schedule", ["5", "{earlier_ends = [1]}", "{earlier_ends = [1], num_iterations = 'many'}"])
@@ -263,29 +252,30 @@ async def test_fork_leaves_a_wrong_schedule_to_the_broker(monkeypatch: pytest.Mo
     assert sent[-1]["schedule"] == apply_override({}, f"schedule={schedule}")["schedule"]
 
 
-async def test_busy_broker_is_asked_again_a_few_times_unless_to_move(url: str, fake: FakeJobs) -> None:
-    fake.failures = [503, 502]
-    async with AsyncClient(url) as client:
+async def test_busy_broker_is_asked_again_a_few_times_unless_to_move(broker: BrokerThread) -> None:
+    broker.wire.failures = [503, 502]
+    async with AsyncClient(broker.url) as client:
         job = await client.jobs.create(CONFIG)
-        assert fake.requests == [("POST", "/v1/jobs")] * 3
-        assert len(fake.jobs) == 1
-        fake.failures = [503, 503]
+        assert broker.wire.requests == [("POST", "/v1/jobs")] * 3
+        assert [found.id for found in await client.jobs.list()] == [job.id]
+        broker.wire.failures = [503, 503]
         with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.cancel(job.id)
-        assert fake.failures == [503]
+        assert broker.wire.failures == [503]
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(url: str, fake: FakeJobs, status: int) -> None:
-    async with AsyncClient(url) as client:
-        fake.failures = [status] * 4
+async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(broker: BrokerThread, status: int) -> None:
+    wire = broker.wire
+    async with AsyncClient(broker.url) as client:
+        wire.failures = [status] * 4
         with pytest.raises(BrokerUnreachable, match=rf"cannot do this now: not now \({status}\)$") as caught:
             await client.jobs.list()
-        assert (caught.value.status, fake.failures) == (status, [])
-        fake.failures = [status]
+        assert (caught.value.status, wire.failures) == (status, [])
+        wire.failures = [status]
         with pytest.raises(BrokerUnreachable, match=rf"not now \({status}\)$"):
             await anext(client.messages("/v1/jobs/job-1/stream", "0"))
-        fake.failures = [500]
+        wire.failures = [500]
         with pytest.raises(ApiError, match=r"not now \(500\)"):
             await client.jobs.list()
 
@@ -346,11 +336,11 @@ async def test_job_id_cannot_leave_its_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["../jobs/job-1", "a.jsonl?x", "a.jsonl#x", "a%2Ejsonl", "a/b"])
-async def test_name_of_a_data_file_cannot_name_anything_else(url: str, fake: FakeJobs, name: str) -> None:
-    asked = name.replace("?", "%3F").replace("#", "%23")  # as the fake broker quotes it again
-    async with AsyncClient(url) as client:
+async def test_name_of_a_data_file_cannot_name_anything_else(broker: BrokerThread, name: str) -> None:
+    asked = name.replace("?", "%3F").replace("#", "%23")  # as the path of a request is quoted again
+    async with AsyncClient(broker.url) as client:
         with pytest.raises(ApiError):
             await client.datasets.delete(name)
-        assert fake.requests == [("DELETE", f"/v1/datasets/{asked}")]
+        assert broker.wire.requests == [("DELETE", f"/v1/datasets/{asked}")]
         with pytest.raises(ValueError, match="not the name of a data file"):
             await client.datasets.delete("..")

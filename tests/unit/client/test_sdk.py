@@ -7,8 +7,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from onbeat.client import AsyncClient, Client, Jobs
-from tests.unit.fake_broker import FakeJobs, serve
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -74,11 +75,11 @@ def test_types_are_shipped() -> None:
 # ---- example and page --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("trainer")
 def test_example_runs(tmp_path: Path) -> None:
-    with serve(FakeJobs()) as url:
-        command = [sys.executable, str(ROOT / "examples" / "sdk.py"), "3"]
-        env = os.environ | {"ONBEAT_URL": url, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
+    command = [sys.executable, str(ROOT / "examples" / "sdk.py"), "3"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "best at the end: job-" in done.stdout
 

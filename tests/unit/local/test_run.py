@@ -1,4 +1,4 @@
-"""`onbeat run`, `up` and `down` as a user runs them: real processes, real Redis, a broker that only pretends."""
+"""`onbeat run`, `up` and `down` as a user runs them: real processes, Redis and broker, and no model."""
 
 import asyncio
 import io
@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -22,24 +21,26 @@ from onbeat.config import JobConfig
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack
-from onbeat.types import JobRecord
+from onbeat.types import JobState
+from tests.broker_fixtures import job_body, start_training
+from tests.broker_thread import BrokerThread
 from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
-from tests.unit.fake_broker import FakeJobs, serve
+from tests.scripted_trainer import CHECKPOINT
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "examples" / "quickstart.toml"
 
-# The CLI with stand-ins for the services; also as the daemon of `up`, which it starts again in its own image.
+# The CLI with stand-ins for trainer and rollouts; also as the daemon of `up`, which it starts again in its own image.
 STAND_IN = """
 import os, sys, time
 import onbeat.local.daemon, onbeat.local.stack, onbeat.terminal.live
 onbeat.terminal.live.LOOK_S = 0.1
-broker = [sys.executable, "-m", "tests.unit.fake_broker"]
 deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "STAND_IN_IS_DEAF" in os.environ else ""
-idle_code = "import tempfile, time; tempfile.mkdtemp(); print('idle', flush=True); time.sleep(300)"
-idle = [sys.executable, "-c", deaf + idle_code]
-onbeat.local.stack.service_command = lambda name: broker if name == "broker" else idle
+begin = deaf + "import runpy, tempfile, time; tempfile.mkdtemp(); "
+broker = [sys.executable, "-m", "services.broker"]
+trainer = [sys.executable, "-c", begin + "runpy.run_module('tests.scripted_trainer', run_name='__main__')"]
+rollout = [sys.executable, "-c", begin + "print('idle', flush=True); time.sleep(300)"]
+onbeat.local.stack.service_command = {"broker": broker, "trainer": trainer, "rollout": rollout}.get
 if sys.argv[1] == "daemon":
     del sys.argv[1]
     sys.exit(onbeat.local.daemon.main())
@@ -83,7 +84,7 @@ def start(
 
 
 def finish(process: "subprocess.Popen[str]") -> str:
-    return process.communicate(timeout=30)[0]
+    return process.communicate(timeout=60)[0]
 
 
 def processes_of(data_dir: Path) -> list[str]:
@@ -101,16 +102,16 @@ def processes_of(data_dir: Path) -> list[str]:
 
 
 def test_run_succeeds_writes_its_report_and_leaves_nothing(
-    cli: list[str], data_dir: Path, tmp_path: Path, temporary: Path
+    cli: list[str], job_file: str, data_dir: Path, tmp_path: Path, temporary: Path
 ) -> None:
     report = tmp_path / "report.json"
-    arguments = ["run", str(QUICKSTART), "--rollouts", "2", "--set", "schedule.num_iterations=4"]
+    arguments = ["run", job_file, "--rollouts", "2", "--set", "schedule.num_iterations=4"]
     process = start([*cli, *arguments, "--report", str(report)], data_dir, TMPDIR=str(temporary))
     out = finish(process)
     assert process.returncode == 0, out
     assert "iteration 4/4" in out
     assert "\x1b" not in out
-    assert "/somewhere/checkpoint" in out
+    assert CHECKPOINT in out
     assert len(json.loads(report.read_text())["iterations"]) == 4
     assert {path.name for path in (data_dir / "logs").iterdir()} == {
         f"{name}.log" for name in ("redis", "broker", "trainer", "rollout-0", "rollout-1")
@@ -127,33 +128,38 @@ INTERRUPTIONS = [
 ]
 
 
-def wait_for_job(process: "subprocess.Popen[str]") -> None:
+def wait_for_job(process: "subprocess.Popen[str]") -> str:
+    """Wait until the job runs; return its id."""
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("job job-1"):
+    job_id = ""
+    while "RUNNING" not in (line := process.stdout.readline()):
         assert process.poll() is None
+        job_id = line.split()[1] if line.startswith("job job-") else job_id
+    return job_id
 
 
 @pytest.mark.parametrize(("number", "on_interrupt"), INTERRUPTIONS)
 def test_interrupted_run_pauses_the_job_and_leaves_nothing(
-    cli: list[str], data_dir: Path, number: int, on_interrupt: signal.Handlers
+    cli: list[str], job_file: str, data_dir: Path, number: int, on_interrupt: signal.Handlers
 ) -> None:
-    (data_dir / "jobs" / "job-1" / "checkpoints" / "iteration-000002").mkdir(parents=True)
-    (data_dir / "jobs" / "job-1" / "checkpoints" / "iteration-000002" / "state.json").touch()
-    process = start([*cli, "run", str(QUICKSTART)], data_dir, on_interrupt, FAKE_STEP_S="60")
-    wait_for_job(process)
+    process = start([*cli, "run", job_file], data_dir, on_interrupt, SCRIPTED_STEP_S="60")
+    job_id = wait_for_job(process)
+    checkpoint = data_dir / "jobs" / job_id / "checkpoints" / "iteration-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
     process.send_signal(number)
     if number != signal.SIGINT:  # as `timeout` does, and a shell whose terminal is closed
         process.send_signal(number)
     out = finish(process)
     assert process.returncode == 130, out
     assert "stopping (Ctrl-C again to stop at once)" in out
-    assert "job job-1 is PAUSED after 2 of 25 iterations: the same command continues it, --fresh begins anew" in out
+    assert f"job {job_id} is PAUSED after 2 of 25 iterations: the same command continues it, --fresh begins anew" in out
     assert out.rstrip().endswith("checkpoints/iteration-000002")
     assert processes_of(data_dir) == []
 
 
-def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir: Path) -> None:
-    process = start([*cli, "run", str(QUICKSTART)], data_dir, FAKE_STEP_S="60", STAND_IN_IS_DEAF="1")
+def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], job_file: str, data_dir: Path) -> None:
+    process = start([*cli, "run", job_file], data_dir, SCRIPTED_STEP_S="60", STAND_IN_IS_DEAF="1")
     wait_for_job(process)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
@@ -167,8 +173,8 @@ def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir:
     wait_until(lambda: processes_of(data_dir) == [], "nothing is left")
 
 
-def test_ctrl_c_before_the_job_promises_no_job(cli: list[str], data_dir: Path) -> None:
-    process = start([*cli, "run", str(QUICKSTART), "--rollouts", "2"], data_dir)
+def test_ctrl_c_before_the_job_promises_no_job(cli: list[str], job_file: str, data_dir: Path) -> None:
+    process = start([*cli, "run", job_file, "--rollouts", "2"], data_dir)
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("starting"):
         assert process.poll() is None
@@ -179,14 +185,16 @@ def test_ctrl_c_before_the_job_promises_no_job(cli: list[str], data_dir: Path) -
 
 
 @pytest.mark.parametrize("is_signal_late", [False, True])
-def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signal_late: bool) -> None:
+def test_closed_terminal_pauses_the_job(cli: list[str], job_file: str, data_dir: Path, is_signal_late: bool) -> None:
     """A write to a terminal that has gone may fail before its SIGHUP arrives, which is blocked here."""
     control, terminal = pty.openpty()
-    preparations = [TAKE_TERMINAL, BLOCK_HANG_UP] if is_signal_late else [TAKE_TERMINAL]
+    # A dumb terminal gets lines, and no view that is left out where there is no terminal.
+    preparations, term = ([TAKE_TERMINAL, BLOCK_HANG_UP], "dumb") if is_signal_late else ([TAKE_TERMINAL], "xterm")
+    env = {"ONBEAT_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT), "SCRIPTED_STEP_S": "1", "TERM": term}
     process = subprocess.Popen(
-        launch([*cli, "run", str(QUICKSTART)], *preparations),
+        launch([*cli, "run", job_file], *preparations),
         cwd=data_dir.parent,
-        env={**os.environ, "ONBEAT_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT), "FAKE_STEP_S": "60"},
+        env=os.environ | env,
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -194,53 +202,58 @@ def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signa
     )
     os.close(terminal)
     shown = b""
-    while b"job job-1" not in shown:
+    while b"RUNNING" not in shown:
         shown += os.read(control, 1000)
     os.close(control)
-    assert process.wait(timeout=30) == 130 or is_signal_late
-    assert "POST /v1/jobs/job-1%3Apause" in (data_dir / "logs" / "broker.log").read_text()
+    assert process.wait(timeout=60) == 130 or is_signal_late
+    assert ":pause status=200" in (data_dir / "logs" / "broker.log").read_text()
     assert processes_of(data_dir) == []
 
 
-def test_run_continues_its_own_job_and_begins_another_file_anew() -> None:
-    fake, console = FakeJobs(), Console(file=io.StringIO(), width=200)
-    config = JobConfig.from_file(QUICKSTART)
+def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerThread) -> None:
+    console, jobs = Console(file=io.StringIO(), width=200), broker.ledger.jobs
+    config = JobConfig.model_validate(job_body())
     changed = config.model_copy(update={"seed": 5})
 
-    async def submit(url: str, config: JobConfig, *, is_fresh: bool = False) -> JobRecord:
-        async with AsyncClient(url) as client:
-            return await JobRun(url, config, [], None, console)._submit(client, is_fresh)
+    async def submit(config: JobConfig, *, is_fresh: bool = False) -> str:
+        async with AsyncClient(broker.url) as client:
+            return (await JobRun(broker.url, config, [], None, console)._submit(client, is_fresh)).id
 
-    def states() -> list[str]:
-        return [fake.record(job_id)["state"] for job_id in fake.jobs]
+    def begin(config: JobConfig, *, is_fresh: bool = False) -> str:
+        """Submit a job that is new, and be its trainer."""
+        job_id = asyncio.run(submit(config, is_fresh=is_fresh))
+        broker.run(start_training(broker.ledger, job_id))
+        return job_id
 
-    with serve(fake) as url, mock.patch("tests.unit.fake_broker.STEP_S", 60.0):
-        assert asyncio.run(submit(url, config)).id == "job-1"
-        fake.jobs["job-1"]["ended"] = "PAUSED"
-        assert asyncio.run(submit(url, changed)).id == "job-2"
-        assert states() == ["PAUSED", "RUNNING"]
-        fake.jobs["job-2"]["ended"] = "PAUSED"
-        assert asyncio.run(submit(url, config)).id == "job-1"
-        assert states() == ["RUNNING", "PAUSED"]
-        assert asyncio.run(submit(url, config, is_fresh=True)).id == "job-3"
-        assert states() == ["CANCELLED", "PAUSED", "RUNNING"]
-        assert asyncio.run(submit(url, changed, is_fresh=True)).id == "job-4"
-        assert states() == ["CANCELLED", "CANCELLED", "CANCELLED", "RUNNING"]
-        fake.jobs["job-4"]["ended"] = "CANCELLING"
-        assert asyncio.run(submit(url, changed)).id == "job-5"
+    def states() -> list[JobState]:
+        return [broker.run(jobs.state(job_id)) for job_id in broker.run(jobs.ids())]
+
+    own = begin(config)
+    broker.run(jobs.move(own, JobState.PAUSED))
+    other = begin(changed)
+    assert states() == ["PAUSED", "RUNNING"]
+    broker.run(jobs.move(other, JobState.PAUSED))
+    assert asyncio.run(submit(config)) == own
+    assert states() == ["RUNNING", "PAUSED"]
+    begin(config, is_fresh=True)
+    assert states() == ["CANCELLING", "PAUSED", "RUNNING"]
+    newest = begin(changed, is_fresh=True)
+    assert states() == ["CANCELLING", "CANCELLING", "CANCELLING", "RUNNING"]
+    broker.run(jobs.move(newest, JobState.CANCELLING))
+    begin(changed)
     printed = console.file.getvalue()
-    assert "continuing job job-1 after 0 of 25 iterations (--fresh begins anew)" in printed
-    assert "job job-1 (quickstart) has another job file and stays paused after 0 of 25 iterations: a new job" in printed
+    assert f"continuing job {own} after 0 of 3 iterations (--fresh begins anew)" in printed
+    assert f"job {own} (test) has another job file and stays paused after 0 of 3 iterations: a new job" in printed
 
 
-def test_up_serves_until_down_and_run_uses_it(cli: list[str], data_dir: Path) -> None:
+def test_up_serves_until_down_and_run_uses_it(cli: list[str], job_file: str, data_dir: Path) -> None:
     assert "up at http://127.0.0.1:" in finish(start([*cli, "up"], data_dir))
     state = running_stack(data_dir)
     assert state is not None
     assert "already up at" in finish(start([*cli, "up"], data_dir))
-    out = finish(start([*cli, "run", str(QUICKSTART), "--set", "schedule.num_iterations=2"], data_dir))
+    out = finish(start([*cli, "run", job_file, "--set", "schedule.num_iterations=2"], data_dir))
     assert f"using the stack that is up at {state.url}" in out
-    assert "job-1" in finish(start([*cli, "jobs", "list"], data_dir))  # found by the state file
+    assert "SUCCEEDED" in finish(start([*cli, "jobs", "list"], data_dir))  # found by the state file
     assert finish(start([*cli, "down"], data_dir)) == "stopped\n"
     wait_until(lambda: processes_of(data_dir) == [], "nothing is left")
 

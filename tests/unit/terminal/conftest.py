@@ -1,31 +1,37 @@
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from onbeat.cli import main
-from tests.unit.fake_broker import FakeJobs, serve
+from onbeat.types import Finding
+from services.broker.doctor.diagnosis import diagnosis
+from tests.broker_thread import BrokerThread
 
 Command = Callable[..., Any]
 
 
 @pytest.fixture
-def fake() -> FakeJobs:
-    return FakeJobs()
+def job_id(broker: BrokerThread) -> str:
+    """A job of three iterations."""
+    return broker.create_job()
 
 
 @pytest.fixture
-def url(fake: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The broker that commands ask."""
-    with serve(fake) as url:
-        monkeypatch.setenv("ONBEAT_URL", url)
-        yield url
+def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """All that the broker's doctor finds."""
+    found: list[Finding] = []
+    for module in ("api.health", "doctor.diagnosis"):
+        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(found))
+    return found
 
 
 @pytest.fixture
 def onbeat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run `onbeat ARGUMENTS` in this process, check its exit code, and return what it printed: `out` and `err`."""
+
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
 
     def run(*arguments: str, code: int = 0) -> Any:
         monkeypatch.setattr(sys, "argv", ["onbeat", *arguments])
@@ -36,3 +42,10 @@ def onbeat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return printed
 
     return run
+
+
+@pytest.fixture
+def trained(onbeat: Command, job_id: str, trainer: None) -> str:
+    """That job, when it has succeeded."""
+    onbeat("jobs", "watch", job_id)
+    return job_id

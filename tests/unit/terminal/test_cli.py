@@ -7,81 +7,84 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from onbeat.completions import ChatFailed
 from onbeat.config import JobConfig, apply_override
 from onbeat.local.state import StackState
-from tests.unit.fake_broker import FakeJobs
+from onbeat.streams.audit import AuditViolation
+from onbeat.streams.chat import Chats, Reply
+from onbeat.streams.keys import JobKeys
+from onbeat.types import Finding
+from tests.broker_fixtures import started_job
+from tests.broker_thread import BrokerThread
+from tests.scripted_trainer import CHECKPOINT
 from tests.unit.terminal.conftest import Command
+from tests.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICKSTART = EXAMPLES / "quickstart.toml"
 
 
-@pytest.mark.usefixtures("url")
-def test_create_list_get_cancel(onbeat: Command) -> None:
-    assert onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=900").out == "job-1\n"
+@pytest.mark.usefixtures("trainer")
+def test_create_list_get_cancel(onbeat: Command, job_file: str) -> None:
+    job_id = onbeat("jobs", "create", job_file, "--set", "schedule.num_iterations=900").out.strip()
+    wait_until(lambda: CHECKPOINT in onbeat("jobs", "get", job_id).out, "it has a checkpoint")
     header, row = onbeat("jobs", "list", "--state", "running").out.splitlines()
     assert header.split() == ["ID", "NAME", "POOL", "STATE", "ITERATIONS", "REWARD", "TIME", "CREATED"]
-    assert row.split()[:4] == ["job-1", "quickstart", "default", "RUNNING"]
-    assert json.loads(onbeat("jobs", "get", "job-1").out)["config"]["schedule"]["num_iterations"] == 900
-    assert onbeat("jobs", "cancel", "job-1").out == "job-1 CANCELLED\n"
-    onbeat("jobs", "watch", "job-1", code=1)  # it did not succeed
-    kept = "its newest checkpoint is still at /somewhere/checkpoint"
-    assert onbeat("jobs", "delete", "job-1").out == f"job-1 deleted; {kept}\n"
-    onbeat("jobs", "get", "job-1", code=1)
+    assert row.split()[:4] == [job_id, "test", "default", "RUNNING"]
+    assert json.loads(onbeat("jobs", "get", job_id).out)["config"]["schedule"]["num_iterations"] == 900
+    assert onbeat("jobs", "cancel", job_id).out == f"{job_id} CANCELLING\n"
+    onbeat("jobs", "watch", job_id, code=1)  # it did not succeed
+    kept = f"its newest checkpoint is still at {CHECKPOINT}"
+    assert onbeat("jobs", "delete", job_id).out == f"{job_id} deleted; {kept}\n"
+    onbeat("jobs", "get", job_id, code=1)
 
 
-@pytest.mark.usefixtures("url")
-def test_create_uploads_the_files_beside_the_job(onbeat: Command, fake: FakeJobs) -> None:
-    printed = onbeat("jobs", "create", str(QUICKSTART.parent / "from_jsonl.toml"))
-    assert printed.out == "job-1\n"
-    ((name, body),) = fake.uploads.items()
-    assert body == (QUICKSTART.parent / "arithmetic.jsonl").read_bytes()
-    assert fake.jobs["job-1"]["config"]["data"]["path"] == f"datasets/{name}"
-    assert f"arithmetic.jsonl is datasets/{name} of the broker" in printed.err
+def test_create_uploads_the_files_beside_the_job(onbeat: Command, broker: BrokerThread, job_file: str) -> None:
+    printed = onbeat("jobs", "create", job_file)
+    path = json.loads(onbeat("jobs", "get", printed.out.strip()).out)["config"]["data"]["path"]
+    assert (broker.folder / path).read_bytes() == Path(job_file).with_name("prompts.jsonl").read_bytes()
+    assert f"prompts.jsonl is {path} of the broker" in printed.err
     assert onbeat("data", "push", str(QUICKSTART), "--name", "other.jsonl").out == "datasets/other.jsonl\n"
-    onbeat("data", "list")
+    assert "other.jsonl" in onbeat("data", "list").out
 
 
-@pytest.mark.usefixtures("url")
+@pytest.mark.usefixtures("trainer")
 def test_piped_watch_prints_a_line_per_iteration_without_codes(
-    onbeat: Command, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+    onbeat: Command, broker: BrokerThread, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    learning = {"sentence": "job-1 learns nothing", "is_problem": True, "key": "reward"}
-    fake.findings, fake.begins_with_watch = [learning, {"sentence": "trainer-0 holds job-1"}], True
-    onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=6")
-    out = onbeat("jobs", "watch", "job-1").out
+    learning = Finding(sentence="job-1 learns nothing", is_problem=True, key="reward")
+    findings += [learning, Finding(sentence="trainer-0 holds job-1")]
+    out = onbeat("jobs", "watch", broker.create_job(schedule={"num_iterations": 6})).out
     lines, _, summary = out.partition("\nstate ")
     assert "\x1b" not in lines  # the summary may be coloured: that was asked for
     for k in range(1, 7):
-        assert lines.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  50 tokens/s") == 1
+        assert lines.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  ") == 1
     assert lines.count("doctor: job-1 learns nothing") == 1
     assert "SUCCEEDED" in summary
     assert "0.100 (first 3) -> 0.400 (last 3)" in summary
-    assert "clean: 4 groups, each used once" in summary
+    assert "clean: 12 groups, each used once" in summary
     assert "job-1 learns nothing" in summary
     assert "15.1% of the bytes sent, engine open 0.35 s after the step (median)" in summary  # (1000 + 6 * 10) / 7000
     assert summary.count("[bold]\\x1b[2J2") == 4  # text of a model, 2 before and 2 after: no markup and no control code
 
 
-@pytest.mark.usefixtures("url")
-def test_doctor_tells_notes_from_problems(onbeat: Command, fake: FakeJobs) -> None:
-    fake.findings = [
-        {"sentence": "it stands", "is_problem": True, "key": "reward"},
-        {"sentence": "it fails", "is_problem": True},
-        {"sentence": "few groups teach", "key": "rollout.num_samples_per_prompt"},
-        {"sentence": "trainer-0 holds job-1"},
+def test_doctor_tells_notes_from_problems(onbeat: Command, job_id: str, findings: list[Finding]) -> None:
+    findings += [
+        Finding(sentence="it stands", is_problem=True, key="reward"),
+        Finding(sentence="it fails", is_problem=True),
+        Finding(sentence="few groups teach", key="rollout.num_samples_per_prompt"),
+        Finding(sentence="trainer-0 holds job-1"),
     ]
-    onbeat("jobs", "create", str(QUICKSTART))
-    lines = onbeat("doctor", "job-1", code=1).out.splitlines()
+    lines = onbeat("doctor", job_id, code=1).out.splitlines()
     others = ["note     few groups teach", "ok       trainer-0 holds job-1"]
     assert lines == ["PROBLEM  it stands", "PROBLEM  it fails", *others, "2 problems"]
     assert "there is no job 'job-none'" in onbeat("doctor", "job-none", code=1).err
-    fake.findings = fake.findings[2:]
+    del findings[:2]
     assert onbeat("doctor").out.splitlines() == [*others, "healthy"]
 
 
@@ -92,41 +95,45 @@ def test_doctor_says_that_the_broker_does_not_answer(onbeat: Command, monkeypatc
     assert "(--url, ONBEAT_URL)" in out
 
 
-@pytest.mark.parametrize(("age_s", "num_alarms"), [(0.0, 0), (60.0, 1)])
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("age_s", [0.0, 60.0])
 def test_watch_gives_a_new_stack_time_to_start(
-    onbeat: Command, url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch, age_s: float, num_alarms: int
+    onbeat: Command, job_id: str, findings: list[Finding], monkeypatch: pytest.MonkeyPatch, age_s: float
 ) -> None:
+    url = os.environ["ONBEAT_URL"]
     stack = StackState(pid=1, command="up", url=url, redis_url="", started_at=time.time() - age_s)
     monkeypatch.delenv("ONBEAT_URL")
     monkeypatch.setattr("onbeat.cli.options.running_stack", lambda folder: stack)
-    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
-    fake.findings = [{"sentence": "no rollout is alive", "is_problem": True}]
-    onbeat("jobs", "create", str(QUICKSTART))
-    assert onbeat("jobs", "watch", "job-1").out.count("doctor: no rollout is alive") == num_alarms
+    findings.append(Finding(sentence="no rollout is alive", is_problem=True))
+    assert ("doctor: no rollout is alive" in onbeat("jobs", "watch", job_id).out) == (age_s > 0)
 
 
-@pytest.mark.usefixtures("url")
-def test_control_codes_of_a_model_do_not_reach_the_terminal(onbeat: Command, fake: FakeJobs) -> None:
-    fake.findings = [{"sentence": "job-1 failed: bad answer \x1b]0;x\x07\x1b[2J\x9b2J", "is_problem": True}]
-    fake.audit = {"is_clean": False, "violation": "the group was accepted before \x1b[2J"}
-    onbeat("jobs", "create", str(QUICKSTART), "--set", "name=\x9b2J")
-    said = [onbeat("doctor", "job-1", code=1), onbeat("audit", "job-1", code=1), onbeat("jobs", "get", "job-1")]
+def test_control_codes_of_a_model_do_not_reach_the_terminal(
+    onbeat: Command, broker: BrokerThread, job_id: str, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings.append(Finding(sentence="job-1 failed: bad answer \x1b]0;x\x07\x1b[2J\x9b2J", is_problem=True))
+    check = Mock(side_effect=AuditViolation("the group was accepted before \x1b[2J"))
+    monkeypatch.setattr("services.broker.auditor.check_job", check)
+    broker.run(broker.ledger.redis.hset(JobKeys(job_id).job, "name", "\x9b2J"))
+    said = [onbeat("doctor", job_id, code=1), onbeat("audit", job_id, code=1), onbeat("jobs", "get", job_id)]
     said.append(onbeat("jobs", "get", "\x1b[2J", code=2))
     assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(each.out + each.err for each in said))
     assert "bad answer \\x1b]0;x\\x07" in said[0].out
     assert "VIOLATION: the group was accepted before" in said[1].out
 
 
-@pytest.mark.usefixtures("url")
-def test_evaluations_are_listed_watched_and_summarised(onbeat: Command) -> None:
-    held_out = ["--set", "evaluation.data.task=chain_sum", "--set", "evaluation.data.type=reasoning_gym"]
-    short = ["--set", "schedule.num_iterations=4"]
-    out = onbeat("jobs", "create", str(QUICKSTART), *held_out, *short, "--watch").out
+@pytest.mark.usefixtures("trainer")
+def test_evaluations_are_listed_watched_and_summarised(onbeat: Command, job_file: str) -> None:
+    held_out = ["--set", "evaluation.data.path=prompts.jsonl", "--set", "evaluation.data.type=jsonl"]
+    short = ["--set", "schedule.num_iterations=4", "--set", "evaluation.num_prompts=4"]
+    solved = ["--set", "solved_at=0.4", "--set", "evaluation.num_samples_per_prompt=2"]
+    out = onbeat("jobs", "create", job_file, *held_out, *short, *solved, "--watch").out
     assert out.count("evaluation 0  version 0  reward 0.000") == out.count("evaluation 4  version 4  reward 0.400") == 1
     assert "0.000 (first) -> 0.400 (last)  ▁█" in out
-    last = onbeat("jobs", "evaluations", "job-1").out.splitlines()[2]
-    assert last.split() == ["4", "4", "DONE", "0.400", "50%", "7.0", "25%", "0/4"]
-    assert "evaluation 4" in onbeat("jobs", "samples", "job-1", "--evaluation", "4").out
+    job_id = out.split()[0]
+    last = onbeat("jobs", "evaluations", job_id).out.splitlines()[2]
+    assert last.split() == ["4", "4", "DONE", "0.400", "100%", "2.0", "0%", "0/4"]
+    assert "evaluation 4" in onbeat("jobs", "samples", job_id, "--evaluation", "4").out
 
 
 def test_run_refuses_what_is_wrong_before_it_starts_anything(onbeat: Command, tmp_path: Path) -> None:
@@ -227,18 +234,18 @@ def test_stack_that_has_ended_by_itself_says_why(
 
 
 def test_given_folder_without_a_stack_is_not_the_default_broker(
-    onbeat: Command, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("ONBEAT_URL", raising=False)
+    monkeypatch.delenv("ONBEAT_URL")
     monkeypatch.delenv("ONBEAT_REDIS_URL", raising=False)
-    monkeypatch.setattr("onbeat.client.DEFAULT_URL", url)
+    monkeypatch.setattr("onbeat.client.DEFAULT_URL", broker.url)
     folder = str(tmp_path / "my data")
     for command, code in ((["jobs", "list"], 1), (["replay", "job-1", "--iteration", "2"], 2)):
         error = onbeat(*command, "--data-dir", folder, code=code).err
         assert error.startswith(f"error: no stack runs in {folder}")
         assert f"`onbeat up --data-dir '{folder}'`" in error
     assert "no stack runs" in onbeat("down", "--data-dir", folder).out
-    onbeat("jobs", "list", "--data-dir", folder, "--url", url)
+    onbeat("jobs", "list", "--data-dir", folder, "--url", broker.url)
     monkeypatch.setenv("ONBEAT_DATA_DIR", folder)  # as in the broker's container
     onbeat("jobs", "list")
 
@@ -269,27 +276,23 @@ def test_ctrl_c_while_modules_load_shows_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.usefixtures("url")
-def test_what_a_job_did_is_printed(onbeat: Command, tmp_path: Path) -> None:
-    onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=3")
-    onbeat("jobs", "watch", "job-1")
+def test_what_a_job_did_is_printed(onbeat: Command, trained: str, tmp_path: Path) -> None:
     assert onbeat("jobs", "list").out.splitlines()[1].split()[3:6] == ["SUCCEEDED", "3/3", "0.200"]
-    rows = [line.split()[:4] for line in onbeat("jobs", "iterations", "job-1", "--last", "2").out.splitlines()[1:]]
+    rows = [line.split()[:4] for line in onbeat("jobs", "iterations", trained, "--last", "2").out.splitlines()[1:]]
     assert rows == [["1", "COMMITTED", "1", "0.100"], ["2", "COMMITTED", "2", "0.200"]]
-    assert [line.split()[:3] for line in onbeat("jobs", "metrics", "job-1").out.splitlines()][1:] == [
-        ["iteration/reward_mean", "0", "0.2"],
-        ["iteration/reward_std", "0.25", "0.25"],
-        ["train/loss", "1.5", "1.25"],
-    ]
-    named = onbeat("jobs", "metrics", "job-1", "iteration/reward_mean", "train/loss").out
+    metrics = [line.split()[:3] for line in onbeat("jobs", "metrics", trained).out.splitlines()]
+    assert ["iteration/reward_mean", "0", "0.2"] in metrics
+    assert ["train/loss", "1.5", "1.25"] in metrics
+    named = onbeat("jobs", "metrics", trained, "iteration/reward_mean", "train/loss").out
     assert named.splitlines()[-1].split() == ["2", "0.2", "-"]
-    error = onbeat("jobs", "metrics", "job-1", "loss", code=2).err
-    assert "has no metric 'loss'; it has: iteration/reward_mean" in error
-    assert "KIND" in onbeat("jobs", "events", "job-1").out
-    assert "reward" in onbeat("jobs", "samples", "job-1", "--iteration", "0").out
-    assert "clean: 9 entries, 2 iterations committed, 4 groups accepted" in onbeat("audit", "job-1").out
-    onbeat("jobs", "report", "job-1", "-o", str(tmp_path / "r.json"))
-    assert json.loads((tmp_path / "r.json").read_text())["mode"] == "periodic"
+    error = onbeat("jobs", "metrics", trained, "loss", code=2).err
+    assert "has no metric 'loss'; it has: iteration/" in error
+    assert "KIND" in onbeat("jobs", "events", trained).out
+    assert "reward" in onbeat("jobs", "samples", trained, "--iteration", "0").out
+    assert ", 3 iterations committed, 6 groups accepted" in onbeat("audit", trained).out
+    onbeat("jobs", "report", trained, "-o", str(tmp_path / "r.json"))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["mode"], len(report["iterations"]), len(report["weights"])) == ("periodic", 3, 4)
 
 
 def test_logs_of_local_services_are_printed(onbeat: Command, tmp_path: Path) -> None:
@@ -316,25 +319,42 @@ def test_template_is_a_job_and_is_not_overwritten(
     onbeat("validate", str(job), "--set", "rollout.n=3", code=2)
 
 
-@pytest.mark.usefixtures("url")
-def test_validate_asks_the_broker(onbeat: Command) -> None:
-    assert "note: 2 of 9 prompts are left out" in onbeat("validate", str(QUICKSTART)).out
+@pytest.mark.usefixtures("broker")
+def test_validate_asks_the_broker(onbeat: Command, job_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong_here in ("", "rollout.n=3"):  # the broker also says what else is wrong
-        overrides = [text for text in (wrong_here, "model.path=no-such-model") if text]
+        overrides = [text for text in (wrong_here, "model.path=bundled:no-such-model") if text]
         options = [part for text in overrides for part in ("--set", text)]
-        assert "model.path: unknown model" in onbeat("validate", str(QUICKSTART), *options, code=2).err
+        assert "model.path: " in onbeat("validate", job_file, *options, code=2).err
+    note = "2 of 9 prompts are left out"
+    monkeypatch.setattr("services.broker.api.jobs.review", AsyncMock(return_value=[note]))
+    assert f"note: {note}" in onbeat("validate", job_file).out
 
 
-@pytest.mark.usefixtures("url")
+@pytest.mark.usefixtures("broker")
 def test_error_of_the_system_is_one_line(onbeat: Command) -> None:
     (line,) = onbeat("validate", "a" * 300, code=1).err.splitlines()
     assert line.startswith("error: [Errno 36] File name too long: 'aaa")
 
 
-@pytest.mark.usefixtures("url")
-def test_chat_keeps_the_conversation(onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert onbeat("chat", "job-1", "2 + 2").out == "1: 2 + 2\\x1b[2J\n"
+async def answer_chats(chats: Chats) -> None:
+    """Be a rollout that repeats the last message, unless it is too long."""
+    while True:
+        if (taken := await chats.take(1.0)) is None:
+            continue
+        chat_id, request = taken
+        last = request.messages[-1].text
+        message = {"content": f"{len(request.messages)}: {last}\x1b[2J"}
+        reply = Reply(body=json.dumps({"choices": [{"message": message}]}), is_last=True)
+        if last == "too long":
+            reply = Reply.of_error(ChatFailed(400, "invalid_value", "max_tokens: lower it"))
+        await chats.say(chat_id, reply)
+
+
+def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, _ = broker.run(started_job(broker.ledger))
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
-    printed = onbeat("chat", "job-1")
+    with broker.meanwhile(answer_chats(Chats(broker.ledger.redis, job_id))):
+        assert onbeat("chat", job_id, "2 + 2").out == "1: 2 + 2\\x1b[2J\n"
+        printed = onbeat("chat", job_id)
     assert ("1: one" in printed.out, "3: two" in printed.out) == (True, True)
     assert "max_tokens: lower it" in printed.err

@@ -22,7 +22,7 @@ from onbeat.types import (
     JobState,
     WorkerRecord,
 )
-from tests.unit.fake_broker import evaluation_json, iteration_json
+from tests.unit.terminal.records import evaluation_record, iteration_record
 from tests.unit.terminal.test_report import JOB
 
 NOW = JOB.started_at + 65  # type: ignore[operator]
@@ -47,7 +47,7 @@ def progress_of(num_committed: int, **changes: object) -> JobProgress:
     running = {"state": JobState.RUNNING, "next_iteration": num_committed, "finished_at": None}
     progress = JobProgress(JOB.model_copy(update=running))
     for i in range(num_committed + 1):
-        progress.iterations[i] = IterationRecord.model_validate(iteration_json(i, i < num_committed) | changes)
+        progress.iterations[i] = iteration_record(i, i < num_committed, **changes)
     return progress
 
 
@@ -172,7 +172,7 @@ class Scripted:
 
     async def iterations(self, job_id: str, after: int) -> list[IterationRecord]:
         self.iterations_after.append(after)
-        return [IterationRecord.model_validate(iteration_json(i)) for i in range(after + 1, self.num_looks)]
+        return [iteration_record(i) for i in range(after + 1, self.num_looks)]
 
     async def explain(self, job_id: str) -> Diagnosis:
         return Diagnosis(is_healthy=True, findings=[])
@@ -184,8 +184,7 @@ class Scripted:
         return []
 
     async def evaluations(self, job_id: str, after: int) -> list[EvaluationRecord]:
-        state = "DONE" if self.num_looks == 4 else "OPEN"
-        return [EvaluationRecord.model_validate(evaluation_json(0, state))] if after < 0 else []
+        return [evaluation_record(0, is_done=self.num_looks == 4)] if after < 0 else []
 
 
 async def test_each_look_asks_for_what_is_new_also_after_a_lost_answer() -> None:

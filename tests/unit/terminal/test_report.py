@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.terminal.report import build_report, check_report_path, make_report, write_report
+from onbeat.terminal.report import check_report_path, make_report, write_report
 from onbeat.terminal.summary import print_rows, total_rows
-from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
-from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve, weights_json
+from onbeat.types import IterationRecord, JobRecord, WeightsRecord
+from tests.scripted_trainer import weights_record
+from tests.unit.terminal.records import evaluation_record, iteration_record
 
 PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
 generate_s train_s weight_sync_s rollout_idle_frac trainer_idle_frac staleness_max mismatch_mean mismatch_max tpspd"""
@@ -32,21 +32,17 @@ JOB = JobRecord.model_validate(
 
 
 def records(num_committed: int, **changes: float) -> list[IterationRecord]:
-    return [IterationRecord.model_validate(iteration_json(i) | changes) for i in range(num_committed)]
+    return [iteration_record(i, **changes) for i in range(num_committed)]
 
 
-async def test_report_has_the_promised_names() -> None:
-    fake = FakeJobs()
-    with serve(fake) as url:
-        async with AsyncClient(url) as client:
-            job = await client.jobs.create({"name": "n", "schedule": {"mode": "sync", "num_iterations": 2}})
-            await client.jobs.wait(job.id, timeout_s=5)
-            report = await build_report(client, job.id)
+def test_report_has_the_promised_names() -> None:
+    weights = [weights_record(version) for version in range(3)]
+    report = make_report(JOB, records(2), weights=weights)
     assert {"job_id", "state", "mode", "totals", "iterations"} <= report.keys()
-    assert (report["job_id"], report["state"], report["mode"]) == (job.id, "SUCCEEDED", "sync")
+    assert (report["job_id"], report["state"], report["mode"]) == ("j", "SUCCEEDED", "periodic")
     assert all(set(record) >= set(PROMISED.split()) for record in report["iterations"])
     assert len(report["iterations"]) == 2
-    assert report["weights"] == [weights_json(version, version / 10 or None) for version in range(3)]
+    assert report["weights"] == [record.model_dump() for record in weights]
 
 
 def test_totals_by_hand() -> None:
@@ -61,10 +57,9 @@ def test_totals_by_hand() -> None:
 
 
 def test_report_leaves_out_what_has_no_numbers_yet() -> None:
-    states = ((0, "DONE"), (9, "OPEN"))
-    evaluations = [EvaluationRecord.model_validate(evaluation_json(number, state)) for number, state in states]
-    unfinished = IterationRecord.model_validate(iteration_json(2, is_committed=False))
-    report = make_report(JOB, [*records(2, staleness_max=2, num_replaced=3, num_stale=0), unfinished], evaluations)
+    evaluations = [evaluation_record(0), evaluation_record(9, is_done=False)]
+    iterations = [*records(2, staleness_max=2, num_replaced=3, num_stale=0), iteration_record(2, is_committed=False)]
+    report = make_report(JOB, iterations, evaluations)
     assert [(record["evaluation"], record["pass_at_k"]) for record in report["evaluations"]] == [(0, 0.5)]
     assert (len(report["iterations"]), report["totals"]["staleness_max"]) == (2, 2)
     assert dict(total_rows(report))["groups"] == "6 replaced"
@@ -73,14 +68,14 @@ def test_report_leaves_out_what_has_no_numbers_yet() -> None:
 
 
 def test_totals_of_weights_by_hand() -> None:
-    versions = [WeightsRecord.model_validate(weights_json(v, open_s)) for v, open_s in enumerate((None, 0.9, 0.2, 0.4))]
+    versions = [weights_record(version, open_s) for version, open_s in enumerate((None, 0.9, 0.2, 0.4))]
     # Two rollouts, each 1000 bytes to join and then 10 for each of three deltas: 2060 of 8000 bytes.
     report = make_report(JOB, records(3), weights=versions)
     totals = report["totals"]
     assert (totals["weight_bytes_full"], totals["weight_bytes_received"]) == (8000, 2060)
     assert totals["weight_open_s"] == 0.4  # the joining, which waited for no step, is no part of the median
     assert dict(total_rows(report))["weights"] == "25.8% of the bytes sent, engine open 0.40 s after the step (median)"
-    untold = WeightsRecord.model_validate({"policy_version": 1, "rollouts": weights_json(1)["rollouts"]})
+    untold = WeightsRecord(policy_version=1, rollouts=weights_record(1).rollouts)
     joined = make_report(JOB, records(1), weights=[versions[0], untold])  # a share of like with like
     assert dict(total_rows(joined))["weights"] == "100.0% of the bytes sent"
     assert "weights" not in dict(total_rows(make_report(JOB, records(1))))

@@ -2,16 +2,17 @@
 
 import re
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
+from starlette.exceptions import HTTPException
 
+from onbeat.errors import GroupsTrimmed
 from onbeat.local.stack import StackOptions, service_specs
 from onbeat.terminal.report_page import curve_of, page_of
 from onbeat.types import Sample
-from tests.unit.fake_broker import FakeJobs
 from tests.unit.terminal.conftest import Command
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 HOSTILE = "</table><script>alert('x')</script>"
 
 
@@ -31,25 +32,23 @@ def test_curve_goes_from_its_lowest_to_its_highest_value() -> None:
     assert curve_of("x", [(0, float("inf"))]).count("polyline") == 1
 
 
-@pytest.mark.usefixtures("url")
-def test_report_is_written(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> None:
-    onbeat("jobs", "create", str(QUICKSTART))
-    fake.jobs["job-1"]["created_at"] = 0.0  # long ago: all of its iterations are done
-    onbeat("report", "job-1", "-o", str(tmp_path / "r.html"))
+def test_report_is_written(onbeat: Command, trained: str, tmp_path: Path) -> None:
+    onbeat("report", trained, "-o", str(tmp_path / "r.html"))
     page = (tmp_path / "r.html").read_text()
     assert page.index("iteration/reward_mean") < page.index("train/loss")
     assert "smollm2" in page
+    assert "prompt of 0-0" in page
 
 
-@pytest.mark.usefixtures("url")
-def test_report_lacks_samples_only_if_they_are_no_longer_kept(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> None:
-    onbeat("jobs", "create", str(QUICKSTART))
-    fake.jobs["job-1"]["created_at"] = 0.0
-    fake.refuses_samples = 410
-    onbeat("report", "job-1", "-o", str(tmp_path / "r.html"))
-    assert "What is [1] + 1?" not in (tmp_path / "r.html").read_text()
-    fake.refuses_samples = 403
-    assert "no samples (403)" in onbeat("report", "job-1", "-o", str(tmp_path / "other.html"), code=1).err
+@pytest.mark.parametrize("error", [GroupsTrimmed("job-1", 0, 1), HTTPException(403, "no samples for you")])
+def test_report_lacks_samples_only_if_they_are_no_longer_kept(
+    onbeat: Command, trained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("services.broker.api.samples.read_samples", AsyncMock(side_effect=error))
+    code = 0 if isinstance(error, GroupsTrimmed) else 1
+    said = onbeat("report", trained, "-o", str(tmp_path / "r.html"), code=code).err
+    assert ("no samples for you" in said) == (code == 1)
+    assert code or "prompt of 0-0" not in (tmp_path / "r.html").read_text()
 
 
 def test_view_starts_only_a_broker_that_changes_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`onbeat jobs watch` and `onbeat top` in real terminals and pipes, against a broker that only pretends."""
+"""`onbeat jobs watch` and `onbeat top` in real terminals and pipes."""
 
 import json
 import os
@@ -11,20 +11,20 @@ import time
 
 import pytest
 
-from onbeat.client import AsyncClient, Client
+from onbeat.client import AsyncClient
+from onbeat.streams import keys
 from onbeat.terminal.top import take_overview
+from onbeat.types import Finding, JobState, WorkerRecord
+from tests.broker_fixtures import started_job
+from tests.broker_thread import BrokerThread
 from tests.conftest import free_port
-from tests.unit.fake_broker import FakeJobs, serve
 from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
 
-CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 60}}
-ENDLESS = CONFIG | {"schedule": {"mode": "sync", "num_iterations": 1_000_000}}
-PROBLEM = {"sentence": "no trainer of pool default is there; start one", "is_problem": True, "waits_for": "a trainer"}
 
-
-def create(url: str, config: dict[str, object]) -> str:
-    with Client(url) as client:
-        return client.jobs.create(config).id
+@pytest.fixture
+def endless(broker: BrokerThread, trainer: None) -> str:
+    """A job that is trained for ever."""
+    return broker.create_job(name="tiny", schedule={"num_iterations": 1_000_000})
 
 
 def in_pipe(*arguments: str, **env: str) -> str:
@@ -34,17 +34,21 @@ def in_pipe(*arguments: str, **env: str) -> str:
     return done.stdout
 
 
-def test_dumb_terminal_gets_plain_lines(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, CONFIG), TERM="dumb") as terminal:
+@pytest.mark.usefixtures("trainer")
+def test_dumb_terminal_gets_plain_lines(job_id: str) -> None:
+    with Terminal("jobs", "watch", job_id, TERM="dumb") as terminal:
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
-    assert b"iteration 60/60" in terminal.raw
+    assert b"iteration 3/3" in terminal.raw
 
 
-def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: FakeJobs) -> None:
-    fake.findings = [PROBLEM | {"sentence": "rollout-7 is silent, and " + "so on and on " * 40}]
-    fake.workers = [{"id": f"rollout-{i}-of-a-long-name", "state": "generating"} for i in range(40)]
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=60, rows=20) as terminal:
+def test_small_terminal_shows_the_essentials_and_no_line_wraps(
+    broker: BrokerThread, endless: str, findings: list[Finding]
+) -> None:
+    sentence = "rollout-7 is silent, and " + "so on and on " * 40
+    findings.append(Finding(sentence=sentence, is_problem=True, waits_for="a trainer"))
+    broker.beat(*(WorkerRecord(id=f"rollout-{i}-of-a-long-name", state="generating") for i in range(40)))
+    with Terminal("jobs", "watch", endless, columns=60, rows=20) as terminal:
         for text in ("tiny  RUNNING", "problem      rollout-7 is silent", "reward ", "40: 40 generating", " s elapsed"):
             terminal.wait_for(text)
         assert len(terminal.screen.lines) <= 20 + 1  # the notice about the job's state went by
@@ -52,8 +56,8 @@ def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: F
         assert labels.count("reward") == labels.count("trainer") == 1  # nothing is left of earlier drawings
 
 
-def test_resized_terminal_is_drawn_anew_also_without_colours(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30, NO_COLOR="1") as terminal:
+def test_resized_terminal_is_drawn_anew_also_without_colours(endless: str) -> None:
+    with Terminal("jobs", "watch", endless, columns=100, rows=30, NO_COLOR="1") as terminal:
         terminal.wait_for("generated")
         terminal.resize(40, 12)
         before = len(terminal.raw)
@@ -66,14 +70,12 @@ def test_resized_terminal_is_drawn_anew_also_without_colours(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    ("command", "shown", "code"), [(["jobs", "watch", "job-1"], "reward", 130), (["top"], "ROLLOUT", 0)]
-)
+@pytest.mark.parametrize(("command", "shown", "code"), [(["jobs", "watch"], "reward", 130), (["top"], "ROLLOUT", 0)])
 def test_interrupted_view_leaves_terminal_and_job_in_order(
-    url: str, fake: FakeJobs, number: signal.Signals, command: list[str], shown: str, code: int
+    broker: BrokerThread, endless: str, number: signal.Signals, command: list[str], shown: str, code: int
 ) -> None:
-    create(url, ENDLESS)
-    with Terminal(*command, columns=200) as terminal:
+    broker.beat(WorkerRecord(id="rollout-0", state="generating"))
+    with Terminal(*command, *([endless] if "watch" in command else []), columns=200) as terminal:
         terminal.wait_for(shown)
         assert not terminal.screen.has_cursor
         if number == signal.SIGINT:
@@ -86,34 +88,35 @@ def test_interrupted_view_leaves_terminal_and_job_in_order(
         assert termios.tcgetattr(terminal.slave) == terminal.modes
     assert "Traceback" not in terminal.screen.text
     if code:
-        assert "onbeat jobs watch job-1   comes back" in terminal.screen.text
-        assert "onbeat jobs cancel job-1  ends it" in terminal.screen.text
-    assert fake.jobs["job-1"]["ended"] is None
+        assert f"onbeat jobs watch {endless}   comes back" in terminal.screen.text
+        assert f"onbeat jobs cancel {endless}  ends it" in terminal.screen.text
+    assert broker.run(broker.ledger.jobs.state(endless)) is JobState.RUNNING
 
 
-def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
+def test_broker_that_is_lost_and_returns_is_survived(broker: BrokerThread, endless: str) -> None:
     port = free_port()
-    with serve(fake, port) as url:
-        job_id = create(url, ENDLESS)
-        terminal = Terminal("jobs", "watch", job_id, columns=120, ONBEAT_URL=url)
+    with broker.serve(port) as url:
+        terminal = Terminal("jobs", "watch", endless, columns=120, ONBEAT_URL=url)
         terminal.wait_for("reward")
     with terminal:
         terminal.wait_for("broker       does not answer, trying again")
-        with serve(fake, port):
+        with broker.serve(port):
             terminal.wait_for("the broker answers again")
-            fake.jobs[job_id]["ended"] = "CANCELLED"
+            broker.run(broker.ledger.jobs.move(endless, JobState.CANCELLING))
             assert terminal.wait_for_end() == 1
     assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
 
 
 @pytest.mark.parametrize(("harm", "reason"), [("refuse", "not now (401)"), ("delete", "there is no job")])
-def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs, harm: str, reason: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120) as terminal:
+def test_refused_question_ends_the_watch_with_an_error(
+    broker: BrokerThread, endless: str, harm: str, reason: str
+) -> None:
+    with Terminal("jobs", "watch", endless, columns=120) as terminal:
         terminal.wait_for("reward")
         if harm == "refuse":
-            fake.failures = [401]
+            broker.wire.failures = [401]
         else:
-            fake.jobs.clear()
+            broker.run(broker.ledger.redis.flushall())
         assert terminal.wait_for_end() == 1
     assert reason in terminal.screen.text
 
@@ -121,35 +124,34 @@ def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs,
 # ---- top ---------------------------------------------------------------------------------------------------------
 
 
-def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(url: str, fake: FakeJobs) -> None:
-    create(url, ENDLESS)
-    silent = {"id": "rollout-2", "state": "generating", "last_seen_at": time.time() - 100, "job_id": "job-1"}
-    fake.workers = [{"id": "rollout-10", "state": "idle"}, {"id": "rollout-9", "state": "idle"}, silent]
+def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(broker: BrokerThread) -> None:
+    job_id, _ = broker.run(started_job(broker.ledger, name="tiny"))
+    broker.beat(WorkerRecord(id="rollout-10", state="idle"), WorkerRecord(id="rollout-9", state="idle"))
+    broker.beat(WorkerRecord(id="rollout-2", state="generating", job_id=job_id), ago_s=100.0)
     out = in_pipe("top")
     assert "\x1b" not in out
     lines = [line.split() for line in out.splitlines()]
-    assert lines[1][:5] == ["job-1", "tiny", "default", "RUNNING", lines[1][4]]
+    assert lines[1][:4] == [job_id, "tiny", "default", "RUNNING"]
     assert [line[0] for line in lines[4:7]] == ["rollout-2", "rollout-9", "rollout-10"]
-    assert lines[4][2:4] == ["silent", "job-1"]
+    assert lines[4][2:4] == ["silent", job_id]
     with Terminal("top", "--once") as terminal:
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
     assert b"rollout-10" in terminal.raw
     (pool,) = json.loads(in_pipe("top", "--json"))["pools"]
-    assert [worker["id"] for worker in pool["workers"]] == ["rollout-10", "rollout-9", "rollout-2"]
+    assert [worker["id"] for worker in pool["workers"]] == ["rollout-10", "rollout-2", "rollout-9"]
 
 
-def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJobs) -> None:
-    create(url, ENDLESS)
-    fake.workers = [{"id": f"rollout-{i}", "state": "generating", "job_id": "job-1"} for i in range(3000)]
+def test_top_fits_a_small_terminal_and_counts_what_it_cuts(broker: BrokerThread, job_id: str) -> None:
+    broker.beat(*(WorkerRecord(id=f"rollout-{i}", state="generating", job_id=job_id) for i in range(1200)))
     with Terminal("top", columns=60, rows=20) as terminal:
         terminal.wait_for("more rollouts")
         assert terminal.screen.is_alternate
         rows = [line for line in terminal.screen.text.splitlines() if line.startswith("rollout-")]
-        assert f"and {3000 - len(rows):,} more rollouts" in terminal.screen.text
+        assert f"and {1200 - len(rows):,} more rollouts" in terminal.screen.text
         assert [row.split()[0] for row in rows] == [f"rollout-{i}" for i in range(len(rows))]
         assert len(terminal.screen.lines) <= 20
-        fake.workers = []
+        broker.run(broker.ledger.redis.delete(keys.workers("default")))
         terminal.wait_for("no rollouts")  # it is refreshed
         terminal.press(b"q")
         assert terminal.wait_for_end() == 0
@@ -158,9 +160,10 @@ def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJ
         assert termios.tcgetattr(terminal.slave) == terminal.modes
 
 
-def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs) -> None:
+def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(broker: BrokerThread) -> None:
+    broker.beat(WorkerRecord(id="rollout-0", state="generating"))
     port = free_port()
-    with serve(fake, port) as url:
+    with broker.serve(port) as url:
         terminal = Terminal("top", columns=120, ONBEAT_URL=url)
         terminal.wait_for("rollout-0")
     with terminal, socket.create_server(("127.0.0.1", port)):  # takes questions, and answers none
@@ -173,20 +176,20 @@ def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs)
 
 
 async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
-    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with AsyncClient(url) as client:
-        jobs = [await client.jobs.create(ENDLESS) for _ in range(4)]
-        for job in jobs[1:]:
-            await client.jobs.cancel(job.id)
+    oldest, *others = [broker.create_job() for _ in range(4)]
+    async with AsyncClient(broker.url) as client:
+        for job_id in others:
+            await client.jobs.cancel(job_id)
         for num_newest, num_questions in ((5, 1), (4, 5), (2, 5)):
             monkeypatch.setattr("onbeat.terminal.top.NUM_NEWEST", num_newest)
-            fake.requests.clear()
-            assert [job.id for job in (await take_overview(client)).jobs] == [jobs[0].id]
-            assert fake.requests.count(("GET", "/v1/jobs")) == num_questions
+            broker.wire.requests.clear()
+            assert [job.id for job in (await take_overview(client)).jobs] == [oldest]
+            assert broker.wire.requests.count(("GET", "/v1/jobs")) == num_questions
 
 
-def test_ctrl_c_ends_a_chat_that_waits_for_a_line(url: str) -> None:
+def test_ctrl_c_ends_a_chat_that_waits_for_a_line() -> None:
     with Terminal("chat", "job-1") as terminal:
         terminal.wait_for("> ")
         time.sleep(0.5)  # Python loses a signal between the prompt and the reading
