@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.ledger import Ledger
@@ -31,9 +31,15 @@ MAX_BACKOFF_S = 5.0
 CALM_S = 2 * MAX_BACKOFF_S  # Redis is well again after this long without a failure: watchers may fail after each scan
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether Redis is there and refuses a command: it is full, or the data of one job is damaged. A replica
+    that refuses all writes does not count: another connection may lead to the primary."""
+    return isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError)
+
+
 class Conductor:
-    """The watchers of all active jobs. `run` ends only when it is cancelled, or when scans have failed again and again
-    for `timeout_s`: then it raises the last error."""
+    """The watchers of all active jobs. `run` ends only when it is cancelled, or when Redis has been away for
+    `timeout_s`: then it raises the last error."""
 
     def __init__(self, ledger: Ledger, process: DatasetProcess, timeout_s: float) -> None:
         self._ledger, self._process, self._timeout_s = ledger, process, timeout_s
@@ -52,11 +58,12 @@ class Conductor:
                     if began_at - failed_at > CALM_S:
                         failing_since = None
                 except Exception as error:  # a supervisor: after timeout_s of failures, the broker ends
-                    failed_at = time.monotonic()
-                    failing_since = failing_since or began_at
                     logger.error("the control loop failed, trying again: %s: %s", type(error).__name__, error)
-                    if failed_at + (failed_at - began_at) - failing_since > self._timeout_s:  # so would another try
-                        raise
+                    if not is_refusal(error):
+                        failed_at = time.monotonic()
+                        failing_since = failing_since or began_at
+                        if failed_at + (failed_at - began_at) - failing_since > self._timeout_s:  # so would another try
+                            raise
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                 await asyncio.sleep(backoff_s)
         finally:

@@ -9,11 +9,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from onbeat.errors import JobNotFinal, JobNotFound
 from onbeat.streams.inspection import existing_jobs
@@ -37,40 +36,41 @@ class Retention:
     def __init__(self, ledger: Ledger, job_retention_days: float) -> None:
         self._ledger, self._job_retention_s = ledger, job_retention_days * DAY_S
         self._unreadable: set[str] = set()
+        self._trimmed_at = 0.0  # like the next, by time.monotonic()
         self._arrival_until = 0.0  # no pending job fails before this moment of time.monotonic()
 
     async def run(self) -> None:
         self._arrival_until = time.monotonic() + ARRIVAL_S
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._repeat(self.trim_started))
-            both.create_task(self._repeat(partial(self.step, PAUSE_S)))
-
-    async def _repeat(self, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await look()
+                await self.step(pause_s=PAUSE_S)
             except RedisError as error:
                 logger.warning("old data is kept for now: %s: %s", type(error).__name__, error)
             await asyncio.sleep(LOOK_S)
 
     async def trim_started(self) -> None:
         """Drop the old groups of the jobs that make new ones: `step` takes long where there are many other jobs."""
+        self._trimmed_at = time.monotonic()
         for job_id, fields in (await existing_jobs(self._ledger, await self._ledger.lists.started())).items():
             with self._leaving_odd_ones(job_id):
                 await trim(self._ledger, job_id, fields)
 
     async def step(self, pause_s: float = 0.0) -> None:
-        """Look at every job once, a few at a time: many jobs take longer, but cost no more at any time."""
+        """Look at every job once, a few at a time: many jobs take longer, but cost no more at any time. The jobs that
+        make new groups are trimmed in between."""
         job_ids = await self._ledger.jobs.ids()
         for first in range(0, len(job_ids), JOBS_AT_ONCE):
             batch = job_ids[first : first + JOBS_AT_ONCE]
             found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
-            await self._ledger.lists.file(found)
+            with suppress(OutOfMemoryError):  # what follows frees memory
+                await self._ledger.lists.file(found)
             for job_id in batch:
                 with self._leaving_odd_ones(job_id):
                     await self._look_at(job_id, found.get(job_id), now)
             if first + JOBS_AT_ONCE < len(job_ids):
                 await asyncio.sleep(pause_s)
+                if time.monotonic() - self._trimmed_at > LOOK_S:
+                    await self.trim_started()
 
     async def _look_at(self, job_id: str, fields: dict[str, str] | None, now: float) -> None:
         if fields is None:

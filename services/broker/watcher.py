@@ -5,6 +5,8 @@ import asyncio
 import logging
 import time
 
+from pydantic import ValidationError
+
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, StreamLost
 from onbeat.streams import inspection
@@ -38,6 +40,7 @@ class JobWatcher:
         self._ledger, self._process, self._job_id = ledger, process, job_id
         self._config: JobConfig
         self._config_text: tuple[str | None, ...] = ()
+        self._is_left_alone = False
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s, self._began = WAIT_S, time.monotonic()
@@ -57,6 +60,12 @@ class JobWatcher:
             await asyncio.gather(*self._prepared.values(), return_exceptions=True)
             await self._evaluator.close()
 
+    def _leave_alone(self, error: ValidationError) -> None:
+        if not self._is_left_alone:
+            reason = error.errors()[0]["msg"]
+            logger.warning("job %s is left to brokers of another version of Onbeat: %s", self._job_id, reason)
+        self._is_left_alone = True
+
     async def step(self) -> bool:
         """Take the actions that are due. Return whether the job is final."""
         fields = await self._ledger.jobs.fields(self._job_id)
@@ -66,7 +75,11 @@ class JobWatcher:
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
         text = fields["config"], fields.get("dtype")
         if text != self._config_text:  # a resume may have added iterations
-            self._config, self._config_text = JobConfig.of_job(fields), text
+            try:
+                self._config, self._config_text = JobConfig.of_job(fields), text
+            except ValidationError as error:  # of another version: its broker conducts it, and the doctor says so
+                self._leave_alone(error)
+                return False
         config = self._config
         if state is JobState.PENDING:
             self._prepare(config, int(fields["num_opened"]))
@@ -143,6 +156,9 @@ class JobWatcher:
             self._progress_at, self._progress_seen = fields["progress_at"], time.monotonic()
         deadline_s, silent_s = config.schedule.iteration_deadline_s, time.monotonic() - self._progress_seen
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
+            is_done = int(fields["next_iteration"]) >= config.schedule.num_iterations
+            if is_done and float(fields.get("lease_until", "0")) > await self._ledger.now():
+                return  # the trainer writes its last checkpoint, and has limits of its own
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
 

@@ -55,10 +55,11 @@ class JobLists:
             pipeline.zrem(name, *job_ids)
         await pipeline.execute()
 
-    async def remove(self, job_id: str, pool: str = "") -> None:
-        """Take an id that has no job off all lists. `pool`: the pool in whose queue it was found."""
+    async def remove(self, job_id: str, pool: str = "", submitter: str = "") -> None:
+        """Take an id that has no job off all lists. `pool`, `submitter`: those in whose queues it may be."""
         pipeline = self._redis.pipeline(transaction=False)
-        for name in (keys.ALL_JOBS, keys.ACTIVE_JOBS, keys.WAITING_JOBS, keys.waiting_in(pool)):
+        queues = (keys.WAITING_JOBS, keys.waiting_in(pool), keys.waiting_of(submitter))
+        for name in (keys.ALL_JOBS, keys.ACTIVE_JOBS, *queues):
             pipeline.zrem(name, job_id)
         for state in FINAL:
             pipeline.zrem(keys.ended_jobs(state), job_id)

@@ -144,10 +144,14 @@ class Jobs(LedgerPart):
     async def delete(self, job_id: str) -> None:
         """Remove a final job and all of its keys. Raise JobNotFound or JobNotFinal.
 
-        The job does not exist from the first step on. Repeating the call finishes a deletion that died half-way.
+        The job does not exist from the first step on. Repeating the call finishes a deletion that died half-way. The
+        steps up to the mark also work while the memory of Redis is full.
         """
         job = JobKeys(job_id)
-        await self.file(job_id)  # the process that ended the job may have died before it filed it
+        found = await self.redis.hmget(job.job, "pool", "submitter")
+        if found == [None, None]:  # a deletion that died half-way
+            found = await self.redis.hmget(job.deleted, "pool", "submitter")
+        queues = [(value or b"").decode(errors="replace") for value in found]
         outcome = (await self._run("delete_job", job, [job.deleted], *FINAL)).decode()
         if not outcome:
             raise JobNotFound(job_id)
@@ -164,7 +168,7 @@ class Jobs(LedgerPart):
         pipeline.hset(job.deleted, "deleted_at", await self.now())
         pipeline.expire(job.deleted, DELETED_ID_S)
         await pipeline.execute()
-        await self._lists.remove(job_id)
+        await self._lists.remove(job_id, *queues)
 
     async def is_deleted(self, job_id: str) -> bool:
         """Return whether the job is being deleted, or was deleted within a day."""

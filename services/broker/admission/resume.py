@@ -18,7 +18,9 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     try:
         config = JobConfig.model_validate_json(fields["config"])
     except ValidationError as error:
-        reason = "another version of Onbeat wrote its configuration; submit it again"
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        reason = f"its configuration does not fit what is installed here ({what}); correct that, or submit it again"
         raise CannotResume(job_id, state, reason) from error
     extension = None
     if num_iterations is not None:

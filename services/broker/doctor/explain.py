@@ -93,7 +93,9 @@ def explain_pending(s: Situation) -> list[Finding]:
     elif busy:
         jobs = ", ".join(f"{trainer} trains {s.trainers[trainer].job_id}" for trainer in busy)
         what = f"{jobs}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
-        findings = [s.find(start + what, **about)]
+        if held := sorted(s.paused):
+            what += f"; {', '.join(held)} is PAUSED and keeps its trainer: resume or cancel it"
+        findings = [s.find(start + what, is_problem=bool(held), **about)]
     else:
         deadline_s = s.config.schedule.start_deadline_s
         left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)

@@ -9,7 +9,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
+from onbeat.types import Event, Finding, JobState, TrainerRecord, WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Situation:
     trainers: dict[str, TrainerRecord]  # of the pool
     events: list[Event]  # newest first
     num_before: int  # pending jobs of the pool that are older
+    paused: set[str]  # jobs that trainers of the pool hold although they are PAUSED
 
     @property
     def owner(self) -> str:
@@ -85,6 +86,8 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         waiting = await inspection.waiting_entries(ledger, job_id, number, is_evaluation=True)
         unit_fields = await ledger.evaluations.fields(job_id, number)
         evaluations.append(Unit(f"evaluation {number}", unit_fields, waiting))
+    trainers = {trainer.id: trainer for trainer in await ledger.trainers.records(config.pool)}
+    held = await inspection.existing_jobs(ledger, [each.job_id for each in trainers.values() if each.job_id])
     (num_before,) = await ledger.lists.places(config.pool, [job_id])
     return Situation(
         job_id=job_id,
@@ -95,7 +98,8 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         evaluations=evaluations,
         leases=await inspection.read_leases(ledger, job_id),
         workers={worker.id: worker for worker in await ledger.workers.records(config.pool)},
-        trainers={trainer.id: trainer for trainer in await ledger.trainers.records(config.pool)},
+        trainers=trainers,
         events=await inspection.newest_events(ledger, job_id),
         num_before=num_before or 0,
+        paused={held_id for held_id, of in held.items() if of["state"] == JobState.PAUSED},
     )

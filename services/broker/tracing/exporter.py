@@ -161,13 +161,13 @@ class Tracer:
 
     async def step(self) -> None:
         """Look at every job once, unless the retry delay is not over."""
-        if time.monotonic() < self._retry_at:
-            return
         try:
             now = await self._ledger.now()
             started, ended = await self._ledger.lists.started(), await self._ledger.lists.ended_since(now - CATCH_UP_S)
             self._settled &= set(ended)  # one that is resumed has more to export
             self._unreadable &= {*started, *ended}
+            if time.monotonic() < self._retry_at:
+                return
             skipped = self._settled | self._unreadable
             jobs = await existing_jobs(self._ledger, [each for each in (*started, *ended) if each not in skipped])
             for job_id, fields in jobs.items():

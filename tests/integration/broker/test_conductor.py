@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.config import JobConfig, ReasoningGymData
 from onbeat.errors import StreamLost
+from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.inspection import newest_events
@@ -25,9 +27,11 @@ from services.broker import watcher
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
-from services.broker.doctor.explain import num_lost_trainers
+from services.broker.doctor.explain import explain_job, num_lost_trainers
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
+from services.trainer.__main__ import claim_next
+from services.trainer.settings import Settings as TrainerSettings
 from tests.broker_fixtures import (
     beat,
     broker_process,
@@ -50,6 +54,7 @@ from tests.conftest import free_port, start_redis, unfinished
 from tests.waiting import eventually, until
 
 SEVERAL_LOOKS_S = 0.4
+HARDWARE = Hardware("a test's processor", "", "native")
 
 
 @pytest_asyncio.fixture
@@ -316,6 +321,9 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, tmp_path):
     assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
     assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
+    await asyncio.sleep(1.5)  # its trainer writes the last checkpoint
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "trainer-a has not finished the job" in fields["error"]
 
@@ -493,16 +501,34 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, tmp_path
     assert fields["error"].startswith("iteration 2 has no prompts: data.path: there is no file prompts.jsonl")
 
 
-@pytest.mark.usefixtures("conductors")
-async def test_unreadable_job_fails_and_does_not_stop_the_others(ledger):
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_job_of_a_later_version_is_left_to_its_own_broker(ledger, pool, caplog):
     good = await create_job(ledger)
-    config = JobConfig.model_validate(job_body()).model_dump(mode="json") | {"of_a_later_version": 1}
-    bad = f"{good}-bad"
-    await ledger.jobs.create(bad, config, 3, 0)
-    fields = await reaches(ledger, bad, JobState.FAILED)
-    assert "of_a_later_version" in fields["error"]
+    config = JobConfig.model_validate(job_body(pool=pool)).model_dump(mode="json") | {"of_a_later_version": 1}
+    later = f"{good}-later"
+    await ledger.jobs.create(later, config, 3, 0)
+    assert await claim_next(TrainerSettings(pool=pool), ledger, HARDWARE) is None
     await start_training(ledger, good)
     await wait_open(ledger, good, 0)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(later) is JobState.PENDING
+    said = [line.getMessage() for line in caplog.records if f"job {later} is left to" in line.getMessage()]
+    assert sum("brokers of another version" in line for line in said) == 2  # once by each of them
+    (finding, *_) = await explain_job(ledger, later)
+    assert "does not understand the configuration" in finding.sentence
+
+
+async def test_refused_command_of_one_job_does_not_end_the_broker(ledger, process):
+    """Nor does a Redis that is full. One that is away does."""
+    job_id, _ = await started_job(ledger)
+    await ledger.redis.set(JobKeys(job_id).events, "no stream")
+    conductor = asyncio.create_task(Conductor(ledger, process, timeout_s=0.3).run())
+    await asyncio.sleep(2.0)
+    assert not conductor.done()
+    conductor.cancel()
+    away = Ledger(connect(f"redis://127.0.0.1:{free_port()}", retry_s=1))
+    with pytest.raises(RedisConnectionError):
+        await asyncio.wait_for(Conductor(away, process, timeout_s=0.3).run(), 20)
 
 
 @pytest.mark.usefixtures("conductors")

@@ -10,7 +10,7 @@ from onbeat.errors import CannotResume, LeaseLost
 from onbeat.streams import keys
 from onbeat.types import JobState
 from services.broker.retention import Retention
-from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, train
+from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, tasks_for, train
 from tests.waiting import eventually
 
 
@@ -149,6 +149,23 @@ async def test_time_in_between_is_no_time_of_an_iteration(ledger):
             await ledger.jobs.resume(job_id, halt)
         last = float((await ledger.jobs.fields(job_id))["last_commit_at"])
         assert last == pytest.approx(await ledger.now() - 100, abs=5)
+
+
+async def test_time_in_the_queue_is_the_jobs_and_no_iterations(ledger):
+    job_id, epoch = await started_job(ledger)
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    job, now = keys.JobKeys(job_id).job, await ledger.now()
+    assert float((await ledger.jobs.fields(job_id))["last_commit_at"]) == pytest.approx(now, abs=5)  # pauses move it on
+    await ledger.redis.hset(job, mapping={"started_at": now - 1000, "last_commit_at": now - 1000})
+    await ledger.jobs.move(job_id, JobState.FAILED, epoch=epoch)
+    await ledger.redis.hset(job, "finished_at", now - 900)
+    await ledger.jobs.resume(job_id, JobState.FAILED)
+    assert "started_at" not in await ledger.jobs.fields(job_id)  # it waits
+    await ledger.redis.hset(job, mapping={"queued_at": now - 50, "last_commit_at": now - 150})
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
+    fields = await ledger.jobs.fields(job_id)
+    assert float(fields["last_commit_at"]) == pytest.approx(now - 100, abs=5)
+    assert float(fields["started_at"]) == pytest.approx(now - 100, abs=5)  # 100 s of work before
 
 
 def test_number_of_iterations_only_grows():

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, OutOfMemoryError
 
 from onbeat.completions import CompletionRequest, Message
 from onbeat.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
 from onbeat.streams import keys
 from onbeat.streams.chat import Chats
 from onbeat.streams.codec import PromptTask
+from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.job_lists import FINAL
@@ -35,7 +36,7 @@ from tests.broker_fixtures import (
     tasks_for,
     write_prompts,
 )
-from tests.conftest import unfinished
+from tests.conftest import own_redis, unfinished
 from tests.waiting import eventually
 
 WEIGHTS = PublishedWeights(full_bytes=1, encode_s=0.0, publish_s=0.0)
@@ -177,6 +178,26 @@ async def test_two_deletions_at_once_are_one(ledger):
     await over(ledger, job_id)
     await asyncio.gather(*(ledger.jobs.delete(job_id) for _ in range(5)))
     assert await keys_of(ledger, job_id) == {"deleted"}
+
+
+async def test_jobs_are_deleted_while_redis_is_full(tmp_path):
+    with own_redis(tmp_path / "redis") as url:
+        async with connect(url, retry_s=5) as redis:
+            ledger = Ledger(redis)
+            by_hand, by_age = [(await run_job(ledger))[0] for _ in range(2)]
+            for job_id in (by_hand, by_age):
+                await over(ledger, job_id)
+                await redis.xadd(JobKeys(job_id).rollouts, {"group": bytes(4 << 20)})
+            await redis.hset(JobKeys(by_age).job, "finished_at", 1.0)
+            await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] - (1 << 20))
+            with pytest.raises(OutOfMemoryError):
+                await redis.set("anything", "1")
+            with contextlib.suppress(OutOfMemoryError):  # the memory is freed a moment later
+                await Retention(ledger, 1.0).step()
+            with contextlib.suppress(OutOfMemoryError):
+                await ledger.jobs.delete(by_hand)
+            for job_id in (by_hand, by_age):
+                assert not await redis.exists(JobKeys(job_id).job, JobKeys(job_id).rollouts)
 
 
 async def test_late_request_does_not_hide_a_half_done_deletion(ledger):
