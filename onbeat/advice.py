@@ -40,8 +40,9 @@ class Work:
         return (sum(sides) if self.is_sync else max(sides)) + self.fixed_s
 
 
-def advice_for(committed: Sequence[IterationRecord], num_trainers: int, mode: str | None) -> str | None:
+def advice_for(committed: Sequence[IterationRecord], mode: str | None) -> str | None:
     """Return advice in words; None while there are too few measurements."""
+    num_trainers = committed[-1].num_training_devices if committed else 1
     work = measure_work(committed, num_trainers, mode or "periodic")
     return advise(work) if work is not None else None
 

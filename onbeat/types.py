@@ -125,7 +125,6 @@ class JobRecord(Record):
     policy_version: int | None = None  # newest published
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
-    num_training_devices: int = 1
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
     config: dict[str, Any] = Field(repr=False)
 
@@ -152,6 +151,7 @@ class IterationRecord(Record):
     num_responses: int | None = None
     prompt_tokens: int | None = None  # counted once per response
     response_tokens: int | None = None
+    num_training_devices: int = 1
     reward_mean: float | None = None
     reward_std: float | None = None
     wall_s: float | None = None  # from the previous commit (or the opening, for the first) to this commit

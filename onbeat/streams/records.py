@@ -43,15 +43,15 @@ def iteration_record(
         record.generate_s = record.drained_at - generating_since
     if record.committed_at is not None:
         record.wall_s = max(1e-6, record.committed_at - previous_commit_at)
-    num_training_devices = add_metrics(record, fields.get("metrics", "{}"))
-    add_shares(record, hashes.busy_s, num_training_devices)
+    add_metrics(record, fields.get("metrics", "{}"))
+    add_shares(record, hashes.busy_s)
     return record
 
 
-def add_metrics(record: IterationRecord, metrics_json: str) -> int:
-    """Spread the trainer's metrics over the record; return the number of training devices."""
+def add_metrics(record: IterationRecord, metrics_json: str) -> None:
+    """Spread the trainer's metrics over the record."""
     metrics = {name: value for name, value in json.loads(metrics_json).items() if is_finite(value)}
-    num_training_devices = int(metrics.pop("num_training_devices", 1))
+    record.num_training_devices = int(metrics.pop("num_training_devices", 1))
     for name in INT_METRICS:
         if name in metrics:
             setattr(record, name, int(metrics.pop(name)))
@@ -59,14 +59,13 @@ def add_metrics(record: IterationRecord, metrics_json: str) -> int:
         if name in metrics:
             setattr(record, name, float(metrics.pop(name)))
     record.metrics = metrics
-    return num_training_devices
 
 
 def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def add_shares(record: IterationRecord, busy_s: dict[str, float], num_training_devices: int) -> None:
+def add_shares(record: IterationRecord, busy_s: dict[str, float]) -> None:
     """Add idle shares and tokens per second per device, once the iteration is committed."""
     wall_s = record.wall_s
     if wall_s is None:
@@ -76,7 +75,7 @@ def add_shares(record: IterationRecord, busy_s: dict[str, float], num_training_d
     if record.train_s is not None:
         record.trainer_idle_frac = clip_fraction(1 - record.train_s / wall_s)
     if record.prompt_tokens is not None and record.response_tokens is not None:
-        num_devices = num_training_devices + len(busy_s)
+        num_devices = record.num_training_devices + len(busy_s)
         record.tpspd = (record.prompt_tokens + record.response_tokens) / wall_s / max(1, num_devices)
 
 

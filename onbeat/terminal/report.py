@@ -35,7 +35,7 @@ def make_report(
         "error": job.error,
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),
-        "advice": advice_for(committed, job.num_training_devices, job.config.get("schedule", {}).get("mode")),
+        "advice": advice_for(committed, job.config.get("schedule", {}).get("mode")),
         "iterations": [record.model_dump(mode="json") for record in committed],
         "evaluations": [
             record.model_dump(mode="json") for record in evaluations if record.state == EvaluationState.DONE

@@ -136,13 +136,15 @@ class Publisher:
         self.saver.leave(self.state, self._newest)
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
-        """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it."""
-        schedule = self._config.schedule
+        """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the
+        versions that are to be evaluated."""
+        schedule, evaluation = self._config.schedule, self._config.evaluation
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        is_last = self.state.next_iteration in schedule.ends  # this version is evaluated, and users want it
-        return is_due or is_last or stats.divergence > schedule.publish_above_kl
+        is_last = self.state.next_iteration in schedule.ends  # users want it
+        is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
+        return is_due or is_last or is_evaluated or stats.divergence > schedule.publish_above_kl
 
     def _snapshot(self) -> Snapshot:
         """Take a snapshot of the current weights (this rank's part of a sharded model); keep it if ratios will need it.

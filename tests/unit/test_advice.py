@@ -2,7 +2,7 @@
 
 import pytest
 
-from onbeat.advice import Work, advise, measure_work
+from onbeat.advice import Work, advice_for, advise, measure_work
 from onbeat.types import IterationRecord, IterationState
 
 
@@ -38,6 +38,13 @@ def test_in_sync_both_sides_take_their_turn() -> None:
     assert work is not None
     assert (work.generate_s, work.train_s, work.fixed_s) == pytest.approx((4.0, 5.0, 1.0))
     assert work.wall_s((2, 1)) == pytest.approx(2.0 + 5.0 + 1.0)
+
+
+def test_advice_knows_how_many_devices_train() -> None:
+    """Six devices: were only one of them a trainer's, five rollouts would be busy."""
+    records = [record(i, 10.0, 0.9, 0.0, 6).model_copy(update={"num_training_devices": 4}) for i in range(6)]
+    assert advice_for(records, "periodic") == advise(Work(2, 4, 2.0, 40.0, 0.0, is_sync=False))
+    assert advice_for([], "periodic") is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,13 @@ local is_owned = state == 'RUNNING' or state == 'CANCELLING'
 local is_orphan = is_owned and tonumber(field('lease_until') or '0') < tonumber(time)
 if not (is_pending or is_orphan) then return nil end
 if is_pending then
-  redis.call('HSET', job, 'state', 'RUNNING', 'started_at', time)
+  -- After a resume, the time before it counts as the job's, and that in the queue as no iteration's.
+  local started_at = tonumber(time) - tonumber(field('worked_s') or '0')
+  redis.call('HSET', job, 'state', 'RUNNING', 'started_at', string.format('%.6f', started_at))
+  if field('queued_at') and field('last_commit_at') then
+    local queued = tonumber(time) - tonumber(field('queued_at'))
+    redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + queued))
+  end
   emit('job.state', 'RUNNING', {state = 'RUNNING', before = 'PENDING'})
 else
   emit('job.taken_over', ARGV[1] .. ' takes over from ' .. (field('owner') or '?'), {owner = ARGV[1]})

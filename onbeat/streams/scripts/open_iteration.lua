@@ -16,5 +16,6 @@ dispatch('iteration', ARGV[1], ARGV[2], KEYS[3], KEYS[4], KEYS[5], 5, num_groups
 for i = 5 + 2 * num_groups, #ARGV do redis.call('RPUSH', KEYS[6], ARGV[i]) end
 if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('HSET', KEYS[3], 'num_replaced', 0) end
 redis.call('HSET', job, 'num_opened', iteration + 1)
+if not field('last_commit_at') then redis.call('HSET', job, 'last_commit_at', now()) end -- pauses move it on
 record('opened', ARGV[1], ARGV[2], num_groups)
 return ''

@@ -13,7 +13,10 @@ if field('last_commit_at') then
   local over = tonumber(time) - tonumber(field('finished_at'))
   redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + over))
 end
-redis.call('HDEL', job, 'error', 'finished_at')
+if field('started_at') then
+  redis.call('HSET', job, 'worked_s', string.format('%.6f', tonumber(field('finished_at')) - tonumber(field('started_at'))))
+end
+redis.call('HDEL', job, 'error', 'finished_at', 'started_at')
 redis.call('HINCRBY', job, 'epoch', 1) -- a trainer that has not noticed the end is fenced off
 redis.call('HSET', job, 'state', 'PENDING', 'queued_at', time, 'progress_at', time)
 emit('job.state', 'PENDING', {state = 'PENDING', before = current})

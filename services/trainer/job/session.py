@@ -119,19 +119,22 @@ class JobSession:
     def serve_weights(self, files: dict[str, bytes], settings: Settings, shards: World) -> None:
         """Serve weights on rank 0 and on every rank of `shards`: each what it holds, and rank 0 knows who holds what.
 
-        Raises CannotServe when the port is taken or certificates are not usable.
+        Raises CannotServe on all of them when a port is taken or certificates are not usable.
         """
         rank = self.lease.job.rank
         if rank > 0 and shards.size == 1:
             return
-        port = settings.weights_port + rank if settings.weights_port else 0
+        port, problem = settings.weights_port + rank if settings.weights_port else 0, ""
         try:
             security = settings.wire_security()
             server = WeightServer(self.job_id, files, self._store, security, settings.weights_max_calls)
             bound = self.lease.run(server.start(settings.weights_host, port))
         except (WeightsError, ValueError) as error:
-            self.emit("trainer.failed", f"{settings.trainer_id} ends: {error}")
-            raise CannotServe(f"job {self.job_id} is left to another trainer: {error}") from error
+            problem = str(error)
+            self.emit("trainer.failed", f"{settings.trainer_id} ends: {problem}")
+        for of_rank in shards.all_gather_bytes(problem.encode()):
+            if of_rank:
+                raise CannotServe(f"job {self.job_id} is left to another trainer: {of_rank.decode()}")
         self._server = server
         self._address = join_address(reachable_host(settings.weights_host, settings.weights_advertise), bound)
         own = Peer(
@@ -153,9 +156,9 @@ class JobSession:
         self.doing = f"publishing policy version {snapshot.policy_version}"
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
-        self.lease.run(self._server.announce())
-        versions = self._ledger.versions
+        versions = self._ledger.versions  # first: a successor must know which bits rollouts may have
         self.lease.run(versions.announce(self.job_id, self.epoch, version, self._address, digest, published))
+        self.lease.run(self._server.announce())
 
     # ---- the barrier ---------------------------------------------------------------------------------------------
 

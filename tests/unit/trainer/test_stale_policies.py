@@ -149,6 +149,9 @@ def test_version_is_published_if_it_moved_or_the_bound_needs_it(tmp_path):
     eager = job_config(schedule=bounded(3, 6, publish_above_kl=1e-9), optimizer={"learning_rate": 1e-2})
     published = train(eager, groups, tmp_path / "eager", arrivals=4)[1].published
     assert published == [0, 2, 3, 5, 6], "the first iteration on fresh weights shows no divergence yet"
+    evaluation = {"data": {"type": "jsonl", "path": "held-out.jsonl"}, "every_iterations": 2, "num_prompts": 1}
+    scored = job_config(schedule=bounded(3, 5, publish_above_kl=1e9), evaluation=evaluation)
+    assert train(scored, groups, tmp_path / "scored", arrivals=4)[1].published == [0, 2, 4, 5], "those to evaluate"
     longer = job_config(schedule=bounded(3, 6, publish_above_kl=1e9, earlier_ends=[4]))
     assert train(longer, groups, tmp_path / "longer", arrivals=4)[1].published == [0, 3, 4, 6], "the last before, too"
 
