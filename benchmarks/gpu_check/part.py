@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from services.trainer.device import make_deterministic
+
 
 @dataclass(frozen=True)
 class Place:
@@ -101,6 +103,7 @@ def run_part(measure: Callable[[Place, Findings], None]) -> None:
     findings = Findings(options.findings)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that runs is to be ended, and may report
     try:
+        make_deterministic(torch.device(options.device))  # as the trainer does
         measure(Place(torch.device(options.device)), findings)
     except torch.OutOfMemoryError as error:
         findings.leave_out(f"the rest of this part does not fit into the card's free memory: {error}")

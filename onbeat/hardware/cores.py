@@ -103,10 +103,10 @@ def parse_cores(text: str) -> list[int]:
     return sorted(cores)
 
 
-def usable_cores(text: str) -> list[int]:
-    """Parse cores of which this process may use at least one. Raise ValueError."""
-    cores, allowed = parse_cores(text), available_cores()
-    if not set(cores) & set(allowed):
+def usable_cores(text: str, allowed: Sequence[int]) -> list[int]:
+    """Parse cores, and return those of them that are allowed. Raise ValueError if none is."""
+    cores = [core for core in parse_cores(text) if core in allowed]
+    if not cores:
         raise ValueError(f"none of the cores {text} may be used by this process; it may use {format_cores(allowed)}")
     return cores
 

@@ -11,7 +11,15 @@ from importlib.metadata import entry_points
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ConfigDict, Field, SerializeAsAny, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from onbeat.objectives.base import Objective
 
@@ -58,7 +66,8 @@ def find_objective(name: str) -> type[Objective]:
 
 
 class ForeignObjective(Objective):
-    """An accepted job's objective that is not installed here. Processes without a loss (rollouts, dashboards) go on."""
+    """An accepted job's objective that is not installed here, or has other keys by now. Processes without a loss
+    (rollouts, dashboards) go on."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -86,7 +95,17 @@ def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info
         if info.context == IS_ACCEPTED:
             return ForeignObjective.model_validate(value)
         raise ValueError(f"objective.type: {error}") from error
-    return installed.model_validate(value)
+    try:
+        return installed.model_validate(value)
+    except ValidationError:
+        if info.context == IS_ACCEPTED:  # its keys have changed since
+            return ForeignObjective.model_validate(value)
+        raise
+
+
+def check_installed(objective: Objective) -> None:
+    """Raise ValueError if the objective is not installed here, or does not have the keys of the job (any more)."""
+    find_objective(objective.type).model_validate(objective.model_dump())
 
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 Under torchrun all ranks train the same job: rank 0 claims it and broadcasts it to the others.
 """
 
+import functools
 import gc
 import json
 import logging
@@ -19,7 +20,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.hardware.cores import usable_cores
+from onbeat.hardware.cores import available_cores, usable_cores
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
@@ -63,11 +64,13 @@ def main() -> int:
         if not settings.wire_security().can_serve:
             raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this trainer could not serve weights")
         if settings.cpu_cores:
-            usable_cores(settings.cpu_cores)
+            usable_cores(settings.cpu_cores, available_cores())
         ledger = background.run(create_ledger(settings))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))
-        background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
+        background.run(
+            ledger.redis.ping(), timeout_s=settings.redis_retry_s + 40
+        )  # each command has a limit of its own
         device = choose_device(settings.device)
         make_deterministic(device)
         world = World.from_environment(device, settings.peer_timeout_s)
@@ -142,6 +145,9 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     """Return id, epoch and configuration (JSON, its dtype resolved) of the oldest job of the pool that is pending or
     whose trainer died."""
     async for job_id, fields in candidates(ledger, settings.pool):
+        if (reason := why_not_understood(fields)) is not None:
+            warn_once(f"job {job_id} is left to trainers of another version of Onbeat: {reason}")
+            continue
         epoch = await ledger.trainer.claim_job(job_id, settings.trainer_id, settings.lease_s)
         if epoch is None:
             await ledger.jobs.file(job_id)  # it was in the wrong list for its state, or it has a trainer
@@ -157,6 +163,21 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
         except (LeaseLost, JobNotFound):  # the job is over, or another trainer was faster
             continue
     return None
+
+
+def why_not_understood(fields: dict[str, str]) -> str | None:
+    try:
+        JobConfig.of_job(fields)
+    except ValidationError as error:
+        return str(error.errors()[0]["msg"])
+    except LookupError as error:
+        return f"it has no {error}"
+    return None
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict[str, str]]]:

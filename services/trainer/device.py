@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from onbeat.hardware.cores import cpu_quota, divide, parse_cores, physical_cores
+from onbeat.hardware.cores import cpu_quota, divide, physical_cores, usable_cores
 
 # Backends of torch.distributed, by the type of the ranks' devices: tensors on the host go over gloo.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -42,18 +42,19 @@ def has_fused_adamw(device: torch.device) -> bool:
 
 @functools.cache
 def first_cores() -> list[int]:
-    """Return the cores that this process had when it was first asked, as it gives some of them up: one hardware thread
-    of each."""
-    return physical_cores(sorted(os.sched_getaffinity(0)))
+    """Return the hardware threads that this process had when it was first asked, as it gives some of them up."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
     """Run on the given cores (`0-3,6`; empty: all) with one thread each; ranks of a machine divide them up.
 
-    Returns the number of threads. With more ranks than cores, each has one thread and cores are shared. A container
-    may have many cores but a limit of few CPUs: that limit then bounds the threads.
+    Raises ValueError if none of the given cores may be used. Returns the number of threads. With more ranks than cores,
+    each has one thread and cores are shared. A container may have many cores but a limit of few CPUs: that limit then
+    bounds the threads.
     """
-    own = divide(parse_cores(cores) if cores else first_cores(), local_size)[local_rank]
+    given = usable_cores(cores, first_cores()) if cores else physical_cores(first_cores())
+    own = divide(given, local_size)[local_rank]
     os.sched_setaffinity(0, own)
     num_threads = max(1, int(min(len(own), cpu_quota() / local_size)))
     torch.set_num_threads(num_threads)

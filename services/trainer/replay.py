@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.objectives import find_objective
+from onbeat.objectives import check_installed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
@@ -126,7 +126,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
         return await read_record(Ledger(settings.connect_redis()), job_id, first, iteration)
 
     config = JobConfig.of_job(asyncio.run(fields_of()))
-    find_objective(config.objective.type)  # raises ValueError where it is not installed
+    check_installed(config.objective)
     if config.fork is not None and iteration < config.fork.iteration:
         raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
     asyncio.run(record(iteration))  # whether it can be replayed, before the model is loaded

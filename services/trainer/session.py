@@ -8,10 +8,10 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
-from onbeat.objectives import find_objective
+from onbeat.objectives import check_installed
 from services.trainer.chat_template import check_chat_template
 from services.trainer.checkpoints.saver import shortage_warning
-from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
+from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name, number_of
 from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
@@ -32,7 +32,7 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
     Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
     """
     config = job.config
-    find_objective(config.objective.type)  # raises ValueError where it is not installed
+    check_installed(config.objective)
     if world.size > 1 and config.schedule.iteration_deadline_s >= settings.peer_timeout_s:
         raise ValueError(
             f"schedule.iteration_deadline_s is {config.schedule.iteration_deadline_s:.0f}, but this trainer's ranks "
@@ -63,13 +63,14 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
         timeout_s=settings.checkpoint_timeout_s,
         while_waiting=job.lease.progress,
     )
-    restored = restore(checkpoints, job.job_id, config, policy)
-    if restored is not None and restored.next_iteration > (num_committed := job.num_committed()):
+    num_committed, newest = job.num_committed(), max(map(number_of, checkpoints.complete()), default=0)
+    if newest > num_committed:
         raise ValueError(
-            f"{checkpoints.folder} has a checkpoint after {restored.next_iteration} iterations, but this job has "
-            f"committed {num_committed}: it is that of a deleted job with the same id, or Redis lost data. Move the "
-            "folder away, and resume the job"
+            f"{checkpoints.folder} has a checkpoint after {newest} iterations, but this job has committed "
+            f"{num_committed}: it belongs to a deleted job with the same id, or Redis lost data. Move the checkpoints "
+            f"after more than {num_committed} iterations away, and resume the job"
         )
+    restored = restore(checkpoints, job.job_id, config, policy)
     if restored is not None and world.is_main:  # its writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):

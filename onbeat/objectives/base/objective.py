@@ -81,6 +81,7 @@ class PolicyObjective(Objective):
     """An objective by advantages from rewards and a token loss from advantages and probabilities: only these differ."""
 
     normalization: Normalization = "token_mean"
+    is_zero_without_advantage: ClassVar[bool] = True  # the token loss; else groups of equal rewards are trained, too
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class PolicyObjective(Objective):
         needed for the gradient of a KL term, or for the tokens that a band takes out of the divisor.
         """
         is_band_in_divisor = isinstance(self.importance, BandImportance) and self.normalization == "token_mean"
-        has_other_terms = self.kl.coef > 0 or is_band_in_divisor
+        has_other_terms = self.kl.coef > 0 or is_band_in_divisor or not self.is_zero_without_advantage
         return len(rewards) > 0 and (has_other_terms or bool(self.group_advantages(rewards).any()))
 
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from onbeat import objectives
 from onbeat.config import JobConfig
 from onbeat.config.explain import explain_error
-from onbeat.objectives import INSTALLED, ForeignObjective
+from onbeat.objectives import INSTALLED, ForeignObjective, check_installed
 from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from services.trainer.batch import pack
@@ -92,6 +92,22 @@ def test_stored_job_has_the_objectives_own_keys(config):
     stored = json.loads(config.model_dump_json())
     assert (stored["objective"]["type"], stored["objective"]["below"]) == ("lenient", 0.25)
     assert JobConfig.model_validate(stored) == JobConfig.of_job({"config": json.dumps(stored)}) == config
+
+
+def test_accepted_job_is_read_although_its_keys_have_changed(config):
+    stored = json.loads(config.model_dump_json())
+    stored["objective"]["floor"] = stored["objective"].pop("below")
+    read = JobConfig.of_job({"config": json.dumps(stored)})
+    with pytest.raises(ValueError, match="floor"):  # by the trainer
+        check_installed(read.objective)
+
+
+def test_term_without_advantage_trains_groups_of_equal_rewards(config, monkeypatch):
+    objective, equal = config.objective, torch.ones(3)
+    plain = objective.model_copy(update={"kl": objective.kl.model_copy(update={"coef": 0.0})})
+    assert not plain.has_signal(equal)
+    monkeypatch.setattr(type(plain), "is_zero_without_advantage", False)
+    assert plain.has_signal(equal)
 
 
 def refusal(**sections):
