@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -79,12 +80,13 @@ def remove_if_dead(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, its mark last: without it no sweep would find the rest of an interrupted removal."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != MARK:
-            path.unlink(missing_ok=True)
+    """Remove a folder, its mark last: without it no sweep would find the rest of an interrupted removal.
+
+    The system's programs do it: Python's own functions recurse, and fail when folders lie too deep.
+    """
+    content = [str(path) for path in folder.iterdir() if path.name != MARK]
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]) if content else ():
+        subprocess.run([*command, "--", *content], check=False, stderr=subprocess.DEVNULL)
     if os.listdir(folder) == [MARK]:
         (folder / MARK).unlink()
         folder.rmdir()

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import site
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ class PythonResult:
 async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
     """Run a program in an empty folder that is deleted afterwards, whatever the program made of it. Raises OSError when
     no process can be started."""
-    private = PrivateFolder("onbeat-python-")  # removed later if this process is killed
+    private = await asyncio.to_thread(PrivateFolder, "onbeat-python-")  # removed later if this process is killed
     folder = str(private.path / "work")
     try:
         os.mkdir(folder)
@@ -59,14 +58,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
         )
         return await read_result(process, timeout_s)
     finally:
-        await asyncio.to_thread(remove, folder)
-        private.remove()
-
-
-def remove(folder: str) -> None:
-    """Delete a folder by the system's programs: Python's own functions recurse, and fail when folders lie too deep."""
-    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)
+        await asyncio.to_thread(private.remove)
 
 
 def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:

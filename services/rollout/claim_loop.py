@@ -284,4 +284,6 @@ def is_groups_fault(flight: Flight) -> bool:
         return False
     if isinstance(error, DeadlineExceeded):
         return flight.stage is not Stage.WAITING
+    if isinstance(error, ServiceMissing) and flight.claim.task.is_evaluation:
+        return True  # else its groups would come back first, for ever, and hold training up
     return isinstance(error, EngineDied) or not isinstance(error, BLAMELESS_ERRORS)

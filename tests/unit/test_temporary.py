@@ -88,7 +88,7 @@ def test_an_interrupted_sweep_is_finished_by_the_next(parent: Path, monkeypatch:
         (folder.path / name).mkdir()
     folder.leave()
     with monkeypatch.context() as patch:
-        patch.setattr("onbeat.temporary.shutil.rmtree", lambda path, **_: os.rmdir(path) if path.name == "a" else None)
+        patch.setattr("onbeat.temporary.subprocess.run", lambda command, **_: os.rmdir(folder.path / "a"))
         PrivateFolder(PREFIX, parent).remove()
     assert folder.path.exists()
     PrivateFolder(PREFIX, parent).remove()

@@ -19,12 +19,15 @@ SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM
 
 def inherited_environment() -> dict[str, str]:
     """Return this process's environment without what is for the service or its engine alone: its settings, an allocator
-    that keeps freed memory, no preparation of gRPC for forks, and the engine's ban on downloads."""
+    that keeps freed memory, no preparation of gRPC for forks, and the engine's ban on downloads. No proxy is to come
+    between an environment and this machine: it would see the keys of sessions."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
     if inherited.get("GLIBC_TUNABLES") == KEEP_FREED:
         del inherited["GLIBC_TUNABLES"]
     for name in ("GRPC_ENABLE_FORK_SUPPORT", "HF_HUB_OFFLINE"):
         inherited.pop(name, None)
+    past_proxies = inherited.get("no_proxy") or inherited.get("NO_PROXY")
+    inherited["no_proxy"] = inherited["NO_PROXY"] = ",".join(filter(None, (past_proxies, "127.0.0.1", "localhost")))
     return inherited if WAS_OFFLINE is None else inherited | {"HF_HUB_OFFLINE": WAS_OFFLINE}
 
 

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from onbeat.network import is_loopback
 from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.settings import RewardServiceSettings
@@ -42,6 +44,7 @@ class RewardService:
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None),
             follow_redirects=False,
+            trust_env=not is_loopback(urlsplit(settings.url).hostname or ""),  # no proxy on the way to this machine
         )
 
     async def score(

@@ -57,8 +57,12 @@ async def test_folder_is_empty_and_goes_with_the_program():
 
 async def test_folder_of_a_killed_owner_goes_with_the_next_program(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep = (
+        "import os, time; root = os.getcwd()\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed', 0)"
+    )
+    program = f"{deep}; open(root + '/begun', 'w'); time.sleep(60)"
     play = "from onbeat.environments.python_tool import run_python; import asyncio; "
-    play += "asyncio.run(run_python(\"open('begun', 'w'); import time; time.sleep(60)\", timeout_s=60))"
+    play += f"asyncio.run(run_python({program!r}, timeout_s=60))"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", play, env=environment)
     await eventually("the program runs", lambda: asyncio.to_thread(lambda: list(tmp_path.glob("*/work/begun"))))

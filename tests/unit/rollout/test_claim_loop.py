@@ -10,9 +10,10 @@ from typing import Any
 from onbeat.errors import WeightsError
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
-from services.rollout.claim_loop import RETRY_DELAY_S, Assignment, ClaimLoop, Ends, Pause
+from services.rollout.claim_loop import RETRY_DELAY_S, Assignment, ClaimLoop, Ends, Pause, is_groups_fault
 from services.rollout.inflight import Flight
 from services.rollout.puller import Announcements
+from services.rollout.rewards.outcome import ServiceMissing
 from services.rollout.session import RolloutSession
 from tests.rollout_fakes import FakeEngine
 from tests.waiting import until
@@ -111,6 +112,15 @@ def test_nothing_is_claimed_until_a_missing_version_is_announced(monkeypatch):
         assert pause.is_on()
     announcements.newest = 4
     assert not pause.is_on()
+
+
+async def test_missing_service_is_an_attempt_in_evaluations_only():
+    """Groups that are handed back come first: those of an evaluation would hold training up for ever."""
+    for is_evaluation in (False, True):
+        flight = Flight(Claim("1-0", 1, PromptTask(group_id="group", is_evaluation=is_evaluation)))
+        flight.task = asyncio.get_running_loop().create_future()
+        flight.task.set_exception(ServiceMissing("service", "no judge"))
+        assert is_groups_fault(flight) is is_evaluation
 
 
 def test_first_stop_during_a_job_change_hurries_nobody():
