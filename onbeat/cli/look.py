@@ -124,7 +124,7 @@ def doctor(
     try:
         found = broker.ask(ask_for)
     except BrokerUnreachable as error:
-        found = explain_unreachable(error)
+        found = explain_unreachable(error, job_id)
     if as_json:
         print_json(found)
     else:
@@ -132,10 +132,10 @@ def doctor(
     raise typer.Exit(0 if found.is_healthy else 1)
 
 
-def explain_unreachable(error: "BrokerUnreachable") -> "Diagnosis":
+def explain_unreachable(error: "BrokerUnreachable", job_id: str | None) -> "Diagnosis":
     from onbeat.types import Diagnosis, Finding
 
-    if error.status is not None:  # the broker itself says what is wrong
+    if job_id is not None and error.status == 503:  # the broker itself says what is wrong
         sentence = f"{error}; `onbeat doctor` without a job looks at Redis, too"
     else:
         sentence = (

@@ -18,19 +18,19 @@ DEADLINE_S = 300.0
 
 
 def run_service(module: str, arguments: Sequence[str], given: str, deadline_s: float | None = None) -> str:
-    """Run a module of a service with a text as its standard input, and return what it prints until the deadline
-    (default: DEADLINE_S).
+    """Run a module of a service with a text as its standard input, and return what it prints.
 
-    Raises ValueError if it prints nothing.
+    Raises ValueError if it prints nothing or takes longer than DEADLINE_S. With a `deadline_s`, what it has printed
+    until then counts.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
-    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+    limit_s = DEADLINE_S if deadline_s is None else deadline_s
     try:
-        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=deadline_s, check=False)
+        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as error:
-        if error.stdout:
+        if error.stdout and deadline_s is not None:
             return error.stdout.decode()  # bytes, despite `text`
-        text = f"{module} took longer than {deadline_s:.0f} s; try again when this machine is less busy"
+        text = f"{module} took longer than {limit_s:.0f} s; try again when this machine is less busy"
         raise ValueError(text) from error
     if not child.stdout:
         complaints = child.stderr.strip()

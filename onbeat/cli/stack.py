@@ -62,6 +62,11 @@ def up(
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     state = running_stack(options.data_dir)
     where = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir is not None else ""
+    if state is not None and state.command != "up":
+        raise ValueError(
+            f"`onbeat {state.command}` uses the data folder {options.data_dir}: wait for its end or stop it "
+            f"(`onbeat down{where}`), then try again"
+        )
     if state is not None:
         typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
         return

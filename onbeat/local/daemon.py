@@ -21,6 +21,7 @@ from onbeat.local.state import (
     has_processes,
     running_stack,
     take_lock,
+    this_machine,
     wait_until,
 )
 
@@ -61,7 +62,9 @@ def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: P
         if state is not None and state.pid == daemon.pid:
             return state
         if daemon.poll() is not None:
-            raise OnbeatError(f"the stack did not start:\n{log_path.read_text(errors='replace').strip()}")
+            written = log_path.read_text(errors="replace").strip()
+            reason = written or f"it wrote nothing to {log_path}: is the disk full?"
+            raise OnbeatError(f"the stack did not start:\n{reason}")
         time.sleep(0.1)
     raise OnbeatError(f"the stack is not up after {START_DEADLINE_S:.0f} s; see {log_path}")
 
@@ -73,6 +76,8 @@ def stop_in_background(data_dir: Path) -> bool:
         if has_processes(data_dir):
             raise OnbeatError(f"a stack in {data_dir} is just starting or ending; try again in a few seconds")
         return False
+    if state.machine not in ("", this_machine()):
+        raise OnbeatError(f"the stack in {data_dir} runs elsewhere, on {state.machine}: stop it there")
     for number, deadline_s in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 20.0)):
         with suppress(ProcessLookupError):
             os.kill(state.pid, number)
@@ -95,7 +100,7 @@ def main() -> int:
             while True:
                 supervisor.check()
                 time.sleep(0.5)
-    except OnbeatError as error:
+    except (OnbeatError, OSError) as error:
         log.error("%s", error)
         return 1
 

@@ -23,7 +23,7 @@ from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.installed import ENGINES
 from onbeat.local.redis_server import HOST, free_port, redis_service
-from onbeat.local.state import StackLock, StackState, create_data_dir
+from onbeat.local.state import StackLock, StackState, create_data_dir, this_machine
 from onbeat.local.supervisor import ServiceSpec, Supervisor
 from onbeat.temporary import PrivateFolder
 
@@ -77,7 +77,7 @@ def local_stack(
         # A Ctrl-C that comes while this context is being left may close it from outside instead (GeneratorExit).
         held.push(lambda kind, *_: supervisor.stop(is_urgent=kind in (KeyboardInterrupt, GeneratorExit)))
         supervisor.start([redis, *service_specs(options, redis_url, port)])
-        lock.write(StackState(pid=os.getpid(), command=command, url=url, redis_url=redis_url, started_at=time.time()))
+        lock.write(StackState(os.getpid(), command, url, redis_url, time.time(), this_machine()))
         yield url, supervisor
 
 

@@ -10,6 +10,8 @@ The locks are the truth, because the kernel frees them when their holders die; t
 import fcntl
 import json
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +32,13 @@ class StackState:
     url: str
     redis_url: str
     started_at: float
+    machine: str = ""  # where the process ids are valid: see `this_machine`
+
+
+def this_machine() -> str:
+    """Return what differs between machines, and between containers that share a data folder."""
+    process_space = os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0
+    return f"{socket.gethostname()}, process space {process_space}"
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:

@@ -20,7 +20,7 @@ from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
-from onbeat.local.state import has_processes, running_stack
+from onbeat.local.state import has_processes, running_stack, state_path
 from onbeat.types import JobState
 from tests.broker_fixtures import job_body, start_training
 from tests.broker_thread import BrokerThread
@@ -251,6 +251,10 @@ def test_up_serves_until_down_and_run_uses_it(cli: list[str], job_file: str, dat
     state = running_stack(data_dir)
     assert state is not None
     assert "already up at" in finish(start([*cli, "up"], data_dir))
+    path = state_path(data_dir)
+    path.write_text(path.read_text().replace('"up"', '"view"'))
+    assert "`onbeat view` uses the data folder" in finish(start([*cli, "up"], data_dir))
+    path.write_text(path.read_text().replace('"view"', '"up"'))
     out = finish(start([*cli, "run", job_file, "--set", "schedule.num_iterations=2"], data_dir))
     assert f"using the stack that is up at {state.url}" in out
     assert "SUCCEEDED" in finish(start([*cli, "jobs", "list"], data_dir))  # found by the state file

@@ -20,10 +20,10 @@ import pytest
 from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.hardware.cores import CorePlan, available_cores, format_cores, parse_cores, plan_cores, usable_cores
+from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores, usable_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
-from onbeat.local.daemon import start_in_background
+from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.redis_server import redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
@@ -325,6 +325,9 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "stack.json").stat().st_mode & 0o077 == 0
     with pytest.raises(OnbeatError, match="already running"):
         StackLock(tmp_path)
+    lock.write(replace(state, machine="another-host, process space 1"))
+    with pytest.raises(OnbeatError, match="runs elsewhere, on another-host, process space 1: stop it there"):
+        stop_in_background(tmp_path)  # it would end a process of ours with that id
     lock.release()
     assert running_stack(tmp_path) is None
     assert not has_processes(tmp_path)
@@ -398,9 +401,9 @@ def test_core_lists_read_and_written() -> None:
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(ValueError, match="list of cores"):
             parse_cores(wrong)
-    assert usable_cores(f"0-{available_cores()[0]},4000")
-    with pytest.raises(ValueError, match="none of the cores 4000-4001 may be used by this process; it may use "):
-        usable_cores("4000-4001")
+    assert usable_cores("0-3", [2, 3, 4]) == [2, 3]
+    with pytest.raises(ValueError, match="none of the cores 4-5 may be used by this process; it may use 0-1"):
+        usable_cores("4-5", [0, 1])
 
 
 # ---- temporary files -------------------------------------------------------------------------------------------

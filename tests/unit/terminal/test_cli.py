@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
+import httpx
 import pytest
 
 from onbeat.completions import ChatFailed
@@ -73,6 +74,14 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
     assert summary.count("[bold]\\x1b[2J2") == 4  # text of a model, 2 before and 2 after: no markup and no control code
 
 
+def test_summary_shows_the_responses_that_are_kept(onbeat: Command, broker: BrokerThread, trained: str) -> None:
+    broker.run(broker.ledger.iterations.trim(trained, 0, 1))
+    summary = onbeat("jobs", "watch", trained).out
+    assert "before training" not in summary
+    assert "after (iteration 2)" in summary
+    assert "no example responses" not in summary
+
+
 def test_doctor_tells_notes_from_problems(onbeat: Command, job_id: str, findings: list[Finding]) -> None:
     findings += [
         Finding(sentence="it stands", is_problem=True, key="reward"),
@@ -88,10 +97,18 @@ def test_doctor_tells_notes_from_problems(onbeat: Command, job_id: str, findings
     assert onbeat("doctor").out.splitlines() == [*others, "healthy"]
 
 
-def test_doctor_says_that_the_broker_does_not_answer(onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONBEAT_URL", "http://127.0.0.1:1")
-    out = onbeat("doctor", code=1).out
-    assert out.startswith("PROBLEM  the broker at http://127.0.0.1:1 does not answer (")
+def test_doctor_says_who_does_not_answer_and_why(
+    onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.wire.failures = [503] * 9
+    out = onbeat("doctor", "job-1", code=1).out
+    assert out.startswith(f"PROBLEM  the broker at {broker.url} cannot do this now: not now (503)")
+    assert "`onbeat doctor` without a job looks at Redis, too" in out
+    monkeypatch.setattr("httpx.Timeout", lambda *_, of=httpx.Timeout, **__: of(0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("ONBEAT_URL", url := f"http://127.0.0.1:{silent.getsockname()[1]}")
+        out = onbeat("doctor", code=1).out
+    assert out.startswith(f"PROBLEM  the broker at {url} does not answer (connected, but silent for 15 s)")
     assert "(--url, ONBEAT_URL)" in out
 
 

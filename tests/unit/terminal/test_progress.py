@@ -1,13 +1,14 @@
 import asyncio
 import io
 import time
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from onbeat.client import BrokerUnreachable
-from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, Printer
+from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, Printer
 from onbeat.terminal.formatting import Column, printable, table_lines
 from onbeat.terminal.job_progress import JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, plain_line
@@ -235,6 +236,13 @@ def test_notices_are_shown_a_bounded_number_of_each_kind() -> None:
     more = "group.failed: more of these are counted, not shown"
     shown = ["checkpoint.failed: m", *["group.failed: m"] * MAX_NOTICES_OF_A_KIND, more, "job.warning: m"]
     assert out.getvalue().splitlines() == shown
+
+
+def test_all_kinds_of_notices_are_emitted_somewhere() -> None:
+    sources = [path for folder in ("onbeat/streams", "services") for path in Path(folder).rglob("*.[pl][yu]*")]
+    texts = [path.read_text() for path in sources]
+    unknown = [kind for kind in NOTICE_KINDS if not any(f'"{kind}"' in text or f"'{kind}'" in text for text in texts)]
+    assert not unknown
 
 
 def test_control_codes_become_visible() -> None:

@@ -56,3 +56,11 @@ def test_reward_that_fails_says_why(job: Path, onbeat: Command) -> None:
 
 def test_recorded_samples_are_shown_with_their_rewards(job: Path, onbeat: Command, trained: str) -> None:
     assert "reward 0.2" in onbeat("reward", "try", str(job), "--job", trained).out
+
+
+def test_reward_that_never_ends_is_named_in_time(job: Path, onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.cli.reward.START_S", 15.0)
+    (job.parent / "rows.jsonl").write_text(json.dumps({"prompt": "3 =", "answer": "a" * 40 + "!"}) + "\n")
+    slow = ["--set", 'reward.options.pattern="(a+)+$"', "--set", "reward.timeout_s=0.5"]
+    shown = onbeat("reward", "try", str(job), *slow, code=1).out
+    assert "no score: it took longer than timeout_s = 0.5, or the scoring process ended" in shown
