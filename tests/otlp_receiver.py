@@ -16,8 +16,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.waiting import wait_until
-
 MAX_BODY_BYTES = 4 * 1024 * 1024  # what common collectors take
 
 
@@ -82,9 +80,6 @@ class Receiver:
     def most_often(self) -> int:
         """How often the span came that came most often."""
         return max(Counter((span.trace_id, span.id) for span in list(self.spans)).values(), default=0)
-
-    def wait(self, is_true: Callable[[], bool], what: str) -> None:
-        wait_until(is_true, f"{what}; {len(self.spans)} spans came", 60.0, poll_s=0.02)
 
     def _handler(receiver) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):

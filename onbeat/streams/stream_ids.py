@@ -4,7 +4,11 @@ LARGEST_NUMBER = 2**64 - 1
 
 
 def order(entry: str) -> tuple[int, int]:
-    """Return an id's milliseconds and number, to sort by."""
+    """Return an id's milliseconds and number, to sort by.
+
+    >>> sorted(["10-0", "9-10", "9-9", "-", "9"], key=order)
+    ['-', '9', '9-9', '9-10', '10-0']
+    """
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds or 0), int(number or 0)
 
@@ -20,5 +24,9 @@ def id_before(entry: str) -> str:
 
 
 def time_of(entry: str) -> float:
-    """Return when the entry was added, in Unix seconds."""
+    """Return when the entry was added, in Unix seconds.
+
+    >>> time_of("1500-3")
+    1.5
+    """
     return order(entry)[0] / 1000

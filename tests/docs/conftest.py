@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from onbeat.client import DEFAULT_URL
 from onbeat.types import JobState
 from tests.docs.pages import ROOT
 from tests.e2e.stack import RunningStack, running, tiny_job
@@ -17,7 +18,6 @@ from tests.tiny_models import write_tied_model
 from tests.waiting import wait_until
 
 BUNDLED = "bundled:smollm2-135m-instruct"
-PYTHON_DEFAULT = "http://127.0.0.1:8800"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Workplace:
         text = text.replace(f'path = "{BUNDLED}"', f'path = "{self.folder / "model"}"\ndtype = "float32"')
         text = re.sub(r"num_iterations ?= ?\d+", lambda found: re.sub(r"\d+", "2", found[0]), text)
         text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
-        return text.replace(PYTHON_DEFAULT, self.stack.url)
+        return text.replace(DEFAULT_URL, self.stack.url)
 
     def new_job(self, num_iterations: int) -> str:
         job = tiny_job(self.folder, schedule={"num_iterations": num_iterations})

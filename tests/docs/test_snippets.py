@@ -1,4 +1,4 @@
-"""Snippets: Python runs against a live stack, TOML is a job or a part of one, YAML and JSON are what they seem."""
+"""Snippets: Python runs against a live stack, TOML is a job or a part of one, JSON is what it seems."""
 
 import ast
 import asyncio
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from onbeat.client import Client
 from onbeat.config import JobConfig
 from onbeat.types import JobState
-from tests.docs.conftest import PYTHON_DEFAULT, Workplace
+from tests.docs.conftest import Workplace
 from tests.docs.exceptions import NOT_A_JOB
 from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_names
 from tests.docs.test_live_commands import write_shown_files
@@ -58,12 +57,6 @@ def run_snippet(block: Block, workplace: Workplace, namespace: dict[str, Any]) -
         asyncio.run(eval(code, namespace))  # noqa: S307
     else:
         exec(code, namespace)
-
-
-def test_default_address_is_the_documented_one() -> None:
-    from onbeat.client import DEFAULT_URL
-
-    assert DEFAULT_URL == PYTHON_DEFAULT
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
@@ -118,13 +111,3 @@ def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page
         assert item.messages
         assert item.context["question"]
     assert {section["data"]["type"] for section in sections} == {"hf", "jsonl", "parquet", "reasoning_gym"}
-
-
-# ---- YAML --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
-def test_yaml_is_yaml_and_its_components_are_there(block: Block) -> None:
-    for component in yaml.safe_load(block.text).get("components", []):
-        folder = (ROOT / "deploy/kubernetes/clusters/mine" / component).resolve()
-        assert (folder / "kustomization.yaml").is_file(), component

@@ -121,6 +121,7 @@ BROKEN: dict[str, Callable[[RolloutGroup], object]] = {
     "no responses": lambda group: group.ClearField("responses"),
     "empty response": lambda group: first(group).CopyFrom(Response(text=first(group).text)),
     "nan reward": lambda group: setattr(first(group), "reward", math.nan),
+    "reward out of bounds": lambda group: setattr(first(group), "reward", 1.1e6),
     "infinite reward": lambda group: setattr(first(group), "reward", -math.inf),
     "fewer logprobs": lambda group: first(group).rollout_logprobs.pop(),
     "no spans": lambda group: first(group).ClearField("version_spans"),

@@ -288,7 +288,9 @@ def test_the_runbook_s_kustomizations_build(tmp_path: Path):
     assert len(blocks) >= 2
     for number, block in enumerate(blocks):
         content = yaml.safe_load(block)
-        components = tuple(Path(path).name for path in content.pop("components", []))
+        paths = content.pop("components", [])
+        components = tuple(Path(path).name for path in paths)
+        assert paths == [f"../../components/{name}" for name in components], "from clusters/mine"
         folder = tmp_path / str(number)
         folder.mkdir()
         build(write_kustomization(folder, "nvidia", components, yaml.safe_dump(content)))

@@ -93,13 +93,3 @@ def test_an_interrupted_sweep_is_finished_by_the_next(parent: Path, monkeypatch:
     assert folder.path.exists()
     PrivateFolder(PREFIX, parent).remove()
     assert list(parent.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_locked_is_not_left_behind(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no locks on this file system")
-
-    monkeypatch.setattr("onbeat.temporary.fcntl.flock", refuse)
-    with pytest.raises(OSError, match="no locks"):
-        PrivateFolder(PREFIX, parent)
-    assert list(parent.iterdir()) == []

@@ -135,7 +135,7 @@ async def test_options_that_are_no_json_are_refused(broker):
     for value in ("NaN", "1e999", r'"\ud800"'):
         headers = {"content-type": "application/json"}
         answer = await broker.post("/v1/jobs", content=text.replace('"VALUE"', value), headers=headers)
-        assert problem_of(answer, 422)["errors"][0]["field"] == "reward.options", value
+        assert "not plain JSON" in problem_of(answer, 422)["errors"][0]["message"], value
 
 
 @pytest.mark.parametrize("depth", [33, 253, 900])
@@ -198,22 +198,10 @@ async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, n
 # ---- requests that are no job ------------------------------------------------------------------------------------
 
 
-async def test_malformed_requests_are_problems_too(broker):
-    async def post(content, content_type="application/json"):
-        return await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
-
-    problem_of(await post("{"), 400)
-    problem_of(await post(b"\xff\xfe"), 400)
-    problem_of(await post("[" * 100_000), 400)
-    assert "JSON object" in problem_of(await post("[]"), 422)["errors"][0]["message"]
-    assert "JSON object" in problem_of(await post(json.dumps(job_body()), "text/plain"), 422)["errors"][0]["message"]
-    problem_of(await post(""), 422)
-    problem_of(await post('{"name": "\\ud800"}'), 422)
-    problem_of(await broker.get("/v1/nothing"), 404)
-    problem_of(await broker.delete("/v1/jobs"), 405)
-    problem_of(await broker.post("/v1/jobs/x:explode"), 405)
-    for query in ("jobs/x/events?after=yesterday", "jobs?state=SLEEPING", "jobs?limit=501"):
-        problem_of(await broker.get(f"/v1/{query}"), 422)
+async def test_body_that_is_no_json_object_is_refused_as_such(broker):
+    for content, content_type in (("[]", "application/json"), (json.dumps(job_body()), "text/plain")):
+        answer = await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
+        assert "JSON object" in problem_of(answer, 422)["errors"][0]["message"]
 
 
 # ---- a job as TOML -----------------------------------------------------------------------------------------------

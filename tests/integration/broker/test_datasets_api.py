@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from onbeat.client import AsyncClient
-from onbeat.client.datasets import take_local_files
 from onbeat.errors import ApiError
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads
@@ -164,20 +163,6 @@ async def test_client_uploads_a_file_once(client, broker, tmp_path):
         await client.datasets.push(source)
     await client.datasets.delete(record.name)
     assert await client.datasets.list() == []
-
-
-async def test_files_beside_a_job_file_go_with_the_job(client, tmp_path):
-    beside = tmp_path / "beside"
-    beside.mkdir()
-    (beside / "sums.jsonl").write_bytes(ROWS)
-    held_out = {"data": {"type": "jsonl", "path": "sums.jsonl"}, "num_prompts": 1}
-    job = job_on("prompts.jsonl", evaluation=held_out)  # prompts.jsonl is the broker's
-    for file in take_local_files(job, beside):
-        await client.datasets.push(file)
-    assert job["data"]["path"] == "prompts.jsonl"
-    assert job["evaluation"]["data"]["path"].startswith("datasets/sums-")
-    created = await client.jobs.create(job)
-    assert created.config["evaluation"]["data"]["path"] == job["evaluation"]["data"]["path"]
 
 
 async def test_validation_says_what_creation_would_and_creates_nothing(broker):

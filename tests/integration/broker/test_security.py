@@ -515,7 +515,7 @@ def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path, servic
     log = (tmp_path / "log").read_text()
     assert "s3cr3t" not in log
     assert "word" not in log.replace("password", "").replace("PASSWORD", "")
-    assert "ONBEAT_REDIS_URL is no URL of Redis" in log or "127.0.0.1" in log
+    assert "ONBEAT_REDIS_URL is no URL of Redis" in log or "Redis at 127.0.0.1" in log
 
 
 def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path, monkeypatch):

@@ -80,19 +80,11 @@ class Behave:
         if key == "quit in a thread": await asyncio.to_thread(sys.exit, 3)
         if key == "mute": raise Mute()
         if key == "parts": return Outcome(1.0, {f"part {n}": 1.0 for n in range(100_000)})
-        if key == "exit": os._exit(3)
         if key == "crash":
             print("last words", file=sys.stderr, flush=True)
             os.abort()
         if key == "flood":
             while True: os.write(1, b"x" * 65536)
-        if key == "print":
-            print('{"request": 1, "step": "ended", "episode": 0}', flush=True)
-            sys.stdin.read()
-        if key == "scribble":
-            for number in range(3, 20):
-                try: os.write(number, b"5\\\\n")
-                except OSError: pass
         if key == "forge":
             line = {"request": 1, "step": "failed", "episode": -1, "kind": "raised", "message": ""}
             for number in range(3, 20):
@@ -268,10 +260,8 @@ async def test_failed_episode_leaves_the_others_alone(processes, key, kind, word
 @pytest.mark.parametrize(
     ("key", "kind", "words"),
     [
-        ("exit", "crashed", "exited with code 3"),
         ("crash", "crashed", "was killed by SIGABRT; it said: "),
         ("flood", "output", "it printed more than 4194304 bytes"),
-        ("scribble", "crashed", "wrote into the protocol"),
         ("forge", "crashed", "wrote into the protocol"),
     ],
 )
@@ -343,9 +333,8 @@ async def test_fork_that_returns_twice_gives_no_second_result(processes, monkeyp
     assert after[1] == ["ended"]
 
 
-@pytest.mark.parametrize("key", ["print", "late"])
-async def test_prints_and_calls_after_the_end_change_no_result(processes, key):
-    assert kinds(await processes.play(request(key, "nap"))) == ["ended", "ended"]
+async def test_call_after_the_end_changes_no_result(processes):
+    assert kinds(await processes.play(request("late", "nap"))) == ["ended", "ended"]
     assert kinds(await processes.play(request("a"))) == ["ended"]
 
 

@@ -439,16 +439,6 @@ async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
     assert (await visit.task, rig.engine.loads) == ("by 0", [])
 
 
-async def test_visitor_that_ends_within_its_grace_has_its_version(rig):
-    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
-    rig.trainer.newest = 1
-    visit, new = await begin_visit(rig), rig.generate(1)
-    await until(lambda: rig.gate._wanted == 1)
-    await settle()
-    visit.may_end.set()
-    assert (await visit.task, await new) == ("by 0", [1] * 3)
-
-
 async def test_grace_runs_while_groups_are_still_generating(rig):
     """A visitor costs nothing but what is left of its grace when the last group is done."""
     rig.gate._limits = GateLimits(60.0, grace_s=60.0)

@@ -32,7 +32,7 @@ from onbeat.weights.wire import (
     varint,
 )
 from services.trainer.weights import store
-from services.trainer.weights.store import HostMemory, SnapshotWriter, WeightStore, take_snapshot
+from services.trainer.weights.store import SnapshotWriter, WeightStore, take_snapshot
 from tests.weight_plane import bits
 
 SOON_S = 5.0
@@ -294,23 +294,6 @@ def test_snapshots_are_the_same_with_any_number_of_threads(num_cores, monkeypatc
     assert snapshot.manifest == alone.manifest
     assert snapshot.delta.plan == alone.delta.plan
     assert snapshot.delta.slices(0, alone.delta.plan.size_bytes) == alone.delta.slices(0, alone.delta.plan.size_bytes)
-
-
-@pytest.mark.parametrize("name", ["w", "v", "empty", "scalar"])
-def test_memory_of_a_copy_is_used_again_when_it_is_not_needed(name):
-    memory, tensor = HostMemory(), weights()[name]
-    copy = memory.copy(tensor)
-    assert bytes(copy) == bits(tensor)
-    part, address = copy[:2], np.frombuffer(copy, np.uint8).ctypes.data
-    del copy
-    other = memory.copy(tensor)
-    if tensor.numel() > 0:
-        assert np.frombuffer(other, np.uint8).ctypes.data != address, "a part of the first is still referred to"
-    del part
-    tensor.fill_(7)
-    again = memory.copy(tensor)
-    assert bytes(again) == bits(tensor)
-    assert np.frombuffer(again, np.uint8).ctypes.data == address
 
 
 class OnDevice(torch.Tensor):
