@@ -501,9 +501,7 @@ async def test_malformed_json_is_an_error_of_openais_shape(rig: ChatRig) -> None
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_talking_takes_a_submitters_key_and_the_list_a_readers(
-    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_talking_takes_a_submitters_key_and_the_list_a_readers(ledger, tmp_path, caplog):
     caplog.set_level(logging.INFO, "onbeat.access")
     keys = Keys(tmp_path / "keys.json")
     async with chatting(ledger, tmp_path, api_keys_file=keys.path) as rig:

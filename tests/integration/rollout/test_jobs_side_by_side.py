@@ -5,7 +5,6 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -25,7 +24,7 @@ def new_pool() -> str:
     return f"p{uuid.uuid4().hex[:8]}"
 
 
-async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker, ledger):
     pool, other = new_pool(), new_pool()
     first, elsewhere = await submit(broker, pool=pool), await submit(broker, pool=other)
     second, third = await submit(broker, pool=pool), await submit(broker, pool=pool)
@@ -68,7 +67,7 @@ async def bring_to(ledger: Ledger, job_id: str, state: str) -> None:
 
 
 @pytest.mark.parametrize("before", list(MOVES))
-async def test_every_verb_in_every_state_and_once_more(broker: httpx.AsyncClient, ledger: Ledger, before: str) -> None:
+async def test_every_verb_in_every_state_and_once_more(broker, ledger, before):
     for verb, after in zip(("pause", "resume", "cancel"), MOVES[before], strict=True):
         job_id = await submit(broker, pool=new_pool())
         await bring_to(ledger, job_id, before)
@@ -82,7 +81,7 @@ async def test_every_verb_in_every_state_and_once_more(broker: httpx.AsyncClient
             assert await ledger.jobs.state(job_id) == (after or before)
 
 
-async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker, ledger):
     """But a resume that comes when a pending job is already CANCELLED brings it back: it is asked of none here."""
     for has_begun in (True, False) * 3:
         job_id = await submit(broker, pool=new_pool())
@@ -133,7 +132,7 @@ async def pool(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await pool.crew.stop()
 
 
-async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool) -> None:
+async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool):
     first, second, third = pool.rigs
     await first.start_job()
     await second.start_job()
@@ -172,7 +171,7 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool)
     await pool.crew.until(have_found_work, PATIENCE_S)
 
 
-async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool, monkeypatch):
     monkeypatch.setattr(puller, "ADDRESS_CHECK_S", 0.05)  # the weights are looked at before the job's state
     first, second, _ = pool.rigs
     await first.start_job()
@@ -189,7 +188,7 @@ async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, mo
     assert left == [JobKeys(first.job_id).deleted.encode()]
 
 
-async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool: Pool) -> None:
+async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool):
     rig, num_groups = pool.crew, 40
     await rig.start_job(num_prompts=num_groups, max_group_attempts=1)
     engines = [FakeEngine(capacity=2 * G, delay_s=0.05) for _ in range(3)]

@@ -243,9 +243,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_what_cannot_work_is_said_at_once_without_the_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], message: str
-) -> None:
+def test_what_cannot_work_is_said_at_once_without_the_password(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "password").write_text("s3cr3t")
     (tmp_path / "empty").write_text("\n")
@@ -296,9 +294,7 @@ async def tls_in_front_of(
         yield server.sockets[0].getsockname()[1]
 
 
-async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(
-    port: int, password_file: Path, authority: Authority, tmp_path: Path
-) -> None:
+async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(port, password_file, authority, tmp_path):
     stranger = Authority(tmp_path / "theirs")
     cert, key = authority.issue("trainer")
     async with tls_in_front_of(port, authority, "127.0.0.1", asks_for_certificate=True) as tls_port:
