@@ -8,9 +8,10 @@ import ssl
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import IterationState, TrainerRecord, Verdict, WorkerRecord
+from onbeat.types import EvaluationState, IterationState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings
@@ -199,10 +200,8 @@ async def started_job(ledger: Ledger, **sections: Any) -> tuple[str, str]:
 
 
 async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
-    async def is_open() -> bool:
-        return await ledger.iterations.state(job_id, iteration) is IterationState.OPEN
-
-    await eventually(f"iteration {iteration} is open", is_open)
+    state = partial(ledger.iterations.state, job_id, iteration)
+    await eventually(f"iteration {iteration} is open", state, IterationState.OPEN)
 
 
 def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
@@ -275,6 +274,25 @@ async def drain(ledger: Ledger, job_id: str) -> list[PromptTask]:
     for claim in claims:
         await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     return [claim.task for claim in claims]
+
+
+async def drain_until(
+    ledger: Ledger, job_id: str, read: Callable[[], Awaitable[Any]], expected: object, timeout_s: float = 10.0
+) -> list[PromptTask]:
+    """Be a rollout until `read` gives what is expected; returns the tasks."""
+    tasks: list[PromptTask] = []
+
+    async def drain_and_read() -> Any:
+        tasks.extend(await drain(ledger, job_id))
+        return await read()
+
+    await eventually(f"all prompts of {job_id} are served", drain_and_read, expected, timeout_s)
+    return tasks
+
+
+async def drain_evaluation(ledger: Ledger, job_id: str, evaluation: int, timeout_s: float = 10.0) -> list[PromptTask]:
+    state = partial(ledger.evaluations.state, job_id, evaluation)
+    return await drain_until(ledger, job_id, state, EvaluationState.DONE, timeout_s)
 
 
 async def commit(

@@ -4,12 +4,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from playwright.async_api import Page, expect
 
-from onbeat.types import EvaluationState, JobState
+from onbeat.types import JobState
 from tests.broker_fixtures import (
     claim_all,
     commit,
     create_job,
     drain,
+    drain_evaluation,
     failed_group,
     make_group,
     serving,
@@ -57,12 +58,7 @@ async def test_page_shows_a_held_out_reward_without_a_reload(visit, broker, ledg
     job_id = await create_job(ledger, evaluation=held_out)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await start_training(ledger, job_id)
-
-    async def is_evaluated() -> bool:
-        await drain(ledger, job_id)
-        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
-
-    await eventually("evaluation 0 is done", is_evaluated)
+    await drain_evaluation(ledger, job_id, 0)
     await expect(page.get_by_test_id("chart-held-out").get_by_role("slider")).to_have_attribute("aria-valuenow", "0")
 
 

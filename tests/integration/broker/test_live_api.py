@@ -210,7 +210,7 @@ async def test_watchers_of_a_job_share_one_reader(broker, ledger, monkeypatch):
     job_id = await create_job(ledger)
     listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(150)]
 
-    await eventually("all listen", lambda: broker.num_watchers == 150, LIMIT_S)
+    await eventually("all listen", lambda: broker.num_watchers, 150, LIMIT_S)
     clock = asyncio.get_running_loop()
     before, since = looks, clock.time()
 

@@ -69,18 +69,11 @@ async def test_conductor_watches_only_the_jobs_that_are_next(alone, tmp_path):
     conductor = Conductor(alone, process, timeout_s=10)
     job_ids = [await create_job(alone) for _ in range(NUM_NEXT + 20)]
     running = asyncio.create_task(conductor.run())
-
-    async def watched():
-        return set(conductor._watchers)
-
-    async def is_started_one_watched():
-        return job_ids[-1] in await watched()
-
     await asyncio.sleep(1)
-    assert await watched() == set(job_ids[:NUM_NEXT])
+    assert set(conductor._watchers) == set(job_ids[:NUM_NEXT])
     assert await alone.trainer.claim_job(job_ids[-1], "trainer-a", 30)
-    await eventually("the started job has a watcher", is_started_one_watched)
-    assert len(await watched()) == NUM_NEXT + 1
+    await eventually("the started job has a watcher", lambda: job_ids[-1] in conductor._watchers)
+    assert len(conductor._watchers) == NUM_NEXT + 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await process.close()

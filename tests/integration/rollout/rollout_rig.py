@@ -2,11 +2,12 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, Verdict
+from onbeat.types import IterationState, JobState, Verdict
 from onbeat.weights.host import host_id
 from onbeat.weights.wire import Peer
 from services.rollout.attach import SourceFactory
@@ -152,17 +153,16 @@ class Rig:
         return await self.ledger.iterations.fields(self.job_id, iteration)
 
     async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
-        async def is_drained() -> bool:
-            return (await self.iteration(iteration)).get("state") == "DRAINED"
-
-        await self.until(is_drained, timeout_s)
+        state = functools.partial(self.ledger.iterations.state, self.job_id, iteration)
+        await self.until(state, IterationState.DRAINED, timeout_s)
         return await self.groups(iteration)
 
-    async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
+    async def until(self, read: Callable[[], Any], expected: object = True, timeout_s: float = 15.0) -> None:
+        """Wait as `eventually` does, unless a worker fails."""
         deadline = time.monotonic() + timeout_s
         while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
+            value = read()
+            if (await value if inspect.isawaitable(value) else value) == expected:
                 return
             for _, task in self.running:
                 if task.done() and not task.cancelled() and task.exception():
@@ -185,7 +185,7 @@ class Rig:
         async def are_those() -> bool:
             return [worker.state for worker in await self.ledger.workers.records(self.pool)] == list(states)
 
-        await self.until(are_those, timeout_s)
+        await self.until(are_those, timeout_s=timeout_s)
 
     async def event_messages(self, kind: str) -> list[str]:
         return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]

@@ -118,10 +118,7 @@ class Pool:
         return [of_job[rig.job_id] for rig in self.rigs]
 
     async def until_counts(self, *wanted: int) -> None:
-        async def are_there() -> bool:
-            return await self.counts() == list(wanted)
-
-        await self.crew.until(are_there, PATIENCE_S)
+        await self.crew.until(self.counts, list(wanted), PATIENCE_S)
 
 
 @pytest_asyncio.fixture
@@ -151,7 +148,7 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool):
     async def has_moved() -> bool:
         return sorted(await pool.counts()) == [1, 1, 2]
 
-    await pool.crew.until(has_moved, PATIENCE_S)  # a heartbeat may be later than the work
+    await pool.crew.until(has_moved, timeout_s=PATIENCE_S)  # a heartbeat may be later than the work
     counts = await pool.counts()
     for rig in pool.rigs:
         assert (
@@ -168,7 +165,7 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool):
         now = await pool.counts()
         return now[0] == 0 and sum(now) == 4
 
-    await pool.crew.until(have_found_work, PATIENCE_S)
+    await pool.crew.until(have_found_work, timeout_s=PATIENCE_S)
 
 
 async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool, monkeypatch):
@@ -179,7 +176,7 @@ async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool, monkeypa
     engine.may_finish.clear()
     pool.crew.start_worker(engine)
     await first.open(0, *(first.task(0, index) for index in range(3)))
-    await first.until(lambda: engine.num_in_flight == 3 * G, PATIENCE_S)
+    await first.until(lambda: engine.num_in_flight, 3 * G, PATIENCE_S)
     await first.ledger.jobs.move(first.job_id, JobState.FAILED, "over")
     await first.ledger.jobs.delete(first.job_id)
     await second.start_job()
@@ -199,14 +196,14 @@ async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool):
         async def are_in() -> bool:
             return int((await rig.iteration(0))["num_accepted"]) >= count
 
-        await rig.until(are_in, PATIENCE_S)
+        await rig.until(are_in, timeout_s=PATIENCE_S)
 
     await accepted(4)
     engines[0].may_finish.clear()  # or it might have finished before the others are there
     for engine in engines[1:]:
         engine.may_finish.clear()
         rig.start_worker(engine)
-    await rig.until(lambda: all(engine.num_in_flight for engine in engines), PATIENCE_S)
+    await rig.until(lambda: all(engine.num_in_flight for engine in engines), timeout_s=PATIENCE_S)
     for engine in engines:
         engine.may_finish.set()
     await accepted(12)

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from services.trainer.settings import Settings
 from tests.broker_fixtures import (
     commit,
     create_job,
-    drain,
+    drain_until,
     failed_group,
     running_broker,
     started_job,
@@ -31,7 +32,6 @@ from tests.broker_fixtures import (
 )
 from tests.conftest import free_port, own_redis
 from tests.integration.authority import Authority
-from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "redis" / "users.acl.example"
@@ -103,12 +103,8 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
             await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task, "w0"))
             for iteration in range(2):
                 await wait_open(ledger, job_id, iteration)
-
-                async def is_drained(iteration: int = iteration) -> bool:
-                    await drain(ledger, job_id)
-                    return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
-
-                await eventually("drained", is_drained, DEADLINE_S)
+                state = partial(ledger.iterations.state, job_id, iteration)
+                await drain_until(ledger, job_id, state, IterationState.DRAINED, DEADLINE_S)
                 groups = await ledger.trainer.take(job_id, "trainer", 100, 1.0)
                 ids = [group.group_id for group in groups]
                 assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, ids) == ids
