@@ -44,7 +44,7 @@ LEASE_S = 30.0
 
 
 def job_body(**sections: Any) -> dict[str, Any]:
-    """A valid job on `prompts.jsonl`; sections given here are merged into it."""
+    """A valid job on `prompts.jsonl`; sections given here are merged into it, or replace one of another type."""
     body: dict[str, Any] = {
         "name": "test",
         "model": {"path": "bundled:smollm2-135m-instruct"},
@@ -54,7 +54,8 @@ def job_body(**sections: Any) -> dict[str, Any]:
         "schedule": {"num_iterations": 3},
     }
     for name, value in sections.items():
-        body[name] = body[name] | value if isinstance(value, dict) and name in body else value
+        is_merged = isinstance(value, dict) and name in body and value.get("type") in (None, body[name].get("type"))
+        body[name] = body[name] | value if is_merged else value
     return body
 
 

@@ -22,6 +22,7 @@ from onbeat.weights.wire import Peer
 from services.rollout.attach import SourceFactory
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
+from tests.broker_fixtures import job_body
 from tests.rollout_fakes import FakeEngine, FakeTrainer
 
 CONTEXT_TOKENS = 128
@@ -42,19 +43,15 @@ def build_model_files() -> dict[str, bytes]:
 
 def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int, **sections: dict) -> dict:
     bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
-    config = {
-        "pool": pool,
-        "model": {"path": "fake"},
-        "data": {"task": "chain_sum", "type": "reasoning_gym"},
-        "reward": {"name": "exact", "max_attempts": 2},
-        "rollout": {
-            "num_prompts_per_iteration": num_prompts,
-            "num_samples_per_prompt": G,
-            "max_response_tokens": 16,
-            "max_group_attempts": max_group_attempts,
-        },
-        "schedule": {"num_iterations": 10, **bound},
-    }
+    counts = {"num_prompts_per_iteration": num_prompts, "max_group_attempts": max_group_attempts}
+    config = job_body(
+        pool=pool,
+        model={"path": "fake"},
+        data={"task": "chain_sum", "type": "reasoning_gym"},
+        reward={"max_attempts": 2},
+        rollout={**counts, "num_samples_per_prompt": G, "max_response_tokens": 16},
+        schedule={"num_iterations": 10, **bound},
+    )
     return JobConfig.model_validate(config | sections).model_dump(mode="json")
 
 
