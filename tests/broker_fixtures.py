@@ -67,6 +67,7 @@ def write_prompts(data_dir: Path) -> None:
 @contextlib.asynccontextmanager
 async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The whole application, conductor included, without a socket."""
+    write_prompts(data_dir)
     app = create_app(Settings(data_dir=data_dir, **settings), ledger)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")

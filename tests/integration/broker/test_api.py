@@ -32,7 +32,6 @@ from tests.broker_fixtures import (
     start_training,
     submit,
     wait_open,
-    write_prompts,
 )
 from tests.conftest import free_port, unfinished
 from tests.waiting import eventually
@@ -125,7 +124,6 @@ async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker):
 
 
 async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger, tmp_path):
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
         await submit(broker, model={"path": "/only/on/the/trainer"})
         await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})

@@ -17,7 +17,7 @@ from onbeat.client.datasets import take_local_files
 from onbeat.errors import ApiError
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads
-from tests.broker_fixtures import job_body, running_broker, serving, write_prompts
+from tests.broker_fixtures import job_body, running_broker, serving
 from tests.tiny_models import write_tied_model
 from tests.waiting import eventually
 
@@ -27,7 +27,6 @@ MAX_BYTES = 1 << 20
 
 @pytest_asyncio.fixture
 async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, max_dataset_bytes=MAX_BYTES) as client:
         yield client
 

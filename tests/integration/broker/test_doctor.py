@@ -35,7 +35,6 @@ from tests.broker_fixtures import (
     started_job,
     submit_groups,
     tasks_for,
-    write_prompts,
 )
 from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
@@ -496,7 +495,6 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger, pool, tmp_
         await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
     assert [worker.id for worker in await ledger.workers.records(pool)] == ["good"]
     assert [trainer.id for trainer in await ledger.trainers.records(pool)] == ["trainer-a"]
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         findings = (await broker.get("/v1/doctor")).json()["findings"]
         complaint = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]

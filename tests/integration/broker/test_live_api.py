@@ -49,7 +49,6 @@ from tests.broker_fixtures import (
     started_job,
     train,
     wait_open,
-    write_prompts,
 )
 from tests.conftest import free_port
 from tests.waiting import eventually
@@ -564,7 +563,6 @@ async def test_timeline_is_built_and_serialized_off_the_event_loop(ledger, tmp_p
 
     monkeypatch.setattr(timeline_module, "put_together", noted(timeline_module.put_together))
     monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
         job_id, epoch = await started_job(ledger)
         await train(ledger, job_id, epoch, range(1), rollout_s=0.0)

@@ -180,7 +180,6 @@ async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger, pool):
 
 
 async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger, tmp_path):
-    write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
     async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=2) as broker:
@@ -193,7 +192,6 @@ async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger, tmp_pa
 
 
 async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger, tmp_path):
-    write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
     async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=3) as broker:

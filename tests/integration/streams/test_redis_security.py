@@ -20,16 +20,7 @@ from onbeat.streams.connection import RedisSettings, connect, public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState
 from services.trainer.settings import Settings
-from tests.broker_fixtures import (
-    commit,
-    create_job,
-    drain_until,
-    failed_group,
-    running_broker,
-    started_job,
-    wait_open,
-    write_prompts,
-)
+from tests.broker_fixtures import commit, create_job, drain_until, failed_group, running_broker, started_job, wait_open
 from tests.conftest import free_port, own_redis
 from tests.integration.authority import Authority
 
@@ -82,7 +73,6 @@ def test_example_is_refused_until_the_passwords_are_filled_in() -> None:
 
 async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file: Path, tmp_path: Path) -> None:
     """Broker, trainer and rollouts: a whole job with an evaluation, a failure, a pause, and one that is cancelled."""
-    write_prompts(tmp_path)
     stranger = connect(f"redis://127.0.0.1:{port}", 1)
     with pytest.raises((ResponseError, ConnectionError), match=r"uthentication required|NOAUTH"):
         await stranger.ping()  # the default user is off
