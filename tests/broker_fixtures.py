@@ -8,9 +8,10 @@ import ssl
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import IterationState, TrainerRecord, Verdict, WorkerRecord
+from onbeat.types import EvaluationState, IterationState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings
@@ -44,7 +45,7 @@ LEASE_S = 30.0
 
 
 def job_body(**sections: Any) -> dict[str, Any]:
-    """A valid job on `prompts.jsonl`; sections given here are merged into it."""
+    """A valid job on `prompts.jsonl`; sections given here are merged into it, or replace one of another type."""
     body: dict[str, Any] = {
         "name": "test",
         "model": {"path": "bundled:smollm2-135m-instruct"},
@@ -54,7 +55,8 @@ def job_body(**sections: Any) -> dict[str, Any]:
         "schedule": {"num_iterations": 3},
     }
     for name, value in sections.items():
-        body[name] = body[name] | value if isinstance(value, dict) and name in body else value
+        is_merged = isinstance(value, dict) and name in body and value.get("type") in (None, body[name].get("type"))
+        body[name] = body[name] | value if is_merged else value
     return body
 
 
@@ -66,6 +68,7 @@ def write_prompts(data_dir: Path) -> None:
 @contextlib.asynccontextmanager
 async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The whole application, conductor included, without a socket."""
+    write_prompts(data_dir)
     app = create_app(Settings(data_dir=data_dir, **settings), ledger)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -206,10 +209,8 @@ async def started_job(ledger: Ledger, **sections: Any) -> tuple[str, str]:
 
 
 async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
-    async def is_open() -> bool:
-        return await ledger.iterations.state(job_id, iteration) is IterationState.OPEN
-
-    await eventually(f"iteration {iteration} is open", is_open)
+    state = partial(ledger.iterations.state, job_id, iteration)
+    await eventually(f"iteration {iteration} is open", state, IterationState.OPEN)
 
 
 def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
@@ -282,6 +283,25 @@ async def drain(ledger: Ledger, job_id: str) -> list[PromptTask]:
     for claim in claims:
         await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     return [claim.task for claim in claims]
+
+
+async def drain_until(
+    ledger: Ledger, job_id: str, read: Callable[[], Awaitable[Any]], expected: object, timeout_s: float = 10.0
+) -> list[PromptTask]:
+    """Be a rollout until `read` gives what is expected; returns the tasks."""
+    tasks: list[PromptTask] = []
+
+    async def drain_and_read() -> Any:
+        tasks.extend(await drain(ledger, job_id))
+        return await read()
+
+    await eventually(f"all prompts of {job_id} are served", drain_and_read, expected, timeout_s)
+    return tasks
+
+
+async def drain_evaluation(ledger: Ledger, job_id: str, evaluation: int, timeout_s: float = 10.0) -> list[PromptTask]:
+    state = partial(ledger.evaluations.state, job_id, evaluation)
+    return await drain_until(ledger, job_id, state, EvaluationState.DONE, timeout_s)
 
 
 async def commit(

@@ -8,9 +8,10 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -58,6 +59,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.stash.get(HAS_FAILED, False):
         where = config.stash[FOLDER].path
         terminalreporter.write_line(f"temporary files of failed tests are in {where} until the next session")
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tuple[Any, ...]]]:
+    """Let a function of ours do its work, and return a list to which each call adds its positional arguments."""
+
+    def record(owner: object, name: str) -> list[tuple[Any, ...]]:
+        calls, function = [], getattr(owner, name)
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls
+
+    return record
 
 
 def free_port() -> int:

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ANYTHING_TRUE = object()
 
-async def eventually(what: str, check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """The first true value of `check`, which may be asynchronous."""
+
+async def eventually(
+    what: str, read: Callable[[], Any], expected: object = ANYTHING_TRUE, timeout_s: float = 10.0
+) -> Any:
+    """Return what `read`, which may be asynchronous, gives as soon as it is expected."""
     deadline = time.monotonic() + timeout_s
     while True:
-        value = check()
+        value = read()
         if inspect.isawaitable(value):
             value = await value
-        if value:
+        if value if expected is ANYTHING_TRUE else value == expected:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; last seen: {value!r}"
         await asyncio.sleep(0.01)
 
 

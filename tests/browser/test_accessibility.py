@@ -7,8 +7,7 @@ import pytest
 from axe_core_python.base import AXE_FILE_PATH
 from playwright.async_api import Page, expect
 
-from tests.browser.conftest import Visitor
-from tests.browser.gallery import PAGES, Gallery, drawn
+from tests.browser.gallery import PAGES, drawn
 
 PHONE = {"width": 375, "height": 700}
 AXE = "axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)"
@@ -39,7 +38,7 @@ def described(violation: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_no_page_has_barriers(visit: Visitor, gallery: Gallery, theme: str) -> None:
+async def test_no_page_has_barriers(visit, gallery, theme):
     page = await visit(gallery.url, color_scheme=theme, bypass_csp=True)
     found = []
     for name in PAGES:
@@ -49,7 +48,7 @@ async def test_no_page_has_barriers(visit: Visitor, gallery: Gallery, theme: str
     assert not found, "\n".join(found)
 
 
-async def test_every_page_fits_a_phone(visit: Visitor, gallery: Gallery) -> None:
+async def test_every_page_fits_a_phone(visit, gallery):
     """Nothing scrolls sideways, and ids stay on one line."""
     page = await visit(gallery.url, viewport=PHONE, has_touch=True, is_mobile=True)
     found = []
@@ -64,7 +63,7 @@ async def test_every_page_fits_a_phone(visit: Visitor, gallery: Gallery) -> None
     assert not found, "\n".join(found)
 
 
-async def test_controls_are_reached_on_a_phone(visit: Visitor, gallery: Gallery) -> None:
+async def test_controls_are_reached_on_a_phone(visit, gallery):
     page = await visit(gallery.url, viewport=PHONE, has_touch=True, is_mobile=True)
     for name in ("learned", "slower"):
         await page.get_by_role("checkbox", name=f"Select {name}").check()
@@ -75,7 +74,7 @@ async def test_controls_are_reached_on_a_phone(visit: Visitor, gallery: Gallery)
     assert len({box["y"] for box in boxes if box}) == 1, "the bounds of a reward are side by side"
 
 
-async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit: Visitor, gallery: Gallery) -> None:
+async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit, gallery):
     page = await visit(gallery.url, color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     dark = await page.evaluate(background)
@@ -98,7 +97,7 @@ async def tab_to(page: Page, selector: str) -> None:
     raise AssertionError(f"{selector} was not reached in 60 steps")
 
 
-async def test_job_is_opened_and_its_chart_read_by_keyboard_alone(visit: Visitor, gallery: Gallery) -> None:
+async def test_job_is_opened_and_its_chart_read_by_keyboard_alone(visit, gallery):
     job_id = gallery.job_ids["learned"]
     page = await visit(gallery.url)
     await expect(drawn(page, "jobs")).to_be_visible()
@@ -115,7 +114,7 @@ async def test_job_is_opened_and_its_chart_read_by_keyboard_alone(visit: Visitor
     await expect(page.get_by_test_id("chart-reward").locator("figcaption")).to_contain_text("iteration 0")
 
 
-async def test_link_to_the_content_skips_the_bar(visit: Visitor, gallery: Gallery) -> None:
+async def test_link_to_the_content_skips_the_bar(visit, gallery):
     page = await visit(gallery.url)
     await expect(drawn(page, "jobs")).to_be_visible()
     await page.keyboard.press("Tab")

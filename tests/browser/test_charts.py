@@ -113,9 +113,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(("module", "body", "argument", "result"), RESULTS.values(), ids=RESULTS)
-async def test_function_of_the_dashboard_gives_what_is_written(
-    modules: Page, module: str, body: str, argument: Any, result: Any
-) -> None:
+async def test_function_of_the_dashboard_gives_what_is_written(modules, module, body, argument, result):
     assert await call(modules, module, body, argument) == result
 
 

@@ -2,11 +2,10 @@
 
 from playwright.async_api import expect
 
-from tests.browser.conftest import Visitor
-from tests.browser.gallery import Gallery, drawn
+from tests.browser.gallery import drawn
 
 
-async def test_jobs_ticked_in_the_list_are_compared(visit: Visitor, gallery: Gallery) -> None:
+async def test_jobs_ticked_in_the_list_are_compared(visit, gallery):
     page = await visit(gallery.url)
     for name in ("learned", "slower"):
         row = page.get_by_test_id("job-row").filter(has=page.get_by_role("link", name=name))
@@ -28,7 +27,7 @@ async def test_jobs_ticked_in_the_list_are_compared(visit: Visitor, gallery: Gal
     await expect(page.get_by_role("row").filter(has_text="optimizer.learning_rate")).to_have_count(0)
 
 
-async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit: Visitor, gallery: Gallery) -> None:
+async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit, gallery):
     page = await visit(gallery.url, gallery.place("comparison"))
     await expect(drawn(page, "comparison")).to_be_visible()
     await page.get_by_test_id("chart-reward").get_by_role("slider").focus()
@@ -40,7 +39,7 @@ async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit: Vi
     await expect(other).to_have_attribute("aria-valuenow", "29")
 
 
-async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit: Visitor, gallery: Gallery) -> None:
+async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit, gallery):
     visit.watch.expect("status of 404")
     page = await visit(gallery.url, gallery.place("comparison") + ",job-that-is-gone")
     await expect(drawn(page, "comparison")).to_be_visible()

@@ -6,9 +6,7 @@ from typing import Any
 
 from playwright.async_api import Locator, Page, expect
 
-from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import Broker, create_job, job_body
-from tests.browser.conftest import Visitor
+from tests.broker_fixtures import create_job, job_body
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -36,7 +34,7 @@ async def selected(page: Page) -> str:
     return str(await editor(page).evaluate(script))
 
 
-async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_wrong_field_is_named_with_its_line_and_found(visit, broker, ledger):
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")
     await write(page, job_body(optimizer={"learning_rate": -1}))
@@ -52,7 +50,7 @@ async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, brok
     assert await ledger.jobs.ids() == []
 
 
-async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_broken_toml_names_its_line(visit, broker, ledger):
     visit.watch.expect("status of 400")
     page = await visit(broker.url, "#/new")
     await editor(page).fill('name = "a"\nseed = \n')
@@ -64,7 +62,7 @@ async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger
     assert await ledger.jobs.ids() == []
 
 
-async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor, broker: Broker) -> None:
+async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit, broker):
     page = await visit(broker.url, "#/new")
     start = page.get_by_role("button", name="Start from the quick start")
     await expect(editor(page)).to_have_value(QUICKSTART.read_text())
@@ -77,7 +75,7 @@ async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor,
     await expect(editor(page)).to_have_value(QUICKSTART.read_text())
 
 
-async def test_job_like_another_one_has_its_configuration(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_job_like_another_one_has_its_configuration(visit, broker, ledger):
     job_id = await create_job(ledger, name="first", schedule={"num_iterations": 7})
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_role("link", name="Duplicate").click()
@@ -88,7 +86,7 @@ async def test_job_like_another_one_has_its_configuration(visit: Visitor, broker
     assert (len(ids), configs[0]) == (2, configs[1])
 
 
-async def test_double_click_creates_one_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_double_click_creates_one_job(visit, broker, ledger):
     page = await visit(broker.url, "#/new")
     await write(page, job_body(name="only-one"))
     await page.get_by_test_id("submit-job").dblclick()

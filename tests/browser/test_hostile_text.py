@@ -2,8 +2,6 @@
 
 from playwright.async_api import Page, expect
 
-from onbeat.streams.ledger import Ledger
-from tests.browser.conftest import Visitor
 from tests.browser.seeding import Content, seed_job
 
 SCRIPT = "<script>window.hacked = 1</script>"
@@ -21,7 +19,7 @@ async def assert_harmless(page: Page) -> None:
     )
 
 
-async def test_markup_in_names_prompts_and_responses_is_text(visit: Visitor, ledger: Ledger, tmp_path) -> None:
+async def test_markup_in_names_prompts_and_responses_is_text(visit, ledger, tmp_path):
     job_id = await seed_job(ledger, NAME, num_iterations=2, content=CONTENT)
     other = await seed_job(ledger, SCRIPT, num_iterations=2)
     await ledger.event_log.emit(job_id, f"kind {IMAGE}", f"message {IMAGE}{SCRIPT}")
@@ -37,7 +35,7 @@ async def test_markup_in_names_prompts_and_responses_is_text(visit: Visitor, led
             await assert_harmless(page)
 
 
-async def test_markup_in_an_address_is_text(visit: Visitor, ledger: Ledger, tmp_path) -> None:
+async def test_markup_in_an_address_is_text(visit, ledger, tmp_path):
     visit.watch.expect("status of 4")  # there is no such job
     async with visit.broker(ledger, tmp_path) as broker:
         for place in ("#/jobs/%3Cimg%20src=x%20onerror=window.hacked=1%3E", "#/%3Csvg%20onload=window.hacked=1%3E"):

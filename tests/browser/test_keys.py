@@ -56,9 +56,7 @@ async def test_only_the_right_key_lets_in_and_this_tab_alone(visit: Visitor, bro
     await expect(page.get_by_role("link", name="kept-secret")).to_be_visible()
 
 
-async def test_key_is_in_no_address_cookie_lasting_storage_or_markup(
-    visit: Visitor, broker: Broker, keys: Keys
-) -> None:
+async def test_key_is_in_no_address_cookie_lasting_storage_or_markup(visit, broker, keys):
     visit.watch.expect(REFUSED)
     key = keys.by_role[Role.ADMIN]
     page = await visit(broker.url)

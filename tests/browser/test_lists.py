@@ -5,11 +5,8 @@ import re
 
 from playwright.async_api import Page, Route, expect
 
-from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, started_job, wait_open
-from tests.browser.conftest import Visitor
-from tests.browser.gallery import Gallery
+from tests.broker_fixtures import commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.test_form import write
 
 LIST = re.compile(r"/v1/jobs\?")
@@ -31,7 +28,7 @@ async def next_list(page: Page) -> None:
 # ---- the list of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_search_finds_a_job_by_its_name(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_search_finds_a_job_by_its_name(visit, broker, ledger):
     for name in ("wanted", "other"):
         await create_job(ledger, name=name)
     page = await visit(broker.url)
@@ -43,9 +40,7 @@ async def test_search_finds_a_job_by_its_name(visit: Visitor, broker: Broker, le
     await next_list(page)  # which the broker has not refused
 
 
-async def test_list_requested_before_a_move_is_not_shown_after_it(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker, ledger):
     await start_training(ledger, await create_job(ledger, name="moved"))
     page = await visit(broker.url)
     state = page.get_by_test_id("job-state")
@@ -72,7 +67,7 @@ async def test_list_requested_before_a_move_is_not_shown_after_it(
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
-async def test_deleted_job_is_announced_and_the_others_go_on(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledger):
     visit.watch.expect("status of 404")
     deleted, other = [await create_job(ledger, name=name) for name in ("deleted", "other")]
     page = await visit(broker.url, f"#/compare?jobs={deleted},{other}")
@@ -91,9 +86,7 @@ async def test_deleted_job_is_announced_and_the_others_go_on(visit: Visitor, bro
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_of_iterations_that_came_later_are_reached(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_samples_of_iterations_that_came_later_are_reached(visit, broker, ledger):
     job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
 
     async def generate(iteration: int) -> None:
@@ -116,7 +109,7 @@ async def test_samples_of_iterations_that_came_later_are_reached(
     await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
 
 
-async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery: Gallery) -> None:
+async def test_same_prompt_elsewhere_is_asked_for_again(visit, gallery):
     """By itself while the broker still reads the groups, else by a button."""
     visit.watch.expect("status of 50[03]")
     page = await visit(gallery.url)
@@ -138,7 +131,7 @@ async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery:
 # ---- a new job ---------------------------------------------------------------------------------------------------
 
 
-async def test_editor_that_was_left_does_not_lead_to_its_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_editor_that_was_left_does_not_lead_to_its_job(visit, broker, ledger):
     page = await visit(broker.url, "#/new")
     may_go = asyncio.Event()
 

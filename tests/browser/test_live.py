@@ -1,18 +1,16 @@
 """A job page that follows: what happens to the job appears without a reload, also after the broker was away."""
 
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from playwright.async_api import Page, expect
 
-from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState
+from onbeat.types import JobState
 from tests.broker_fixtures import (
-    Broker,
     claim_all,
     commit,
     create_job,
     drain,
+    drain_evaluation,
     failed_group,
     make_group,
     serving,
@@ -36,7 +34,7 @@ async def expect_state(page: Page, state: str) -> None:
     await expect(page.get_by_test_id("job-state").first).to_have_text(state)
 
 
-async def test_page_shows_what_happens_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_page_shows_what_happens_without_a_reload(visit, broker, ledger):
     job_id = await create_job(ledger, schedule={"num_iterations": 4})
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await expect_state(page, "pending")
@@ -55,21 +53,16 @@ async def test_page_shows_what_happens_without_a_reload(visit: Visitor, broker: 
     await expect(reward.locator("tbody tr")).to_have_count(4)
 
 
-async def test_page_shows_a_held_out_reward_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_page_shows_a_held_out_reward_without_a_reload(visit, broker, ledger):
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
     job_id = await create_job(ledger, evaluation=held_out)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await start_training(ledger, job_id)
-
-    async def is_evaluated() -> bool:
-        await drain(ledger, job_id)
-        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
-
-    await eventually("evaluation 0 is done", is_evaluated)
+    await drain_evaluation(ledger, job_id, 0)
     await expect(page.get_by_test_id("chart-held-out").get_by_role("slider")).to_have_attribute("aria-valuenow", "0")
 
 
-async def test_list_shows_new_jobs_and_states_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_list_shows_new_jobs_and_states_without_a_reload(visit, broker, ledger):
     page = await visit(broker.url)
     await expect(page.get_by_role("heading", level=1)).to_be_visible()
     await expect(page.get_by_test_id("job-row")).to_have_count(0)
@@ -80,7 +73,7 @@ async def test_list_shows_new_jobs_and_states_without_a_reload(visit: Visitor, b
     await expect(row.get_by_test_id("job-state")).to_have_text("running")
 
 
-async def test_page_says_which_groups_dynamic_sampling_replaced(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_page_says_which_groups_dynamic_sampling_replaced(visit, broker, ledger):
     rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
     job_id, epoch = await started_job(ledger, rollout=rollout)
     await wait_open(ledger, job_id, 0)
@@ -99,15 +92,13 @@ async def test_page_says_which_groups_dynamic_sampling_replaced(visit: Visitor, 
     await expect(page.locator(".event-kind.warn")).to_have_text("iteration.short")
 
 
-async def test_page_says_what_a_stuck_job_waits_for(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_page_says_what_a_stuck_job_waits_for(visit, broker, ledger):
     job_id = await create_job(ledger, pool="nobody-there")
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await expect(page.get_by_test_id("doctor")).to_contain_text("trainer of pool nobody-there")
 
 
-async def test_job_is_paused_resumed_and_cancelled_from_its_page(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_job_is_paused_resumed_and_cancelled_from_its_page(visit, broker, ledger):
     job_id, _ = await started_job(ledger)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_test_id("pause-job").click()
@@ -126,9 +117,7 @@ async def test_job_is_paused_resumed_and_cancelled_from_its_page(
     await expect_state(page, "cancelled")
 
 
-async def test_stream_is_taken_up_again_after_the_broker_was_restarted(
-    visit: Visitor, ledger: Ledger, tmp_path: Path
-) -> None:
+async def test_stream_is_taken_up_again_after_the_broker_was_restarted(visit, ledger, tmp_path):
     visit.watch.expect(NOT_REACHED)
     port, job_id = free_port(), await create_job(ledger, schedule={"num_iterations": 4})
     epoch = await start_training(ledger, job_id)
@@ -157,7 +146,7 @@ def cursors(visit: Visitor) -> list[str]:
     return [parse_qs(address.query)["after"][0] for address in addresses if address.path.endswith("/stream")]
 
 
-async def test_page_that_is_left_listens_no_more(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_page_that_is_left_listens_no_more(visit, broker, ledger):
     job_id = await create_job(ledger)
     page = await visit(broker.url, f"#/jobs/{job_id}")
 

@@ -4,8 +4,6 @@ import re
 
 from playwright.async_api import Page, expect
 
-from tests.browser.conftest import Visitor
-from tests.browser.gallery import Gallery
 from tests.browser.seeding import Content
 
 PROMPTS = Content().prompts
@@ -15,7 +13,7 @@ async def rewards(page: Page) -> set[str]:
     return set(await page.get_by_test_id("sample").locator(".whole .num").all_inner_texts())
 
 
-async def test_samples_are_filtered_by_reward_and_iteration(visit: Visitor, gallery: Gallery) -> None:
+async def test_samples_are_filtered_by_reward_and_iteration(visit, gallery):
     page = await visit(gallery.url, gallery.place("samples"))
     await expect(page.get_by_text("of iteration 29")).to_be_visible()
     await expect(page.get_by_test_id("sample")).to_have_count(16)
@@ -35,7 +33,7 @@ async def test_samples_are_filtered_by_reward_and_iteration(visit: Visitor, gall
     assert await rewards(page) == {"0"}
 
 
-async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit: Visitor, gallery: Gallery) -> None:
+async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):
     page = await visit(gallery.url, gallery.place("samples"))
     sample = page.get_by_test_id("sample").filter(has_text=PROMPTS[0]).first
     await expect(sample).to_contain_text("seven plus two is nine")
@@ -44,7 +42,7 @@ async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit: Visitor
     await expect(sample).to_contain_text("11 tokens")
 
 
-async def test_token_probabilities_are_shown_by_pointer_and_keyboard(visit: Visitor, gallery: Gallery) -> None:
+async def test_token_probabilities_are_shown_by_pointer_and_keyboard(visit, gallery):
     page = await visit(gallery.url, gallery.place("group"))
     readout = page.get_by_test_id("token-readout")
     first = page.get_by_test_id("response").first
@@ -57,7 +55,7 @@ async def test_token_probabilities_are_shown_by_pointer_and_keyboard(visit: Visi
     await expect(readout).to_contain_text("token 11 of 11: no text of its own")
 
 
-async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit: Visitor, gallery: Gallery) -> None:
+async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit, gallery):
     page = await visit(gallery.url, gallery.place("group"))
     alike = page.get_by_test_id("alike")
     await expect(alike.locator("tbody tr")).to_have_count(30)
@@ -70,7 +68,7 @@ async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit: Visi
     await expect(page.get_by_test_id("response")).to_have_count(8)
 
 
-async def test_episode_is_shown_turn_by_turn(visit: Visitor, gallery: Gallery) -> None:
+async def test_episode_is_shown_turn_by_turn(visit, gallery):
     page = await visit(gallery.url, gallery.place("episodes"))
     first = page.get_by_test_id("response").first
     turns = first.get_by_test_id("turn")

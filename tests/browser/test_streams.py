@@ -1,11 +1,8 @@
 """What a page does with its stream: let go while nobody looks, complete after a loss, and honest about defects."""
 
-from pathlib import Path
-
 from playwright.async_api import Page, Route, expect
 
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
 from tests.broker_fixtures import Broker, beat, create_job, started_job
 from tests.browser.conftest import Visitor
@@ -50,9 +47,7 @@ async def hide(page: Page, broker: Broker) -> None:
     await eventually("nobody listens", lambda: broker.num_watchers == 0)
 
 
-async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_hidden_page_closes_its_stream_and_resumes_when_shown(visit, broker, ledger):
     job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
     page = await open_with_clock(visit, broker, job_id)
     await train(ledger, job_id, epoch, range(1))
@@ -69,9 +64,7 @@ async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
     assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was sent again from the beginning"
 
 
-async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(visit, broker, ledger):
     job_id, epoch = await started_job(ledger, schedule={"num_iterations": 8})
     page = await open_with_clock(visit, broker, job_id)
     await train(ledger, job_id, epoch, range(2))
@@ -86,9 +79,7 @@ async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(
     await expect(reward.locator("tbody tr")).to_have_count(7)
 
 
-async def test_page_error_reaches_the_console_and_its_stream_goes_on(
-    visit: Visitor, broker: Broker, ledger: Ledger
-) -> None:
+async def test_page_error_reaches_the_console_and_its_stream_goes_on(visit, broker, ledger):
     visit.watch.expect("this page has a defect")
     job_id, _ = await started_job(ledger)
     await ledger.jobs.move(job_id, JobState.FAILED, "no more memory")
@@ -98,9 +89,7 @@ async def test_page_error_reaches_the_console_and_its_stream_goes_on(
     assert any("this page has a defect" in said for said in visit.watch.complaints)
 
 
-async def test_older_events_can_be_asked_for_again_after_a_failure(
-    visit: Visitor, ledger: Ledger, tmp_path: Path
-) -> None:
+async def test_older_events_can_be_asked_for_again_after_a_failure(visit, ledger, tmp_path):
     visit.watch.expect("status of 503")
     job_id = await seed_job(ledger, "twelve")
     async with visit.broker(ledger, tmp_path) as broker:
@@ -121,7 +110,7 @@ async def test_older_events_can_be_asked_for_again_after_a_failure(
         await expect(log.get_by_role("listitem")).to_have_count(len(await ledger_events(ledger, job_id)))
 
 
-async def test_rollout_is_silent_by_the_clock_of_the_others(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_rollout_is_silent_by_the_clock_of_the_others(visit, broker, ledger):
     job_id = await create_job(ledger)
     for name, ago_s in (("quick", -600), ("slow", -570)):
         worker = WorkerRecord(id=name, state="generating", job_id=job_id)

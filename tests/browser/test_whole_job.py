@@ -7,7 +7,6 @@ import pytest
 from playwright.async_api import Page, expect
 
 from onbeat.types import JobState
-from tests.browser.conftest import Visitor
 from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 
@@ -21,7 +20,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield stack
 
 
-async def test_job_is_submitted_followed_and_read_on_the_page(visit: Visitor, stack: RunningStack) -> None:
+async def test_job_is_submitted_followed_and_read_on_the_page(visit, stack):
     rollout = {"max_response_tokens": 48, "num_samples_per_prompt": 4}
     job = tiny_job(stack.data_dir.parent, rollout=rollout, schedule={"num_iterations": NUM_ITERATIONS})
     job["name"] = "from-the-page"

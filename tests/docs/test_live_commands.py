@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,9 +41,7 @@ def live_commands() -> list[Command]:
 
 
 @pytest.mark.parametrize("command", live_commands(), ids=lambda command: " ".join(command.words[1:]))
-def test_command_does_what_it_says(
-    workplace: Workplace, in_page_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], command: Command
-) -> None:
+def test_command_does_what_it_says(workplace, in_page_folder, capsys, command):
     path = parse_onbeat(command.words[1:])[0]
     folder = in_page_folder(command.page)
     write_shown_files(workplace, command.page, folder)

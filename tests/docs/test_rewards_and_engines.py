@@ -14,7 +14,6 @@ import pytest
 
 from onbeat.types import JobState
 from services.rollout.settings import Settings as RolloutSettings
-from tests.docs.conftest import Workplace
 from tests.docs.pages import blocks_of, text_of
 from tests.docs.test_snippets import quickstart_with
 from tests.e2e.stack import tiny_job
@@ -39,7 +38,7 @@ def install(page: str, module: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_own_reward_scores_a_job(workplace: Workplace) -> None:
+def test_own_reward_scores_a_job(workplace):
     install("docs/rewards.md", "brevity.py", workplace.folder)
     section = tomllib.loads(block_after("docs/rewards.md", "toml", '[reward]\nname = "brevity"'))
     job = quickstart_with(section | {"model": {"path": str(workplace.folder / "model"), "dtype": "float32"}})
@@ -53,7 +52,7 @@ def test_own_reward_scores_a_job(workplace: Workplace) -> None:
         assert sample.reward == pytest.approx(sample.reward_parts["right"] + 0.1 * sample.reward_parts["short"])
 
 
-def test_own_objective_trains_a_job(workplace: Workplace) -> None:
+def test_own_objective_trains_a_job(workplace):
     install("docs/objectives.md", "lenient.py", workplace.folder)
     section = tomllib.loads(block_after("docs/objectives.md", "toml", "[objective]"))
     job = tiny_job(workplace.folder, schedule={"num_iterations": 1}) | section
@@ -64,7 +63,7 @@ def test_own_objective_trains_a_job(workplace: Workplace) -> None:
     assert iteration.metrics["train/trained_tokens"] > 0
 
 
-async def test_own_reward_service_answers_as_described() -> None:
+async def test_own_reward_service_answers_as_described():
     namespace: dict[str, Any] = {}
     exec(block_after("docs/rewards.md", "python", "# judge.py"), namespace)
     request, answer = re.findall(r"^(?:->|<-) (.*)$", text_of("docs/rewards.md"), re.M)
@@ -74,13 +73,13 @@ async def test_own_reward_service_answers_as_described() -> None:
     assert len(response.json()["scores"]) == len(json.loads(answer)["scores"]) == len(json.loads(request)["responses"])
 
 
-def test_setting_of_reward_services_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_of_reward_services_is_one(monkeypatch):
     (value,) = re.findall(r"^ONBEAT_REWARD_SERVICES='(.*)'$", text_of("docs/rewards.md"), re.M)
     monkeypatch.setenv("ONBEAT_REWARD_SERVICES", value)
     assert "judge" in RolloutSettings().reward_services
 
 
-def test_own_engine_trains_a_job(workplace: Workplace, tmp_path: Path) -> None:
+def test_own_engine_trains_a_job(workplace, tmp_path):
     """Its log-probabilities and weights are the trainer's: in float32 the gap is rounding."""
     install("docs/engines.md", "plain_engine.py", workplace.folder)
     folder = workplace.folder_of("docs/engines.md")

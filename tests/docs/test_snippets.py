@@ -5,8 +5,6 @@ import asyncio
 import inspect
 import json
 import tomllib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ def pages_with_python() -> list[str]:
 
 
 @pytest.mark.parametrize("page", pages_with_python())
-def test_python_of_a_page_runs(workplace: Workplace, in_page_folder: Callable[[str], Path], page: str) -> None:
+def test_python_of_a_page_runs(workplace, in_page_folder, page):
     """In order, in one namespace. `job_id` is that of a finished job, `client` is a client of its broker."""
     folder = in_page_folder(page)
     write_shown_files(workplace, page, folder)
@@ -66,7 +64,7 @@ TOML = [block for block in all_blocks("toml") if (block.page, block.text.splitli
 
 
 @pytest.mark.parametrize("block", TOML, ids=str)
-def test_toml_is_a_job_or_a_part_of_one(block: Block) -> None:
+def test_toml_is_a_job_or_a_part_of_one(block):
     given = tomllib.loads(block.text)
     job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else quickstart_with(given)
     JobConfig.model_validate(job)
@@ -86,13 +84,13 @@ def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", all_blocks("json"), ids=str)
-def test_json_is_json(block: Block) -> None:
+def test_json_is_json(block):
     found = json.loads(block.text)
     if isinstance(found, dict) and {"model", "rollout"} & found.keys():
         JobConfig.model_validate(quickstart_with(found))
 
 
-def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page_folder: Callable[[str], Path]) -> None:
+def test_every_documented_data_section_can_be_read(workplace, in_page_folder):
     """The files are those that the page's own Python makes."""
     from services.broker.datasets import DatasetSpec
     from services.broker.datasets.child import open_dataset

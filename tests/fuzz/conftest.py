@@ -12,10 +12,9 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
-from tests.broker_fixtures import broker_process, commit, drain, job_body, start_training, wait_open
+from onbeat.types import JobState, PublishedWeights, WeightUpdate, WorkerRecord
+from tests.broker_fixtures import broker_process, commit, drain_evaluation, job_body, start_training, wait_open
 from tests.conftest import own_redis
-from tests.waiting import eventually
 
 LONG_S = 3600.0
 JOB_IDS = ("waiting", "running", "over")  # a job in each state, there from the start
@@ -65,14 +64,10 @@ async def seed(redis_url: str) -> None:
 
 
 async def train(ledger: Ledger, job_id: str, epoch: str) -> None:
-    async def is_evaluated() -> bool:
-        await drain(ledger, job_id)
-        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
-
     await wait_open(ledger, job_id, 0)
     update = WeightUpdate(received_bytes=10, sources=["h:1"], pull_s=0.1, apply_s=0.1, load_s=0.1)
     await ledger.versions.engine_ready(job_id, 0, "w1", update)
-    await eventually("evaluation 0 is done", is_evaluated, timeout_s=60)
+    await drain_evaluation(ledger, job_id, 0, timeout_s=60)
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
     await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
     await commit(ledger, job_id, epoch, 0, prompt_tokens=12, response_tokens=8, reward_mean=0.5, train_s=0.1)

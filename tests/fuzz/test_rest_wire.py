@@ -206,11 +206,10 @@ JOBS = [
     job_body(),
     job_body(schedule={"mode": "bounded", "max_staleness": 2}, reward={"name": "regex", "options": {"pattern": "a"}}),
     job_body(
-        data={"type": "reasoning_gym", "task": "chain_sum", "path": None, "options": {"max_terms": 2}},
+        data={"type": "reasoning_gym", "task": "chain_sum", "options": {"max_terms": 2}},
         evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2},
     ),
 ]
-del JOBS[2]["data"]["path"]
 HOSTILE = st.one_of(
     st.none(),
     st.booleans(),

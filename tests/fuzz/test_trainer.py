@@ -1,9 +1,7 @@
 """Groups that no engine of the job can have made: the trainer names group and worker, and its weights stay."""
 
-from collections.abc import Callable
 from math import inf, nan
 from operator import delitem, setitem
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +29,7 @@ def set_observed_token(group: RolloutGroup) -> None:
         (lambda group: setitem(group.responses[1].rollout_logprobs, 0, -inf), "response 1: a logprob is not finite"),
     ],
 )
-def test_an_impossible_group_fails_the_job_by_name(
-    spoil: Callable[[RolloutGroup], None], problem: str, tmp_path: Path
-) -> None:
+def test_an_impossible_group_fails_the_job_by_name(spoil, problem, tmp_path):
     groups = recorded_iterations(1)
     groups[2].worker_id = "w7"
     spoil(groups[2])

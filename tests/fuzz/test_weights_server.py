@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -56,7 +55,7 @@ async def call(channel: grpc.aio.Channel, method: str, request: bytes) -> grpc.S
 
 @fuzzed(40)
 @given(st.lists(st.tuples(st.sampled_from([*METHODS, "Steal", ""]), st.binary(max_size=200)), max_size=30))
-def test_bytes_that_are_no_request_are_refused(calls: list[tuple[str, bytes]]) -> None:
+def test_bytes_that_are_no_request_are_refused(calls):
     async def attack() -> None:
         async with serving() as (_, channel):
             for method, request in calls:
@@ -99,7 +98,7 @@ LONG = "x" * 10_000
 @given(st.lists(REQUESTS, max_size=40))
 @example([weights_pb2.LocateRequest(job_id=JOB, key={"shard": 9}, puller={"worker_id": LONG})])
 @example([weights_pb2.DescribeRequest(job_id=LONG)])
-def test_senseless_requests_are_answered_or_refused_by_name(requests: list[Any]) -> None:
+def test_senseless_requests_are_answered_or_refused_by_name(requests):
     """No handler meets what it has not thought of, and nobody is sent to a worker that does not exist for good."""
 
     async def attack() -> None:
@@ -117,7 +116,7 @@ def pull_request(offset_bytes: int = 0) -> bytes:
     return weights_pb2.PullRequest(job_id=JOB, key=key, offset_bytes=offset_bytes).SerializeToString()
 
 
-async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind() -> None:
+async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind():
     async with serving(2 * MIB) as (_, channel):
         await call(channel, "Pull", pull_request())
         before = len(asyncio.all_tasks())
@@ -132,7 +131,7 @@ async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind() -> None
 
 
 @pytest.mark.parametrize("num_readers", [1, 8])
-async def test_reader_that_stops_reading_gets_only_what_buffers_hold(num_readers: int) -> None:
+async def test_reader_that_stops_reading_gets_only_what_buffers_hold(num_readers):
     """The trainer then holds a message of at most 1 MiB for each, and the others get their weights as before."""
     # A client with gRPC's default settings grows its own buffer up to the whole payload. These readers' stays small,
     # so what was sent is what the server holds.

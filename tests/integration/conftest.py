@@ -9,14 +9,13 @@ import pytest
 import pytest_asyncio
 
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import running_broker, write_prompts
+from tests.broker_fixtures import running_broker
 from tests.integration.authority import Authority
 
 
 @pytest_asyncio.fixture
 async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a whole broker, whose data folder is `tmp_path`."""
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
         yield client
 

@@ -11,15 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.manifests.kustomize import (
-    KUBERNETES,
-    Manifests,
-    Pod,
-    build,
-    build_variant,
-    selects,
-    write_kustomization,
-)
+from tests.manifests.kustomize import KUBERNETES, Manifests, Pod, build, build_variant, selects, write_kustomization
 
 # Each overlay as it is, and each component on an overlay that it is made for.
 VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir())] + [

@@ -82,9 +82,7 @@ def test_every_variable_is_a_setting(manifests: Manifests, service: str):
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_the_settings_are_what_the_pod_is(
-    manifests: Manifests, service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_settings_are_what_the_pod_is(manifests, service, tmp_path, monkeypatch):
     settings = settings_of(manifests, service, tmp_path, GOOD_SECRETS, monkeypatch)
     run = run_of(manifests, service)
     assert set(GOOD_SECRETS) >= run.files[SECRETS_FOLDER].texts.keys()

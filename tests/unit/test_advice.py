@@ -56,9 +56,7 @@ def test_advice_knows_how_many_devices_train() -> None:
         (1, 100.0, 1.0, 0.0, "add 2 rollouts on additional hardware: about 33.3 s"),  # at most twice as many
     ],
 )
-def test_advice_changes_what_is_worth_it(
-    num_rollouts: int, generate_s: float, train_s: float, fixed_s: float, advice: str
-) -> None:
+def test_advice_changes_what_is_worth_it(num_rollouts, generate_s, train_s, fixed_s, advice):
     assert advise(Work(num_rollouts, 1, generate_s, train_s, fixed_s, is_sync=False)).startswith(advice)
 
 

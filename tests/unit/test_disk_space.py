@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from onbeat.disk_space import GB, main, shortage
 
 ROOT = Path(__file__).parents[2]
@@ -17,16 +15,14 @@ def usage(free: float):
     return lambda folder: SimpleNamespace(free=int(free))
 
 
-def test_message_names_folder_free_and_needed_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_names_folder_free_and_needed_space(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", usage(1.26 * GB))
     message = f"{tmp_path}/not/there has 1.3 GB free, three checkpoints need 5.7 GB"
     assert shortage(tmp_path / "not" / "there", 5.7 * GB, "three checkpoints") == message
     assert shortage(tmp_path, 1.26 * GB, "three checkpoints") == ""
 
 
-def test_make_asks_before_anything_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_make_asks_before_anything_is_installed(tmp_path, monkeypatch, capsys):
     command = [sys.executable, "-I", str(ROOT / "onbeat" / "disk_space.py"), str(tmp_path), "0", "packages"]
     assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
     monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))

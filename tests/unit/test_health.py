@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError
 
 from onbeat import health as health_module
 from onbeat.health import HealthSettings
+from tests.conftest import free_port
 
 
 class FakeRedis(Redis):
@@ -27,9 +28,7 @@ class FakeRedis(Redis):
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(autouse=True)

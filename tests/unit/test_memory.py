@@ -1,7 +1,5 @@
 """Memory: what a machine has, and what the doctor says when it is short."""
 
-from pathlib import Path
-
 import pytest
 
 from onbeat.memory import read_memory
@@ -20,7 +18,7 @@ MEMINFO = (
         ("limit_in_bytes", "usage_in_bytes", "9223372036854771712\n", "total_"),  # older control groups
     ],
 )
-def test_container_has_what_its_limit_leaves(tmp_path: Path, limit: str, use: str, unlimited: str, files: str) -> None:
+def test_container_has_what_its_limit_leaves(tmp_path, limit, use, unlimited, files):
     (tmp_path / "meminfo").write_text(MEMINFO)
     machine = read_memory(tmp_path / "meminfo", tmp_path)
     assert (machine.available_bytes, machine.total_bytes) == (10_240_000_000, 24_576_000_000)
@@ -40,7 +38,7 @@ def trainer(name: str, host: str, free_gb: float, state: str = "training") -> Tr
     return TrainerRecord(id=name, state=state, last_seen_at=100.0, host=memory)
 
 
-def test_doctor_names_a_machine_without_memory_once() -> None:
+def test_doctor_names_a_machine_without_memory_once():
     worker = WorkerRecord(id="rollout-0", state="idle", last_seen_at=99.0, host=trainer("x", "box", 0.3).host)
     old = WorkerRecord(id="rollout-1", state="idle", last_seen_at=99.0)  # of an earlier version
     fine, ended = trainer("trainer-1", "other", 5.0), trainer("trainer-2", "gone", 0.1, "stopped")

@@ -14,7 +14,7 @@ from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
+from onbeat.types import JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
 from services.broker import metrics
 from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention
@@ -24,6 +24,7 @@ from tests.broker_fixtures import (
     commit,
     create_job,
     drain,
+    drain_evaluation,
     failed_group,
     job_body,
     make_group,
@@ -31,7 +32,6 @@ from tests.broker_fixtures import (
     start_training,
     submit,
     wait_open,
-    write_prompts,
 )
 from tests.conftest import free_port, unfinished
 from tests.waiting import eventually
@@ -124,7 +124,6 @@ async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker):
 
 
 async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger, tmp_path):
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
         await submit(broker, model={"path": "/only/on/the/trainer"})
         await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})
@@ -522,12 +521,7 @@ async def test_named_sets_have_scores_series_and_samples(broker, ledger):
     sets = [{"name": "easy", "data": DATA, "num_prompts": 1}, {"name": "hard", "data": DATA, "solved_at": 2.0}]
     job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
     await start_training(ledger, job_id)
-
-    async def is_done():
-        await drain(ledger, job_id)
-        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
-
-    await eventually("evaluation 0 is done", is_done)
+    await drain_evaluation(ledger, job_id, 0)
     (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
     assert (record["evaluation"], record["policy_version"], record["state"]) == (0, 0, "DONE")
     assert (record["num_groups"], record["reward_mean"], record["pass_at_k"]) == (3, 0.5, 1.0)

@@ -4,10 +4,9 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -39,6 +38,8 @@ from tests.broker_fixtures import (
     commit,
     create_job,
     drain,
+    drain_evaluation,
+    drain_until,
     job_body,
     make_group,
     start_service,
@@ -85,10 +86,7 @@ async def conductors(ledger: Ledger, process: DatasetProcess) -> AsyncIterator[N
 
 
 async def reaches(ledger: Ledger, job_id: str, state: JobState) -> dict[str, str]:
-    async def has_state() -> bool:
-        return await ledger.jobs.state(job_id) is state
-
-    await eventually(f"job is {state}", has_state)
+    await eventually(f"job is {state}", lambda: ledger.jobs.state(job_id), state)
     return await ledger.jobs.fields(job_id)
 
 
@@ -132,11 +130,7 @@ async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger):
 
 async def wait_claimable(ledger: Ledger, job_id: str) -> list[Claim]:
     """What is or becomes free to claim."""
-
-    async def claim() -> list[Claim]:
-        return await claim_all(ledger, job_id)
-
-    claims: list[Claim] = await eventually("prompts", claim)
+    claims: list[Claim] = await eventually("prompts", lambda: claim_all(ledger, job_id))
     return claims
 
 
@@ -204,36 +198,18 @@ async def is_over(ledger: Ledger, job_id: str, evaluation: int) -> EvaluationSta
     return state
 
 
-async def serve_until(ledger: Ledger, job_id: str, condition: Callable[[], Awaitable[Any]]) -> list[PromptTask]:
-    """Be a rollout until the condition is met; returns what was claimed."""
-    tasks: list[PromptTask] = []
-
-    async def step() -> Any:
-        tasks.extend(await drain(ledger, job_id))
-        return await condition()
-
-    await eventually("served", step)
-    return tasks
-
-
 @pytest.mark.usefixtures("conductors")
 async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger, tmp_path):
     write_held_out(tmp_path)
     job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
     tasks: list[PromptTask] = []
-
-    async def is_generated(iteration):
-        return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
-
-    async def is_done(evaluation):
-        return await ledger.evaluations.state(job_id, evaluation) is EvaluationState.DONE
-
     for iteration in range(3):
-        tasks += await serve_until(ledger, job_id, partial(is_generated, iteration))
+        state = partial(ledger.iterations.state, job_id, iteration)
+        tasks += await drain_until(ledger, job_id, state, IterationState.DRAINED)
         if iteration != 1:
-            tasks += await serve_until(ledger, job_id, partial(is_done, iteration))
+            tasks += await drain_evaluation(ledger, job_id, iteration)
         await commit(ledger, job_id, epoch, iteration)
-    tasks += await serve_until(ledger, job_id, partial(is_done, 3))
+    tasks += await drain_evaluation(ledger, job_id, 3)
     evaluated = [task for task in tasks if task.is_evaluation]
     assert [task.group_id for task in evaluated] == [f"eval-{e}-{i}" for e in (0, 2, 3) for i in range(3)]
     assert [task.policy_version for task in evaluated] == [e for e in (0, 2, 3) for _ in range(3)]
@@ -257,11 +233,7 @@ async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger, t
 async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger, tmp_path):
     write_held_out(tmp_path)
     job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
-
-    async def has_prompts():
-        return await ledger.rollout.num_unclaimed_prompts(job_id) == 5
-
-    await eventually("iteration 0 and evaluation 0 are open", has_prompts)
+    await eventually("both are open", lambda: ledger.rollout.num_unclaimed_prompts(job_id), 5)
     trained = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
     await submit_groups(ledger, job_id, trained)
     lost = await ledger.rollout.claim(job_id, "dead", 3, lease_s=0.3)

@@ -16,7 +16,7 @@ from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads
-from tests.broker_fixtures import job_body, running_broker, serving, write_prompts
+from tests.broker_fixtures import job_body, running_broker, serving
 from tests.tiny_models import write_tied_model
 from tests.waiting import eventually
 
@@ -26,7 +26,6 @@ MAX_BYTES = 1 << 20
 
 @pytest_asyncio.fixture
 async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, max_dataset_bytes=MAX_BYTES) as client:
         yield client
 
@@ -107,16 +106,10 @@ async def test_upload_that_is_cut_off_leaves_nothing_and_is_no_defect(ledger, tm
     async with serving(ledger, tmp_path, has_conductor=False) as broker:
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(broker.url).port)
         writer.write(b"PUT /v1/datasets/sums.jsonl HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n" + ROWS)
-
-        async def is_begun():
-            return (tmp_path / "datasets").exists() and files_in(tmp_path) != []
-
-        async def is_noted():
-            return "route=/v1/datasets/{name} status=499" in caplog.text
-
-        await eventually("the upload has begun", is_begun)
+        await eventually("it has begun", lambda: (tmp_path / "datasets").exists() and files_in(tmp_path))
         writer.close()
-        await eventually("the broker notes that its client left", is_noted)
+        left = "route=/v1/datasets/{name} status=499"
+        await eventually("the broker notes that its client left", lambda: left in caplog.text)
     assert files_in(tmp_path) == []
     assert "Traceback" not in caplog.text
 

@@ -35,7 +35,6 @@ from tests.broker_fixtures import (
     started_job,
     submit_groups,
     tasks_for,
-    write_prompts,
 )
 from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
@@ -446,15 +445,14 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redi
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")
 
-    async def is_listed_as(state):
-        found = await ledger.trainers.records(pool)
-        return [(trainer.id, trainer.state) for trainer in found] == [("trainer-a", state)]
+    async def trainers():
+        return [(trainer.id, trainer.state) for trainer in await ledger.trainers.records(pool)]
 
-    await eventually("idle", lambda: is_listed_as("idle"), LATER_S)
+    await eventually("idle", trainers, [("trainer-a", "idle")], LATER_S)
     presence.job_id = "job-1"
-    await eventually("training", lambda: is_listed_as("training"), LATER_S)
+    await eventually("training", trainers, [("trainer-a", "training")], LATER_S)
     await asyncio.to_thread(presence.close)
-    assert await is_listed_as("stopped")
+    assert await trainers() == [("trainer-a", "stopped")]
     background.close(own.redis.aclose())
 
 
@@ -465,21 +463,18 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, po
     own = background.run(connect_to(redis_url))
     job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
-    async def reports(doing):
-        async def is_reported():
-            return (await ledger.jobs.fields(job_id)).get("doing") == doing
-
-        await eventually(doing, is_reported, LATER_S)
+    async def doing():
+        return (await ledger.jobs.fields(job_id)).get("doing")
 
     try:
-        await reports("loading the model")
+        await eventually("it begins", doing, "loading the model", LATER_S)
         await open_iteration(ledger, job_id, num_groups=2)
         feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
-        await reports("waiting for groups of iteration 0: 2 missing")
+        await eventually("it waits", doing, "waiting for groups of iteration 0: 2 missing", LATER_S)
         await drain(ledger, job_id)
         num_groups = len(await micro_batch)
-        await reports(f"training a micro-batch of {num_groups} groups of iteration 0")
+        await eventually("it trains", doing, f"training a micro-batch of {num_groups} groups of iteration 0", LATER_S)
     finally:
         stop.set()  # whoever still waits for groups ends by this
         await asyncio.to_thread(job.close)
@@ -505,7 +500,6 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger, pool, tmp_
         await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
     assert [worker.id for worker in await ledger.workers.records(pool)] == ["good"]
     assert [trainer.id for trainer in await ledger.trainers.records(pool)] == ["trainer-a"]
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         findings = (await broker.get("/v1/doctor")).json()["findings"]
         complaint = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]

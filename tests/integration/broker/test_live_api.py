@@ -49,7 +49,6 @@ from tests.broker_fixtures import (
     started_job,
     train,
     wait_open,
-    write_prompts,
 )
 from tests.conftest import free_port
 from tests.waiting import eventually
@@ -196,26 +195,18 @@ async def test_unforeseen_error_is_logged_and_breaks_the_stream(broker, ledger, 
     assert broker.num_watchers == 0
 
 
-async def test_watchers_of_a_job_share_one_reader(broker, ledger, monkeypatch):
+async def test_watchers_of_a_job_share_one_reader(broker, ledger, calls_of):
     """More of them than the connections to Redis that a process has at most."""
-    looks = 0
-    look = inspection.look
-
-    async def counting(*args):
-        nonlocal looks
-        looks += 1
-        return await look(*args)
-
-    monkeypatch.setattr(inspection, "look", counting)
+    looks = calls_of(inspection, "look")
     job_id = await create_job(ledger)
     listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(150)]
 
-    await eventually("all listen", lambda: broker.num_watchers == 150, LIMIT_S)
+    await eventually("all listen", lambda: broker.num_watchers, 150, LIMIT_S)
     clock = asyncio.get_running_loop()
-    before, since = looks, clock.time()
+    before, since = len(looks), clock.time()
 
-    await eventually("it looks", lambda: looks - before >= 4)
-    assert looks - before <= (clock.time() - since) / live.TICK_S + 1
+    await eventually("it looks", lambda: len(looks) - before >= 4)
+    assert len(looks) - before <= (clock.time() - since) / live.TICK_S + 1
     await ledger.event_log.emit(job_id, "test.hello", "hello")
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
@@ -572,7 +563,6 @@ async def test_timeline_is_built_and_serialized_off_the_event_loop(ledger, tmp_p
 
     monkeypatch.setattr(timeline_module, "put_together", noted(timeline_module.put_together))
     monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
         job_id, epoch = await started_job(ledger)
         await train(ledger, job_id, epoch, range(1), rollout_s=0.0)

@@ -18,7 +18,7 @@ from services.broker.admission.models import review_model
 from services.broker.admission.review import MAX_TRIALS
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
-from tests.broker_fixtures import job_body, running_broker, write_prompts
+from tests.broker_fixtures import job_body, running_broker
 from tests.installed import install
 
 MOST, UPDATES = "max_prompts_per_iteration", "num_updates_per_iteration"
@@ -313,7 +313,6 @@ async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch, tmp_path):
 
 
 async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, is_read_only=True) as broker:
         for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/datasets/a.jsonl"), ("DELETE", "/v1/jobs/job-1")):
             refused = await broker.request(method, path, json=job_body())

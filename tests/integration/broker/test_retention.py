@@ -34,7 +34,6 @@ from tests.broker_fixtures import (
     started_job,
     submit_groups,
     tasks_for,
-    write_prompts,
 )
 from tests.conftest import own_redis, unfinished
 from tests.waiting import eventually
@@ -161,7 +160,6 @@ async def test_interrupted_deletion_shows_no_half_job_and_is_finished(ledger, tm
         with pytest.raises(ConnectionError):
             await ledger.jobs.delete(job_id)
     assert job_id in await ledger.jobs.ids()
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:  # its first look finishes it
         assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 404
         assert job_id not in [job["id"] for job in (await broker.get("/v1/jobs?limit=500")).json()["jobs"]]
@@ -363,7 +361,6 @@ async def test_asking_for_groups_that_are_gone_gives_the_reason(ledger, tmp_path
     with pytest.raises(OnbeatError, match=reason):
         await read_record(ledger, job_id, 0, 1)
     await ledger.jobs.move(job_id, JobState.PAUSED)  # else the broker goes on with it
-    write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         gone = await broker.get(f"/v1/jobs/{job_id}/samples?iteration=0")
         assert gone.status_code == 410

@@ -31,7 +31,7 @@ from services.broker.app import create_app
 from services.broker.auth import MAX_BUCKETS, KeyRing, RateLimit
 from services.broker.middleware import FAILURE_BURST
 from services.broker.settings import Settings
-from tests.broker_fixtures import Keys, bearer, broker_process, job_body, running_broker, start_service, write_prompts
+from tests.broker_fixtures import Keys, bearer, broker_process, job_body, running_broker, start_service
 from tests.conftest import free_port
 from tests.integration.authority import Authority
 from tests.waiting import eventually
@@ -46,7 +46,6 @@ def keys(tmp_path: Path) -> Keys:
 
 @asynccontextmanager
 async def broker_with(keys: Keys, ledger: Ledger, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    write_prompts(keys.path.parent)
     async with running_broker(ledger, keys.path.parent, api_keys_file=keys.path, **settings) as client:
         yield client
 

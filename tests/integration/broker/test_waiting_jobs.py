@@ -69,18 +69,11 @@ async def test_conductor_watches_only_the_jobs_that_are_next(alone, tmp_path):
     conductor = Conductor(alone, process, timeout_s=10)
     job_ids = [await create_job(alone) for _ in range(NUM_NEXT + 20)]
     running = asyncio.create_task(conductor.run())
-
-    async def watched():
-        return set(conductor._watchers)
-
-    async def is_started_one_watched():
-        return job_ids[-1] in await watched()
-
     await asyncio.sleep(1)
-    assert await watched() == set(job_ids[:NUM_NEXT])
+    assert set(conductor._watchers) == set(job_ids[:NUM_NEXT])
     assert await alone.trainer.claim_job(job_ids[-1], "trainer-a", 30)
-    await eventually("the started job has a watcher", is_started_one_watched)
-    assert len(await watched()) == NUM_NEXT + 1
+    await eventually("the started job has a watcher", lambda: job_ids[-1] in conductor._watchers)
+    assert len(conductor._watchers) == NUM_NEXT + 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await process.close()
@@ -187,7 +180,6 @@ async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger, pool):
 
 
 async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger, tmp_path):
-    write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
     async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=2) as broker:
@@ -200,7 +192,6 @@ async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger, tmp_pa
 
 
 async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger, tmp_path):
-    write_prompts(tmp_path)
     keys_file = Keys(tmp_path / "keys.json")
     of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
     async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=3) as broker:

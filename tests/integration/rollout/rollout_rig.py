@@ -2,11 +2,12 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, Verdict
+from onbeat.types import IterationState, JobState, Verdict
 from onbeat.weights.host import host_id
 from onbeat.weights.wire import Peer
 from services.rollout.__main__ import root_cause
@@ -23,6 +24,7 @@ from services.rollout.attach import SourceFactory
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
+from tests.broker_fixtures import job_body
 from tests.rollout_fakes import FakeEngine, FakeTrainer
 
 CONTEXT_TOKENS = 128
@@ -43,19 +45,15 @@ def build_model_files() -> dict[str, bytes]:
 
 def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int, **sections: dict) -> dict:
     bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
-    config = {
-        "pool": pool,
-        "model": {"path": "fake"},
-        "data": {"task": "chain_sum", "type": "reasoning_gym"},
-        "reward": {"name": "exact", "max_attempts": 2},
-        "rollout": {
-            "num_prompts_per_iteration": num_prompts,
-            "num_samples_per_prompt": G,
-            "max_response_tokens": 16,
-            "max_group_attempts": max_group_attempts,
-        },
-        "schedule": {"num_iterations": 10, **bound},
-    }
+    counts = {"num_prompts_per_iteration": num_prompts, "max_group_attempts": max_group_attempts}
+    config = job_body(
+        pool=pool,
+        model={"path": "fake"},
+        data={"task": "chain_sum", "type": "reasoning_gym"},
+        reward={"max_attempts": 2},
+        rollout={**counts, "num_samples_per_prompt": G, "max_response_tokens": 16},
+        schedule={"num_iterations": 10, **bound},
+    )
     return JobConfig.model_validate(config | sections).model_dump(mode="json")
 
 
@@ -154,10 +152,8 @@ class Rig:
         return await self.ledger.iterations.fields(self.job_id, iteration)
 
     async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
-        async def is_drained() -> bool:
-            return (await self.iteration(iteration)).get("state") == "DRAINED"
-
-        await self.until(is_drained, timeout_s)
+        state = functools.partial(self.ledger.iterations.state, self.job_id, iteration)
+        await self.until(state, IterationState.DRAINED, timeout_s)
         return await self.groups(iteration)
 
     async def broken(self) -> str:
@@ -168,11 +164,12 @@ class Rig:
         assert isinstance(cause, EngineBroken)
         return str(cause)
 
-    async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
+    async def until(self, read: Callable[[], Any], expected: object = True, timeout_s: float = 15.0) -> None:
+        """Wait as `eventually` does, unless a worker fails."""
         deadline = time.monotonic() + timeout_s
         while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
+            value = read()
+            if (await value if inspect.isawaitable(value) else value) == expected:
                 return
             for _, task in self.running:
                 if task.done() and not task.cancelled() and task.exception():
@@ -195,7 +192,7 @@ class Rig:
         async def are_those() -> bool:
             return [worker.state for worker in await self.ledger.workers.records(self.pool)] == list(states)
 
-        await self.until(are_those, timeout_s)
+        await self.until(are_those, timeout_s=timeout_s)
 
     async def event_messages(self, kind: str) -> list[str]:
         return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +262,7 @@ async def test_job_keeps_no_trace_of_a_chat(rig: ChatRig) -> None:
         async for _ in await client.chat.completions.create(**rig.request(), stream=True):
             pass
     await refused(rig, 400, "invalid_value", max_tokens=100_000)
-
-    async def is_untouched() -> bool:
-        return await contents(rig) == before
-
-    await rig.until(is_untouched)
+    await rig.until(lambda: contents(rig), before)
     assert REGISTRY.get_sample_value("onbeat_rollout_response_tokens_total") == tokens_before
     record = await rig.record()
     assert record is not None
@@ -306,16 +303,10 @@ async def test_client_that_hangs_up_before_its_turn_is_not_answered(rig: ChatRig
     first = asyncio.create_task(rig.ask(max_tokens=100))
     await rig.until(lambda: engine.num_in_flight == 1)
     second = asyncio.create_task(rig.ask(max_tokens=LONG))
-
-    async def waits() -> bool:
-        return bool(await rig.ledger.redis.xlen(JobKeys(rig.job_id).chats))
-
-    async def waits_not() -> bool:
-        return not await waits()
-
-    await rig.until(waits)
+    num_waiting = partial(rig.ledger.redis.xlen, JobKeys(rig.job_id).chats)
+    await rig.until(num_waiting, 1)
     second.cancel()
-    await rig.until(waits_not)
+    await rig.until(num_waiting, 0)
     assert (await first).usage.completion_tokens == engine.num_tokens == 100
 
 
@@ -379,16 +370,13 @@ async def test_unknown_and_finished_jobs_are_no_models(rig: ChatRig) -> None:
 async def test_full_queue_is_429_and_those_who_wait_are_answered(ledger: Ledger, tmp_path: Path) -> None:
     async with chatting(ledger, tmp_path, chat_queue=2, chat_take_s=50.0) as rig:
         asking = [asyncio.create_task(rig.ask(seed=seed)) for seed in range(2)]
-
-        async def is_full() -> bool:
-            return bool(await ledger.redis.xlen(JobKeys(rig.job_id).chats) == 2)
-
-        await rig.until(is_full)
+        num_waiting = partial(ledger.redis.xlen, JobKeys(rig.job_id).chats)
+        await rig.until(num_waiting, 2)
         with pytest.raises(openai.RateLimitError, match="2 chats wait for the rollouts") as caught:
             await rig.ask()
         assert caught.value.code == "queue_full"
         assert caught.value.response.headers["retry-after"] == "5"
-        assert await is_full()
+        assert await num_waiting() == 2
         await start(rig)
         assert [answer.usage.completion_tokens for answer in await asyncio.gather(*asking)] == [12, 12]
 
@@ -501,9 +489,7 @@ async def test_malformed_json_is_an_error_of_openais_shape(rig: ChatRig) -> None
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_talking_takes_a_submitters_key_and_the_list_a_readers(
-    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_talking_takes_a_submitters_key_and_the_list_a_readers(ledger, tmp_path, caplog):
     caplog.set_level(logging.INFO, "onbeat.access")
     keys = Keys(tmp_path / "keys.json")
     async with chatting(ledger, tmp_path, api_keys_file=keys.path) as rig:

@@ -3,12 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 
 import openai
 import pytest
 
-from onbeat.streams.ledger import Ledger
 from services.rollout.engines.interface import ChatSampling, Sampling, TextPiece
 from services.rollout.engines.vllm_engine import VllmEngine
 from tests.integration.rollout.chat_rig import chatting
@@ -31,7 +29,7 @@ class HeldEngine(VllmEngine):
                 await self.may_go_on.wait()
 
 
-async def test_vllm_answers_streams_stops_and_makes_way(ledger: Ledger, tmp_path: Path) -> None:
+async def test_vllm_answers_streams_stops_and_makes_way(ledger, tmp_path):
     engine = HeldEngine()
     async with chatting(ledger, tmp_path) as rig, rig.client() as client:
         rig.start_worker(engine, chat_grace_s=0.0)  # type: ignore[arg-type]

@@ -425,9 +425,7 @@ async def test_failed_load_serves_nothing_until_a_good_one(either_engine: Subjec
 
 
 @pytest.mark.parametrize(("exists", "message"), [(False, "No such file"), (True, "Attempted to load weight")])
-async def test_failed_load_in_the_vllm_worker_is_repaired_by_the_next(
-    tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool, message: str
-) -> None:
+async def test_failed_load_in_the_vllm_worker_is_repaired_by_the_next(tied, tmp_path, monkeypatch, exists, message):
     if exists:
         write_file_with_a_wrong_shape(tied.second_weights, tmp_path / "bad.safetensors")
     await tied.load(tied.first_weights)

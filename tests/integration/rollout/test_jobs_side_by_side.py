@@ -5,7 +5,6 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -25,7 +24,7 @@ def new_pool() -> str:
     return f"p{uuid.uuid4().hex[:8]}"
 
 
-async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker, ledger):
     pool, other = new_pool(), new_pool()
     first, elsewhere = await submit(broker, pool=pool), await submit(broker, pool=other)
     second, third = await submit(broker, pool=pool), await submit(broker, pool=pool)
@@ -68,7 +67,7 @@ async def bring_to(ledger: Ledger, job_id: str, state: str) -> None:
 
 
 @pytest.mark.parametrize("before", list(MOVES))
-async def test_every_verb_in_every_state_and_once_more(broker: httpx.AsyncClient, ledger: Ledger, before: str) -> None:
+async def test_every_verb_in_every_state_and_once_more(broker, ledger, before):
     for verb, after in zip(("pause", "resume", "cancel"), MOVES[before], strict=True):
         job_id = await submit(broker, pool=new_pool())
         await bring_to(ledger, job_id, before)
@@ -82,7 +81,7 @@ async def test_every_verb_in_every_state_and_once_more(broker: httpx.AsyncClient
             assert await ledger.jobs.state(job_id) == (after or before)
 
 
-async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker, ledger):
     """But a resume that comes when a pending job is already CANCELLED brings it back: it is asked of none here."""
     for has_begun in (True, False) * 3:
         job_id = await submit(broker, pool=new_pool())
@@ -119,10 +118,7 @@ class Pool:
         return [of_job[rig.job_id] for rig in self.rigs]
 
     async def until_counts(self, *wanted: int) -> None:
-        async def are_there() -> bool:
-            return await self.counts() == list(wanted)
-
-        await self.crew.until(are_there, PATIENCE_S)
+        await self.crew.until(self.counts, list(wanted), PATIENCE_S)
 
 
 @pytest_asyncio.fixture
@@ -133,7 +129,7 @@ async def pool(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await pool.crew.stop()
 
 
-async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool) -> None:
+async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool):
     first, second, third = pool.rigs
     await first.start_job()
     await second.start_job()
@@ -152,7 +148,7 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool)
     async def has_moved() -> bool:
         return sorted(await pool.counts()) == [1, 1, 2]
 
-    await pool.crew.until(has_moved, PATIENCE_S)  # a heartbeat may be later than the work
+    await pool.crew.until(has_moved, timeout_s=PATIENCE_S)  # a heartbeat may be later than the work
     counts = await pool.counts()
     for rig in pool.rigs:
         assert (
@@ -169,10 +165,10 @@ async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool)
         now = await pool.counts()
         return now[0] == 0 and sum(now) == 4
 
-    await pool.crew.until(have_found_work, PATIENCE_S)
+    await pool.crew.until(have_found_work, timeout_s=PATIENCE_S)
 
 
-async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool, monkeypatch):
     monkeypatch.setattr(puller, "ADDRESS_CHECK_S", 0.05)  # the weights are looked at before the job's state
     first, second, _ = pool.rigs
     await first.start_job()
@@ -180,7 +176,7 @@ async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, mo
     engine.may_finish.clear()
     pool.crew.start_worker(engine)
     await first.open(0, *(first.task(0, index) for index in range(3)))
-    await first.until(lambda: engine.num_in_flight == 3 * G, PATIENCE_S)
+    await first.until(lambda: engine.num_in_flight, 3 * G, PATIENCE_S)
     await first.ledger.jobs.move(first.job_id, JobState.FAILED, "over")
     await first.ledger.jobs.delete(first.job_id)
     await second.start_job()
@@ -189,7 +185,7 @@ async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool, mo
     assert left == [JobKeys(first.job_id).deleted.encode()]
 
 
-async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool: Pool) -> None:
+async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool):
     rig, num_groups = pool.crew, 40
     await rig.start_job(num_prompts=num_groups, max_group_attempts=1)
     engines = [FakeEngine(capacity=2 * G, delay_s=0.05) for _ in range(3)]
@@ -200,14 +196,14 @@ async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool: Poo
         async def are_in() -> bool:
             return int((await rig.iteration(0))["num_accepted"]) >= count
 
-        await rig.until(are_in, PATIENCE_S)
+        await rig.until(are_in, timeout_s=PATIENCE_S)
 
     await accepted(4)
     engines[0].may_finish.clear()  # or it might have finished before the others are there
     for engine in engines[1:]:
         engine.may_finish.clear()
         rig.start_worker(engine)
-    await rig.until(lambda: all(engine.num_in_flight for engine in engines), PATIENCE_S)
+    await rig.until(lambda: all(engine.num_in_flight for engine in engines), timeout_s=PATIENCE_S)
     for engine in engines:
         engine.may_finish.set()
     await accepted(12)

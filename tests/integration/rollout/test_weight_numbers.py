@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import pytest
 from prometheus_client import REGISTRY
 
 from onbeat.types import WeightUpdate
@@ -35,7 +34,7 @@ async def update_to(rig: Rig, version: int) -> WeightUpdate:
     return record.rollouts["w0"]
 
 
-async def test_first_version_is_loaded_to_join_and_next_opens_later(rig: Rig) -> None:
+async def test_first_version_is_loaded_to_join_and_next_opens_later(rig):
     size = manifest_of(0).size_bytes
     before = {name: sample(name) for name in ("received_bytes_total", "full_bytes_total", "open_seconds_count")}
     rig.start_worker(SlowLoader())
@@ -54,7 +53,7 @@ async def test_first_version_is_loaded_to_join_and_next_opens_later(rig: Rig) ->
     assert rise == {"received_bytes_total": 2 * size, "full_bytes_total": 2 * size, "open_seconds_count": 1}
 
 
-async def test_cured_fault_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_cured_fault_is_counted(rig, caplog):
     before = sample("faults_total")
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))

@@ -203,11 +203,7 @@ async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     started = time.monotonic()
     rig.start_worker()
     assert len((await rig.drained(1))[0].responses) == G
-
-    async def is_drained() -> bool:
-        return await rig.ledger.evaluations.state(rig.job_id, 0) is EvaluationState.DRAINED
-
-    await rig.until(is_drained)
+    await rig.until(lambda: rig.ledger.evaluations.state(rig.job_id, 0), EvaluationState.DRAINED)
     failed = await rig.ledger.evaluations.groups(rig.job_id, 0)
     assert {group.failure.kind for group in failed} == {"version_gone"}
     assert time.monotonic() - started < puller.PULL_DEADLINE_S / 2

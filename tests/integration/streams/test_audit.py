@@ -148,9 +148,7 @@ async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Led
     assert "tokens of versions [7], its iteration is on [0]" in ((await run_audit(ledger, job_id)).violation or "")
 
 
-async def test_audit_is_clean_while_retention_drops_what_it_reads(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_audit_is_clean_while_retention_drops_what_it_reads(ledger, monkeypatch):
     job_id = await finished_job(ledger)
     rollouts, calls = ledger.audit_log.rollouts, 0
 
@@ -168,9 +166,7 @@ async def test_audit_is_clean_while_retention_drops_what_it_reads(
     assert report.num_contents_gone == 2
 
 
-async def test_audit_of_an_unknown_or_vanishing_job_is_not_found(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_audit_of_an_unknown_or_vanishing_job_is_not_found(ledger, monkeypatch):
     with pytest.raises(JobNotFound):
         await run_audit(ledger, f"job-{uuid.uuid4().hex}")
     job_id = await finished_job(ledger)

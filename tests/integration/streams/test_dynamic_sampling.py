@@ -3,7 +3,6 @@
 That this holds in any order of calls is checked in tests/model.
 """
 
-import httpx
 import pytest
 
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_task
@@ -57,7 +56,7 @@ async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("make", [equal_group, failed_group])
-async def test_group_without_other_rewards_is_replaced_by_the_next(ledger: Ledger, make: object) -> None:
+async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, make):
     job_id, epoch = await open_job(ledger)
     assert await submit_next(ledger, job_id, make) == "0-0"
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
@@ -74,7 +73,7 @@ async def test_group_without_other_rewards_is_replaced_by_the_next(ledger: Ledge
 
 
 @pytest.mark.parametrize(("num_equal", "missing"), [(4, "2 groups"), (3, "1 group")])
-async def test_used_up_prompts_end_the_iteration_with_an_event(ledger: Ledger, num_equal: int, missing: str) -> None:
+async def test_used_up_prompts_end_the_iteration_with_an_event(ledger, num_equal, missing):
     job_id, _ = await open_job(ledger)
     for number in range(4):
         await submit_next(ledger, job_id, equal_group if number < num_equal else make_group)
@@ -88,7 +87,7 @@ async def test_used_up_prompts_end_the_iteration_with_an_event(ledger: Ledger, n
     assert (await run_audit(ledger, job_id)).is_clean
 
 
-async def test_job_without_spare_prompts_keeps_its_groups(ledger: Ledger) -> None:
+async def test_job_without_spare_prompts_keeps_its_groups(ledger):
     job_id, _ = await started_job(ledger)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     for _ in range(2):
@@ -99,7 +98,7 @@ async def test_job_without_spare_prompts_keeps_its_groups(ledger: Ledger) -> Non
     assert (await run_audit(ledger, job_id)).is_clean
 
 
-async def test_evaluation_takes_no_spare_prompt(ledger: Ledger) -> None:
+async def test_evaluation_takes_no_spare_prompt(ledger):
     job_id, _ = await open_job(ledger)
     task = PromptTask(group_id="eval-0-0", iteration=0, is_evaluation=True, text="held out")
     assert await ledger.evaluations.open(job_id, 0, 0, 1, [task]) == ""
@@ -111,7 +110,7 @@ async def test_evaluation_takes_no_spare_prompt(ledger: Ledger) -> None:
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "2", "0")
 
 
-async def test_audit_sees_spare_prompts_out_of_order(ledger: Ledger) -> None:
+async def test_audit_sees_spare_prompts_out_of_order(ledger):
     job_id, _ = await started_job(ledger, rollout=ROLLOUT)
     tasks = tasks_for(0, 4)
     assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], [tasks[3], tasks[2]]) == ""
@@ -141,7 +140,7 @@ async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
     assert (await run_audit(ledger, job_id)).violation == violation
 
 
-async def test_each_iteration_has_its_own_prompts(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_each_iteration_has_its_own_prompts(broker, ledger):
     """Of five rows, iteration 0 has the first four, iteration 1 the fifth and the first three; two are spare."""
     job_id = await create_job(ledger, rollout=ROLLOUT, data={"shuffle": False})
     epoch = await start_training(ledger, job_id)

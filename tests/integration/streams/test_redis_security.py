@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,9 @@ from onbeat.streams.connection import RedisSettings, connect, public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState
 from services.trainer.settings import Settings
-from tests.broker_fixtures import (
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    running_broker,
-    started_job,
-    wait_open,
-    write_prompts,
-)
+from tests.broker_fixtures import commit, create_job, drain_until, failed_group, running_broker, started_job, wait_open
 from tests.conftest import free_port, own_redis
 from tests.integration.authority import Authority
-from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "redis" / "users.acl.example"
@@ -82,7 +73,6 @@ def test_example_is_refused_until_the_passwords_are_filled_in() -> None:
 
 async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file: Path, tmp_path: Path) -> None:
     """Broker, trainer and rollouts: a whole job with an evaluation, a failure, a pause, and one that is cancelled."""
-    write_prompts(tmp_path)
     stranger = connect(f"redis://127.0.0.1:{port}", 1)
     with pytest.raises((ResponseError, ConnectionError), match=r"uthentication required|NOAUTH"):
         await stranger.ping()  # the default user is off
@@ -103,12 +93,8 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
             await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task, "w0"))
             for iteration in range(2):
                 await wait_open(ledger, job_id, iteration)
-
-                async def is_drained(iteration: int = iteration) -> bool:
-                    await drain(ledger, job_id)
-                    return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
-
-                await eventually("drained", is_drained, DEADLINE_S)
+                state = partial(ledger.iterations.state, job_id, iteration)
+                await drain_until(ledger, job_id, state, IterationState.DRAINED, DEADLINE_S)
                 groups = await ledger.trainer.take(job_id, "trainer", 100, 1.0)
                 ids = [group.group_id for group in groups]
                 assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, ids) == ids
@@ -243,9 +229,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_what_cannot_work_is_said_at_once_without_the_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], message: str
-) -> None:
+def test_what_cannot_work_is_said_at_once_without_the_password(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "password").write_text("s3cr3t")
     (tmp_path / "empty").write_text("\n")
@@ -296,9 +280,7 @@ async def tls_in_front_of(
         yield server.sockets[0].getsockname()[1]
 
 
-async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(
-    port: int, password_file: Path, authority: Authority, tmp_path: Path
-) -> None:
+async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(port, password_file, authority, tmp_path):
     stranger = Authority(tmp_path / "theirs")
     cert, key = authority.issue("trainer")
     async with tls_in_front_of(port, authority, "127.0.0.1", asks_for_certificate=True) as tls_port:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,8 @@ async def events_of(ledger: Ledger, job_id: str, kind: str) -> list[str]:
 
 async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
     async with trainer(ledger, redis_url, tmp_path, "train_for_ever", ONBEAT_LEASE_S="600") as (process, job_id):
-
-        async def is_training() -> bool:
-            return "doing" in await ledger.jobs.fields(job_id)
-
-        await eventually("the trainer has the job", is_training, START_S)
+        is_training = partial(ledger.redis.hexists, JobKeys(job_id).job, "doing")
+        await eventually("the trainer has the job", is_training, timeout_s=START_S)
         process.terminate()
         _, written = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0

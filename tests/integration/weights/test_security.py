@@ -32,7 +32,7 @@ from onbeat.weights.security import (
 from onbeat.weights.server import service_handler
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE
-from tests.integration.authority import Authority, pem_of_key
+from tests.integration.authority import Authority
 
 KEY = "correct-horse-battery"
 DEADLINE_S = 10.0
@@ -298,7 +298,8 @@ def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stra
     (tmp_path / "empty.pem").write_text("\n")
     (tmp_path / "text.pem").write_text("hello")
     right_key = serialization.load_pem_private_key(key.read_bytes(), None)
-    encrypted = pem_of_key(right_key, serialization.BestAvailableEncryption(b"password"))
+    encryption = serialization.BestAvailableEncryption(b"password")
+    encrypted = right_key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
     (tmp_path / "encrypted.key").write_bytes(encrypted)
     for files, message in [
         ({"tls_cert": cert}, "ONBEAT_WEIGHTS_TLS_CERT is set but ONBEAT_WEIGHTS_TLS_KEY is not"),

@@ -20,6 +20,7 @@ from services.broker.datasets.child import ReadRequest, answer_request, open_dat
 from services.broker.datasets.files import epoch_order
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, build_tasks
+from tests.broker_fixtures import job_body
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
 FOUR = {"prompt": "2 + 2", "answer": "four"}
@@ -271,13 +272,11 @@ def test_broker_imports_nothing_heavy_and_no_tracing_by_default(monkeypatch):
 
 
 def job(**changes: Any) -> JobConfig:
-    body: dict[str, Any] = {
-        "model": {"path": "bundled:smollm2-135m-instruct"},
-        "data": {"type": "reasoning_gym", "task": "chain_sum", "system_prompt": "think"},
-        "reward": {"name": "reasoning_gym", "options": {"answer_pattern": "x"}, "timeout_s": 3},
-        "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
-        "schedule": {"num_iterations": 5},
-    }
+    body = job_body(
+        data={"type": "reasoning_gym", "task": "chain_sum", "system_prompt": "think"},
+        reward={"name": "reasoning_gym", "options": {"answer_pattern": "x"}, "timeout_s": 3},
+        rollout={"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
+    )
     return JobConfig.model_validate(body | changes)
 
 

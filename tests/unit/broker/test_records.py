@@ -23,6 +23,7 @@ from onbeat.streams.records import (
 from services.broker.evaluations import due_evaluation, score
 from services.broker.views.groups import group_detail
 from services.broker.views.records import group_samples, turns_of
+from tests.broker_fixtures import job_body
 
 COMMITTED = {
     "iteration": "3",
@@ -181,13 +182,7 @@ def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iter
 
 # ---- validation errors -------------------------------------------------------------------------------------------
 
-GOOD: dict[str, Any] = {
-    "model": {"path": "bundled:smollm2-135m-instruct"},
-    "data": {"type": "reasoning_gym", "task": "chain_sum"},
-    "reward": {"name": "reasoning_gym"},
-    "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
-    "schedule": {"num_iterations": 5},
-}
+GOOD = job_body(data={"type": "reasoning_gym", "task": "chain_sum"})
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,7 @@ def test_variables_are_those_of_the_services() -> None:
         ("nvidia0 davinci0", {}, "+cpu", (ASCEND, ["0"])),
     ],
 )
-def test_visible_devices_are_counted_by_variable_and_files(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: str,
-    environment: dict[str, str],
-    build: str,
-    found: tuple[str, list[str]],
-) -> None:
+def test_visible_devices_are_counted_by_variable_and_files(tmp_path, monkeypatch, files, environment, build, found):
     monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0" + build)
     assert available_devices(environment, machine(tmp_path, *files.split())) == found
 
@@ -85,9 +78,7 @@ def test_visible_devices_are_counted_by_variable_and_files(
         ("01", 1, 4, ["01"]),
     ],
 )
-def test_first_device_trains_and_the_rest_is_shared_out(
-    devices: str, num_rollouts: int, per_rollout: int, rollouts: list[str]
-) -> None:
+def test_first_device_trains_and_the_rest_is_shared_out(devices, num_rollouts, per_rollout, rollouts):
     assert rollout_devices(list(devices), num_rollouts, per_rollout) == [list(names) for names in rollouts]
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from services.trainer import device
         ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
     ],
 )
-def test_quota_of_either_version_of_control_groups(tmp_path: Path, files: dict[str, str], cpus: float) -> None:
+def test_quota_of_either_version_of_control_groups(tmp_path, files, cpus):
     (tmp_path / "cpu").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -31,7 +30,7 @@ def test_quota_of_either_version_of_control_groups(tmp_path: Path, files: dict[s
 @pytest.mark.parametrize(
     ("quota", "num_ranks", "num_threads"), [(math.inf, 1, 6), (math.inf, 2, 3), (2.0, 1, 2), (0.5, 1, 1), (4.0, 2, 2)]
 )
-def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ranks: int, num_threads: int) -> None:
+def test_threads_of_a_rank(monkeypatch, quota, num_ranks, num_threads):
     used: list[int] = []
     own = {0: set(range(6))}
     monkeypatch.setattr(os, "sched_getaffinity", own.__getitem__)
@@ -45,7 +44,7 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ra
     assert used == [num_threads] * 2
 
 
-def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:
+def test_hardware_threads_of_one_core_count_once(tmp_path):
     for core, siblings in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
         (topology := tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(siblings + "\n")

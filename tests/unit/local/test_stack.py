@@ -102,9 +102,7 @@ def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: P
     supervisor.stop()
 
 
-def test_dead_service_leaves_nothing_and_is_restarted(
-    supervisor: Supervisor, reports: list[str], pids_file: Path, tmp_path: Path
-) -> None:
+def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, pids_file, tmp_path):
     supervisor.start([family(pids_file)])
     (left,) = (tmp_path / "scratch" / "family").iterdir()  # its temporary files are there
     before = pids_in(pids_file)
@@ -206,9 +204,7 @@ signal.signal(signal.SIGTERM, end); note("+"); time.sleep(300)
     assert journal.read_text().split() == ["+1", "+2", "-2", "-1"]
 
 
-def test_service_that_does_not_start_or_stay_is_given_up(
-    supervisor: Supervisor, reports: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_that_does_not_start_or_stay_is_given_up(supervisor, reports, monkeypatch):
     monkeypatch.setattr("onbeat.local.supervisor.MAX_RESTARTS", 2)
     dying = ServiceSpec("s", [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"], 0)
     with pytest.raises(StackFailed, match=r"(?s)s exited with code 3 while starting.*no such device"):
@@ -283,9 +279,7 @@ def test_variables_of_services_elsewhere_are_not_inherited(monkeypatch: pytest.M
         ("0", "2.13.0+cpu", "; an NVIDIA device is here, too, for which `make setup PLATFORM=cuda` is needed"),
     ],
 )
-def test_run_begins_with_what_it_computes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str | None, build: str, places: str
-) -> None:
+def test_run_begins_with_what_it_computes_on(tmp_path, monkeypatch, devices, build, places):
     monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr("onbeat.local.stack.physical_cores", lambda cores: cores)
     monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: build)
@@ -389,9 +383,7 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
         ([0, 1, 2, 3], 2, {"trainer_cores": [0]}, [[1, 2], [3]], [0]),
     ],
 )
-def test_first_half_generates_or_few_cores_do_both(
-    cores: list[int], num_rollouts: int, given: dict[str, list[int]], rollouts: list[list[int]], trainer: list[int]
-) -> None:
+def test_first_half_generates_or_few_cores_do_both(cores, num_rollouts, given, rollouts, trainer):
     assert plan_cores(cores, num_rollouts, **given) == CorePlan(rollouts, trainer)
 
 

@@ -128,19 +128,13 @@ async def test_copy_that_is_not_kept_is_pulled_again_when_asked_for(tmp_path):
     await rig.puller.close()
 
 
-async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch):
+async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch, calls_of):
     monkeypatch.setattr(WeightsPuller.obtain, "__defaults__", (0.2,))
-    started, start = [], WeightsPuller.start
-
-    def start_and_count(self, version, deadline_s):
-        started.append(version)
-        return start(self, version, deadline_s)
-
-    monkeypatch.setattr(WeightsPuller, "start", start_and_count)
+    started = calls_of(WeightsPuller, "start")
     waiting = [rig.generate(7) for _ in range(10)]
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, WeightsError) for result in results)
-    assert started == [7]
+    assert [version for _, version, *_ in started] == [7]
     assert await rig.generate(0) == [0, 0, 0]
 
 

@@ -6,17 +6,12 @@ from hypothesis import strategies as st
 from onbeat.config import JobConfig
 from onbeat.types import WorkerRecord
 from services.rollout.choice import Candidate, choose_job, find_move
+from tests.broker_fixtures import job_body
 
 
 def job(job_id: str, num_prompts: int = 4, is_paused: bool = False, dtype: str = "float32") -> Candidate:
-    config = {
-        "model": {"path": "m", "dtype": dtype},
-        "data": {"type": "jsonl", "path": "p.jsonl"},
-        "reward": {"name": "exact"},
-        "rollout": {"num_prompts_per_iteration": num_prompts, "num_samples_per_prompt": 2, "max_response_tokens": 8},
-        "schedule": {"num_iterations": 1},
-    }
-    return Candidate(job_id, JobConfig.model_validate(config), is_paused)
+    body = job_body(model={"dtype": dtype}, rollout={"num_prompts_per_iteration": num_prompts})
+    return Candidate(job_id, JobConfig.model_validate(body), is_paused)
 
 
 def worker(worker_id: str, job_id: str | None = None, state: str = "idle") -> WorkerRecord:

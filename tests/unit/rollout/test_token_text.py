@@ -105,18 +105,11 @@ def test_lengths_of_any_text_add_up_or_are_not_known(smollm2_text, token_ids, te
     assert not lengths or (len(lengths), sum(lengths)) == (len(token_ids), len(text))
 
 
-def test_effort_is_bounded_where_nothing_fits(smollm2, byte_ids, monkeypatch):
+def test_effort_is_bounded_where_nothing_fits(smollm2, byte_ids, calls_of):
     token_ids = (byte_ids * 20)[:4000]
-    fresh, num_runs = TokenText(smollm2), 0
-
-    def count(*args, call=token_text.num_common):
-        nonlocal num_runs
-        num_runs += 1
-        return call(*args)
-
-    monkeypatch.setattr(token_text, "num_common", count)
-    assert fresh.lengths(token_ids, "nothing of this") == []
-    assert num_runs <= 3 * MAX_RUN
+    runs = calls_of(token_text, "num_common")
+    assert TokenText(smollm2).lengths(token_ids, "nothing of this") == []
+    assert len(runs) <= 3 * MAX_RUN
 
 
 # ---- tokenizers of other kinds -------------------------------------------------------------------------------------

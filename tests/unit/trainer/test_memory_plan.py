@@ -14,6 +14,7 @@ from services.trainer import memory_plan
 from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
 from services.trainer.model.model import Passes, response_logprobs
+from tests.broker_fixtures import job_body
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
 PROMPT, RESPONSE, SIZE = 40, 24, 4
@@ -137,13 +138,10 @@ def test_an_engine_is_planned_with_the_weights_it_packs(dtype, bfloat16, expecte
 
 
 def plan_of(model: Path, folder: Path, *options: str):
-    job = {
-        "model": {"path": str(model), "dtype": "float32", "max_context_tokens": 64},
-        "data": {"type": "reasoning_gym", "task": "chain_sum"},
-        "reward": {"name": "reasoning_gym"},
-        "schedule": {"mode": "periodic", "num_iterations": 1},
-        "rollout": {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 2, "max_response_tokens": 8},
-    }
+    job = job_body(
+        model={"path": str(model), "dtype": "float32", "max_context_tokens": 64},
+        data={"type": "reasoning_gym", "task": "chain_sum"},
+    )
     (folder / "job.json").write_text(json.dumps(job))
     return CliRunner().invoke(app, ["plan", "memory", str(folder / "job.json"), *options])
 

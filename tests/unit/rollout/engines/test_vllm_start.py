@@ -139,9 +139,7 @@ async def test_start_ends_when_the_core_dies_at_its_last_call(model_dir: Path) -
 
 
 @pytest.mark.parametrize("call", ["update_weight_version", "resume_generation"])
-async def test_load_ends_when_the_core_dies_at_its_last_calls(
-    call: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_load_ends_when_the_core_dies_at_its_last_calls(call, model_dir, monkeypatch):
     async def replace_weights(_: object, __: Path, arrived: Arrivals) -> None:
         while await arrived.take():
             pass

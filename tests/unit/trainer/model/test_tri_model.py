@@ -15,17 +15,12 @@ moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
 
 
 @pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])
-def test_one_pass_equals_three(attention, batch, monkeypatch):
+def test_one_pass_equals_three(attention, batch, calls_of):
     policy, old, reference = moved(0), frozen_base(moved(1)), frozen_base(moved(2))
     for model in (policy, old, reference):
         use_attention(model, attention)
     alone = [response_logprobs(model, batch, 0.7) for model in (policy, old, reference)]
-    prepared = []
-    monkeypatch.setattr(
-        model_module,
-        "prepare_inputs",
-        lambda *args, call=model_module.prepare_inputs: prepared.append(1) or call(*args),
-    )
+    prepared = calls_of(model_module, "prepare_inputs")
     logprobs, entropy = tri_model_logprobs(policy, old, reference, batch, 0.7)
     assert len(prepared) == 1
     together = (logprobs.trainer, logprobs.old, logprobs.ref)
