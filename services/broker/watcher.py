@@ -35,12 +35,21 @@ PENDING_WAIT_S = 5.0  # longest time between two looks at a job that no trainer 
 MAX_REASONS = 8  # findings that are stored with a failure
 
 
+def read_config(fields: Fields) -> JobConfig | None:
+    """Return the job's configuration; None for another version's, whose broker conducts it. The doctor says so, too."""
+    try:
+        return JobConfig.of_job(fields)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        logger.warning("job %s is left to brokers of another version of Onbeat: %s", fields["id"], reason)
+        return None
+
+
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
         self._ledger, self._process, self._job_id = ledger, process, job_id
-        self._config: JobConfig
+        self._config: JobConfig | None = None  # also None: it is of another version of Onbeat
         self._config_text: tuple[str | None, ...] = ()
-        self._is_left_alone = False
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s, self._began = WAIT_S, time.monotonic()
@@ -60,12 +69,6 @@ class JobWatcher:
             await asyncio.gather(*self._prepared.values(), return_exceptions=True)
             await self._evaluator.close()
 
-    def _leave_alone(self, error: ValidationError) -> None:
-        if not self._is_left_alone:
-            reason = error.errors()[0]["msg"]
-            logger.warning("job %s is left to brokers of another version of Onbeat: %s", self._job_id, reason)
-        self._is_left_alone = True
-
     async def step(self) -> bool:
         """Take the actions that are due. Return whether the job is final."""
         fields = await self._ledger.jobs.fields(self._job_id)
@@ -73,14 +76,14 @@ class JobWatcher:
         if state.is_final:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
+        if state is JobState.CANCELLING:
+            await self._cancel_if_abandoned(fields)
+            return False
         text = fields["config"], fields.get("dtype")
         if text != self._config_text:  # a resume may have added iterations
-            try:
-                self._config, self._config_text = JobConfig.of_job(fields), text
-            except ValidationError as error:  # of another version: its broker conducts it, and the doctor says so
-                self._leave_alone(error)
-                return False
-        config = self._config
+            self._config, self._config_text = read_config(fields), text
+        if (config := self._config) is None:
+            return False
         if state is JobState.PENDING:
             self._prepare(config, int(fields["num_opened"]))
             self._evaluator.prepare(config)
@@ -89,8 +92,6 @@ class JobWatcher:
                 await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif state is JobState.RUNNING:
             await self._conduct(config, fields)
-        elif state is JobState.CANCELLING:
-            await self._cancel_if_abandoned(fields)
         return False
 
     async def _conduct(self, config: JobConfig, fields: Fields) -> None:
