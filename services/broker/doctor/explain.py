@@ -185,12 +185,14 @@ def is_fresh_start(event: Event) -> bool:
 
 def explain_losses(s: Situation) -> list[Finding]:
     num_lost, limit = num_lost_trainers(s.events), s.config.schedule.max_lost_trainers
+    since = takewhile(lambda event: not is_fresh_start(event), s.events)
+    failed = [s.find(event.message, who=s.owner, is_problem=True) for event in since if event.kind == "trainer.failed"]
     if not num_lost:
-        return []
+        return failed[:1]
     sentence = f"{count(num_lost, 'trainer')} in a row ended without committing iteration "
     sentence += f"{s.fields['next_iteration']}; the job fails after {limit} (schedule.max_lost_trainers). The log of a "
     sentence += "trainer that ended may say why"
-    return [s.find(sentence, who=s.owner, is_problem=num_lost > 1)]
+    return [*failed[:1], s.find(sentence, who=s.owner, is_problem=num_lost > 1)]
 
 
 def explain_trainer(s: Situation) -> Finding:

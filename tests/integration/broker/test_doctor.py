@@ -294,6 +294,8 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
     assert problems(await explain_job(ledger, job_id))[0].startswith(
         "2 trainers in a row ended without committing iteration 0; the job fails after 10 (schedule.max_lost_trainers)"
     )
+    await ledger.event_log.emit(job_id, "trainer.failed", "trainer-c ends: cannot listen on :8801: its port is taken")
+    assert "trainer-c ends: cannot listen on :8801: its port is taken" in problems(await explain_job(ledger, job_id))
 
 
 async def test_job_that_is_near_its_deadline_is_a_problem(ledger, pool):
