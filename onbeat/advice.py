@@ -42,7 +42,7 @@ class Work:
 
 def advice_for(committed: Sequence[IterationRecord], mode: str | None) -> str | None:
     """Return advice in words; None while there are too few measurements."""
-    num_trainers = committed[-1].num_training_devices if committed else 1
+    num_trainers = (committed[-1].num_training_devices if committed else None) or 1
     work = measure_work(committed, num_trainers, mode or "periodic")
     return advise(work) if work is not None else None
 

@@ -84,9 +84,11 @@ def remove_folder(folder: Path) -> None:
 
     The system's programs do it: Python's own functions recurse, and fail when folders lie too deep.
     """
-    content = [str(path) for path in folder.iterdir() if path.name != MARK]
-    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]) if content else ():
-        subprocess.run([*command, "--", *content], check=False, stderr=subprocess.DEVNULL)
+    content = [path for path in folder.iterdir() if path.name != MARK]
+    own = [path for path in content if not path.is_symlink()]  # chmod would follow it
+    for command, paths in ((["chmod", "-R", "u+rwX"], own), (["rm", "-rf"], content)):
+        if paths:
+            subprocess.run([*command, "--", *paths], check=False, stderr=subprocess.DEVNULL)
     if os.listdir(folder) == [MARK]:
         (folder / MARK).unlink()
         folder.rmdir()

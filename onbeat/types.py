@@ -116,7 +116,8 @@ class JobRecord(Record):
     state: JobState
     error: str | None = None
     created_at: float
-    started_at: float | None = None
+    queued_at: float | None = None  # when it was resumed, after it had been over
+    started_at: float | None = None  # of a resumed job: so that the time from then on is what it has worked
     finished_at: float | None = None
     num_iterations: int
     first_iteration: int = 0  # of a fork: the iterations before are those of the job whose checkpoint it started from
@@ -151,10 +152,10 @@ class IterationRecord(Record):
     num_responses: int | None = None
     prompt_tokens: int | None = None  # counted once per response
     response_tokens: int | None = None
-    num_training_devices: int = 1
+    num_training_devices: int | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
-    wall_s: float | None = None  # from the previous commit (or the opening, for the first) to this commit
+    wall_s: float | None = None  # from the previous commit (or the opening, for the first), without pauses and queues
     generate_s: float | None = None  # first engine ready -> all groups accepted
     first_group_s: float | None = None  # first engine ready -> first group accepted
     train_s: float | None = None  # trainer busy: micro-batches and the step

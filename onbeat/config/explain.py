@@ -42,6 +42,12 @@ def describe_wrong_job(error: ValidationError, job: Any, name: object) -> str:
     return "\n".join([f"{name} is no valid job:", *lines])
 
 
+def first_wrong(error: ValidationError) -> str:
+    """Return the first of the errors in words: `objective.floor: Field required`."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
 def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
     """Return (field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
     explained = [each for error in errors[:MAX_EXPLAINED] for each in explain_error(error, body)]

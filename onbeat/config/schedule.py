@@ -66,7 +66,8 @@ class BoundedSchedule(Schedule):
     publish_above_kl: PositiveFloat | None = Field(
         None,
         description="estimated divergence (k3, nats per token) from the published version above which a new version is "
-        "published; one is also published when max_staleness requires it. Default: every version is published",
+        "published; versions that are evaluated or that max_staleness requires are published, too. Default: every "
+        "version is published",
     )
 
     @model_validator(mode="after")

@@ -12,12 +12,14 @@ import os
 import signal
 import site
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat import confine
-from onbeat.temporary import PrivateFolder
+from onbeat.temporary import PrivateFolder, remove_dead
 
+PREFIX = "onbeat-python-"
 MAX_OUTPUT_BYTES = 64 << 10  # of stdout and of stderr; the process is ended beyond it
 MAX_FILE_MB = 16
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
@@ -42,7 +44,8 @@ class PythonResult:
 async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
     """Run a program in an empty folder that is deleted afterwards, whatever the program made of it. Raises OSError when
     no process can be started."""
-    private = await asyncio.to_thread(PrivateFolder, "onbeat-python-")  # removed later if this process is killed
+    await asyncio.to_thread(remove_dead, PREFIX, Path(tempfile.gettempdir()))  # this may take long
+    private = PrivateFolder(PREFIX)  # removed later if this process is killed
     folder = str(private.path / "work")
     try:
         os.mkdir(folder)

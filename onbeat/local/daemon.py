@@ -77,7 +77,7 @@ def stop_in_background(data_dir: Path) -> bool:
             raise OnbeatError(f"a stack in {data_dir} is just starting or ending; try again in a few seconds")
         return False
     if state.machine not in ("", this_machine()):
-        raise OnbeatError(f"the stack in {data_dir} runs elsewhere, on {state.machine}: stop it there")
+        raise OnbeatError(f"the stack in {data_dir} runs elsewhere, on {state.host} or in a container: stop it there")
     for number, deadline_s in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 20.0)):
         with suppress(ProcessLookupError):
             os.kill(state.pid, number)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from socket import gethostname
 
 import httpx
 
@@ -77,7 +78,7 @@ def local_stack(
         # A Ctrl-C that comes while this context is being left may close it from outside instead (GeneratorExit).
         held.push(lambda kind, *_: supervisor.stop(is_urgent=kind in (KeyboardInterrupt, GeneratorExit)))
         supervisor.start([redis, *service_specs(options, redis_url, port)])
-        lock.write(StackState(os.getpid(), command, url, redis_url, time.time(), this_machine()))
+        lock.write(StackState(os.getpid(), command, url, redis_url, time.time(), this_machine(), gethostname()))
         yield url, supervisor
 
 

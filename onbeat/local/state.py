@@ -10,7 +10,6 @@ The locks are the truth, because the kernel frees them when their holders die; t
 import fcntl
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -33,12 +32,15 @@ class StackState:
     redis_url: str
     started_at: float
     machine: str = ""  # where the process ids are valid: see `this_machine`
+    host: str = ""  # its name, for people
 
 
 def this_machine() -> str:
-    """Return what differs between machines, and between containers that share a data folder."""
-    process_space = os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0
-    return f"{socket.gethostname()}, process space {process_space}"
+    """Return what differs between machines, and between containers that share a data folder. Its host may get another
+    name."""
+    if sys.platform != "linux":
+        return ""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}, {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:

@@ -105,7 +105,15 @@ def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info
 
 def check_installed(objective: Objective) -> None:
     """Raise ValueError if the objective is not installed here, or does not have the keys of the job (any more)."""
-    find_objective(objective.type).model_validate(objective.model_dump())
+    try:
+        find_objective(objective.type).model_validate(objective.model_dump())
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = ".".join(["objective", *map(str, first["loc"])])
+        raise ValueError(
+            f"{wrong}: {first['msg']}; the installed {objective.type} has other keys than the job: install the version "
+            "that the job was made with"
+        ) from error
 
 
 if TYPE_CHECKING:

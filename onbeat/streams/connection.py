@@ -15,7 +15,14 @@ from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from onbeat.network import OptionalFile, check_certificate, read_file, trust
 
@@ -189,7 +196,8 @@ def describe_loss(redis: Redis, error: Exception) -> str:
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} does not let this process in; {explain_refusal(error)}"
     if isinstance(error, ResponseError):
-        return f"Redis at {where} refuses a command: {error}; is its memory or its disk full?"
+        is_full = isinstance(error, OutOfMemoryError) or "MISCONF" in str(error)
+        return f"Redis at {where} refuses a command: {error}" + "; its memory or its disk is full" * is_full
     return f"Redis at {where} cannot be reached: {error}"
 
 

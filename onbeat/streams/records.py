@@ -75,7 +75,7 @@ def add_shares(record: IterationRecord, busy_s: dict[str, float]) -> None:
     if record.train_s is not None:
         record.trainer_idle_frac = clip_fraction(1 - record.train_s / wall_s)
     if record.prompt_tokens is not None and record.response_tokens is not None:
-        num_devices = record.num_training_devices + len(busy_s)
+        num_devices = (record.num_training_devices or 1) + len(busy_s)
         record.tpspd = (record.prompt_tokens + record.response_tokens) / wall_s / max(1, num_devices)
 
 

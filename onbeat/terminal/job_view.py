@@ -81,7 +81,7 @@ def bar_line(progress: JobProgress, now: float, width: int) -> Text:
     num_cells = min(BAR_WIDTH, width // 4)
     num_full = num_cells * job.next_iteration // job.num_iterations
     left_s = progress.time_left_s()
-    elapsed_s = max(0.0, (job.finished_at or now) - (job.started_at or job.created_at))
+    elapsed_s = max(0.0, (job.finished_at or now) - (job.started_at or job.queued_at or job.created_at))
     what = "elapsed" if job.started_at is not None else "waiting"
     return Text.assemble(
         ("━" * num_full, "green"),

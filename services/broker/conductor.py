@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import ClusterDownError, ReadOnlyError, RedisError, ResponseError
 
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.ledger import Ledger
@@ -34,7 +34,7 @@ CALM_S = 2 * MAX_BACKOFF_S  # Redis is well again after this long without a fail
 def is_refusal(error: Exception) -> bool:
     """Return whether Redis is there and refuses a command: it is full, or the data of one job is damaged. A replica
     that refuses all writes does not count: another connection may lead to the primary."""
-    return isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError)
+    return isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError | ClusterDownError)
 
 
 class Conductor:
@@ -89,6 +89,8 @@ class Conductor:
             self._crashed_at.pop(job_id, None)
             await self._ledger.jobs.file(job_id)
         elif isinstance(error, RedisError):
+            if is_refusal(error):
+                logger.error("job %s: Redis refuses a command: %s", job_id, error)
             raise error
         else:
             await self._bury_after_crashes(job_id, error)

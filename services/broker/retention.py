@@ -87,11 +87,14 @@ class Retention:
 
     @contextmanager
     def _leaving_odd_ones(self, job_id: str) -> Iterator[None]:
-        """Skip a job whose record cannot be read, and log it once; the data of others is still removed."""
+        """Skip a job whose record cannot be read, and log it once, or that needs memory which Redis lacks; the data of
+        others is still removed."""
         try:
             yield
         except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
             logger.info("%s", conflict)
+        except OutOfMemoryError as error:  # what is done frees memory: the next look does the rest
+            logger.warning("job %s is not cleaned up completely: %s", job_id, error)
         except (ValueError, LookupError, TypeError) as error:
             if job_id not in self._unreadable:
                 logger.warning("the record of job %s cannot be read: %s: %s", job_id, type(error).__name__, error)

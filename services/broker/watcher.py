@@ -8,6 +8,7 @@ import time
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.config.explain import first_wrong
 from onbeat.errors import IllegalTransition, StreamLost
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
@@ -40,8 +41,7 @@ def read_config(fields: Fields) -> JobConfig | None:
     try:
         return JobConfig.of_job(fields)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        logger.warning("job %s is left to brokers of another version of Onbeat: %s", fields["id"], reason)
+        logger.warning("job %s is left to brokers of another version of Onbeat: %s", fields["id"], first_wrong(error))
         return None
 
 
@@ -158,8 +158,8 @@ class JobWatcher:
         deadline_s, silent_s = config.schedule.iteration_deadline_s, time.monotonic() - self._progress_seen
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             is_done = int(fields["next_iteration"]) >= config.schedule.num_iterations
-            if is_done and float(fields.get("lease_until", "0")) > await self._ledger.now():
-                return  # the trainer writes its last checkpoint, and has limits of its own
+            if is_done and float(fields.get("lease_until", "0")) + ARRIVAL_S > await self._ledger.now():
+                return  # its trainer, or the next one, writes the last checkpoint, and has limits of its own
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
+from onbeat.config.explain import first_wrong
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.hardware.cores import available_cores, usable_cores
 from onbeat.hardware.malloc import give_back_freed
@@ -169,7 +170,7 @@ def why_not_understood(fields: dict[str, str]) -> str | None:
     try:
         JobConfig.of_job(fields)
     except ValidationError as error:
-        return str(error.errors()[0]["msg"])
+        return first_wrong(error)
     except LookupError as error:
         return f"it has no {error}"
     return None

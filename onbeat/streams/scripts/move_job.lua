@@ -1,6 +1,7 @@
 -- ARGV: wanted state, error ('' for none), is_final ('1'/'0'), epoch ('' for anybody), then the states it may be left from.
 -- Returns {moved, state before}. Compare-and-set: the table of legal moves is the caller's, its check is here. A
--- pause does not count as time of the iteration at hand: its last commit moves on by as much.
+-- pause does not count as time of the iteration at hand, nor does the queue of a resumed job: its last commit moves on by
+-- as much.
 local current = field('state')
 if not current then return {0, ''} end
 if ARGV[4] ~= '' and not is_owner(ARGV[4]) then return {0, 'fenced'} end
@@ -14,6 +15,14 @@ for i = 5, #ARGV do
     if current == 'PAUSED' and field('last_commit_at') then
       local worked = math.max(0, tonumber(field('halted_at') or time) - tonumber(field('last_commit_at')))
       redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(time) - worked))
+    end
+    if current == 'PENDING' and field('queued_at') then
+      if field('last_commit_at') then
+        local queued = tonumber(time) - tonumber(field('queued_at'))
+        redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + queued))
+      end
+      local worked = tonumber(field('worked_s') or '0')
+      if worked > 0 then redis.call('HSET', job, 'started_at', string.format('%.6f', tonumber(time) - worked)) end
     end
     emit('job.state', ARGV[2] ~= '' and ARGV[2] or ARGV[1], {state = ARGV[1], before = current})
     return {1, current}

@@ -3,6 +3,7 @@
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.config.explain import first_wrong
 from onbeat.errors import CannotResume
 from onbeat.streams.ledger import Extension, Ledger
 from onbeat.streams.records import following_evaluation
@@ -18,9 +19,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     try:
         config = JobConfig.model_validate_json(fields["config"])
     except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        reason = f"its configuration does not fit what is installed here ({what}); correct that, or submit it again"
+        reason = f"its configuration does not fit what is installed here ({first_wrong(error)}); submit it again"
         raise CannotResume(job_id, state, reason) from error
     extension = None
     if num_iterations is not None:

@@ -274,7 +274,7 @@ class JobRow extends Component {
 /** How long it took or takes, and when that was. */
 function timeOf(job) {
   if (isOver(job)) return [job.started_at === null ? "never ran" : elapsedOf(job), ago(job.finished_at)];
-  return job.started_at === null ? [duration(Math.max(1, Math.floor(serverNow() - job.created_at))), "waiting"] : [elapsedOf(job), "so far"];
+  return job.started_at === null ? [duration(Math.max(1, Math.floor(serverNow() - (job.queued_at ?? job.created_at)))), "waiting"] : [elapsedOf(job), "so far"];
 }
 
 /** The newest reward and the way there. */

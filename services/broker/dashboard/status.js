@@ -40,7 +40,7 @@ export function Headline({ job, records, series }) {
 }
 
 function timeOf(job, records) {
-  if (!job.started_at) return `submitted ${ago(job.created_at)}`;
+  if (!job.started_at) return job.queued_at ? `resumed ${ago(job.queued_at)}` : `submitted ${ago(job.created_at)}`;
   if (isOver(job)) return `took ${elapsedOf(job)}, ended ${ago(job.finished_at)}`;
   const walls = records
     .filter(({ wall_s: wall, iteration }) => wall && iteration > 0) // the first one contains the engine's start
@@ -55,7 +55,7 @@ function timeOf(job, records) {
 export const aboutOf = (job) =>
   [
     `pool ${job.pool}${job.queue_position ? `, number ${job.queue_position} in its queue` : ""}`,
-    job.started_at && `started ${clock(job.started_at)}`,
+    job.started_at && !job.queued_at && `started ${clock(job.started_at)}`,
     job.policy_version !== null && `policy version ${number(job.policy_version)}`,
     job.dtype && `computes in ${job.dtype}`,
   ].filter(Boolean).join(" · ");

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from onbeat.config.explain import first_wrong
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
@@ -60,7 +61,7 @@ async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
     try:
         situation = await read_situation(ledger, fields)
     except ValidationError as error:
-        sentence = f"this broker does not understand the configuration of {job_id}: {error.errors()[0]['msg']}; "
+        sentence = f"this broker does not understand the configuration of {job_id}: {first_wrong(error)}; "
         return [Finding(sentence=sentence + "is it of another version of Onbeat?", job_id=job_id, is_problem=True)]
     processes = [*situation.trainers.values(), *situation.workers.values()]
     about_memory = explain_memory([process for process in processes if process.job_id == job_id], situation.now)
@@ -93,9 +94,9 @@ def explain_pending(s: Situation) -> list[Finding]:
     elif busy:
         jobs = ", ".join(f"{trainer} trains {s.trainers[trainer].job_id}" for trainer in busy)
         what = f"{jobs}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
-        if held := sorted(s.paused):
-            what += f"; {', '.join(held)} is PAUSED and keeps its trainer: resume or cancel it"
-        findings = [s.find(start + what, is_problem=bool(held), **about)]
+        for held in sorted(s.paused):
+            what += f"; {held} is PAUSED and keeps its trainer: resume or cancel it"
+        findings = [s.find(start + what, is_problem=len(s.paused) == len(busy), **about)]
     else:
         deadline_s = s.config.schedule.start_deadline_s
         left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)
@@ -186,7 +187,11 @@ def is_fresh_start(event: Event) -> bool:
 def explain_losses(s: Situation) -> list[Finding]:
     num_lost, limit = num_lost_trainers(s.events), s.config.schedule.max_lost_trainers
     since = takewhile(lambda event: not is_fresh_start(event), s.events)
-    failed = [s.find(event.message, who=s.owner, is_problem=True) for event in since if event.kind == "trainer.failed"]
+    failed = [
+        s.find(event.message, who=event.message.partition(" ends:")[0], is_problem=s.lease_left_s <= 0)
+        for event in since
+        if event.kind == "trainer.failed"
+    ]
     if not num_lost:
         return failed[:1]
     sentence = f"{count(num_lost, 'trainer')} in a row ended without committing iteration "

@@ -36,7 +36,7 @@ class Situation:
     trainers: dict[str, TrainerRecord]  # of the pool
     events: list[Event]  # newest first
     num_before: int  # pending jobs of the pool that are older
-    paused: set[str]  # jobs that trainers of the pool hold although they are PAUSED
+    paused: set[str]  # jobs that living trainers of the pool hold although they are PAUSED
 
     @property
     def owner(self) -> str:
@@ -87,11 +87,13 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         unit_fields = await ledger.evaluations.fields(job_id, number)
         evaluations.append(Unit(f"evaluation {number}", unit_fields, waiting))
     trainers = {trainer.id: trainer for trainer in await ledger.trainers.records(config.pool)}
-    held = await inspection.existing_jobs(ledger, [each.job_id for each in trainers.values() if each.job_id])
+    now = await ledger.now()
+    held_ids = [each.job_id for each in trainers.values() if each.job_id and each.is_alive(now)]
+    held = await inspection.existing_jobs(ledger, held_ids)
     (num_before,) = await ledger.lists.places(config.pool, [job_id])
     return Situation(
         job_id=job_id,
-        now=await ledger.now(),
+        now=now,
         fields=fields,
         config=config,
         iterations=iterations,

@@ -26,8 +26,10 @@ def inherited_environment() -> dict[str, str]:
         del inherited["GLIBC_TUNABLES"]
     for name in ("GRPC_ENABLE_FORK_SUPPORT", "HF_HUB_OFFLINE"):
         inherited.pop(name, None)
-    past_proxies = inherited.get("no_proxy") or inherited.get("NO_PROXY")
-    inherited["no_proxy"] = inherited["NO_PROXY"] = ",".join(filter(None, (past_proxies, "127.0.0.1", "localhost")))
+    past_proxies = inherited.get("no_proxy") or inherited.get("NO_PROXY") or ""
+    if past_proxies != "*":
+        past_proxies = ",".join(filter(None, (past_proxies, "127.0.0.1", "localhost")))
+    inherited["no_proxy"] = inherited["NO_PROXY"] = past_proxies
     return inherited if WAS_OFFLINE is None else inherited | {"HF_HUB_OFFLINE": WAS_OFFLINE}
 
 

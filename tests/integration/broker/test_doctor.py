@@ -97,6 +97,8 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     await beat_trainer(ledger, pool, "trainer-a", "training", held)
     (problem,) = problems(await explain_job(ledger, second))
     assert f"{held} is PAUSED and keeps its trainer: resume or cancel it" in problem
+    await beat_trainer(ledger, pool, "trainer-c", "training", "job-0")
+    assert problems(await explain_job(ledger, second)) == []  # that one will be free
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert "trainer-b asks for jobs and takes it next" in text_of(await explain_job(ledger, first))
     await ledger.redis.hset(JobKeys(first).job, "created_at", await ledger.now() - 60)

@@ -161,6 +161,13 @@ async def test_time_in_the_queue_is_the_jobs_and_no_iterations(ledger):
     await ledger.redis.hset(job, "finished_at", now - 900)
     await ledger.jobs.resume(job_id, JobState.FAILED)
     assert "started_at" not in await ledger.jobs.fields(job_id)  # it waits
+    for _ in range(2):
+        await ledger.redis.hset(job, mapping={"queued_at": now - 25, "last_commit_at": now - 125})
+        await ledger.jobs.move(job_id, JobState.CANCELLED)  # while it waits
+        fields = await ledger.jobs.fields(job_id)
+        assert float(fields["finished_at"]) - float(fields["started_at"]) == pytest.approx(100, abs=5)
+        assert float(fields["last_commit_at"]) == pytest.approx(now - 100, abs=5)
+        await ledger.jobs.resume(job_id, JobState.CANCELLED)
     await ledger.redis.hset(job, mapping={"queued_at": now - 50, "last_commit_at": now - 150})
     assert await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     fields = await ledger.jobs.fields(job_id)

@@ -182,20 +182,24 @@ async def test_jobs_are_deleted_while_redis_is_full(tmp_path):
     with own_redis(tmp_path / "redis") as url:
         async with connect(url, retry_s=5) as redis:
             ledger = Ledger(redis)
-            by_hand, by_age = [(await run_job(ledger))[0] for _ in range(2)]
-            for job_id in (by_hand, by_age):
+            by_hand, *by_age = [(await run_job(ledger))[0] for _ in range(3)]
+            for job_id in (by_hand, *by_age):
                 await over(ledger, job_id)
-                await redis.xadd(JobKeys(job_id).rollouts, {"group": bytes(4 << 20)})
-            await redis.hset(JobKeys(by_age).job, "finished_at", 1.0)
-            await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] - (1 << 20))
+            for job_id in by_age:
+                await redis.hset(JobKeys(job_id).job, "finished_at", 1.0)
+            await redis.config_set("maxmemory", 1)  # also when the jobs are gone
             with pytest.raises(OutOfMemoryError):
                 await redis.set("anything", "1")
-            with contextlib.suppress(OutOfMemoryError):  # the memory is freed a moment later
-                await Retention(ledger, 1.0).step()
-            with contextlib.suppress(OutOfMemoryError):
+            await Retention(ledger, 1.0).step()
+            with pytest.raises(OutOfMemoryError):  # at the mark, which is the last step
                 await ledger.jobs.delete(by_hand)
-            for job_id in (by_hand, by_age):
-                assert not await redis.exists(JobKeys(job_id).job, JobKeys(job_id).rollouts)
+            for job_id in (by_hand, *by_age):
+                assert not await redis.exists(*JobKeys(job_id).of_job)
+            await redis.config_set("maxmemory", 0)
+            await Retention(ledger, 1.0).step()
+            for job_id in (by_hand, *by_age):
+                assert await keys_of(ledger, job_id) == {"deleted"}
+                assert job_id not in await ledger.jobs.ids()
 
 
 async def test_late_request_does_not_hide_a_half_done_deletion(ledger):

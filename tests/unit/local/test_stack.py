@@ -319,8 +319,8 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "stack.json").stat().st_mode & 0o077 == 0
     with pytest.raises(OnbeatError, match="already running"):
         StackLock(tmp_path)
-    lock.write(replace(state, machine="another-host, process space 1"))
-    with pytest.raises(OnbeatError, match="runs elsewhere, on another-host, process space 1: stop it there"):
+    lock.write(replace(state, machine="another", host="another-host"))
+    with pytest.raises(OnbeatError, match="runs elsewhere, on another-host or in a container: stop it there"):
         stop_in_background(tmp_path)  # it would end a process of ours with that id
     lock.release()
     assert running_stack(tmp_path) is None
