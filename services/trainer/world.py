@@ -119,7 +119,7 @@ class World:
         with self._waiting("messages from all ranks"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(content)]), group=self._group)
-            longest = max(int(length) for length in lengths)
+            longest = max(1, *map(int, lengths))  # no buffer may be empty
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(received, host_buffer(content.ljust(longest, b"\0")), group=self._group)
             return [buffer[: int(length)].numpy().tobytes() for buffer, length in zip(received, lengths, strict=True)]
