@@ -46,7 +46,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
     no process can be started."""
     await asyncio.to_thread(remove_dead, PREFIX, Path(tempfile.gettempdir()))  # this may take long
     private = PrivateFolder(PREFIX)  # removed later if this process is killed
-    folder = str(private.path / "work")
+    folder = str(private.path / "home")
     try:
         os.mkdir(folder)
         (Path(folder) / "main.py").write_text(code, errors="replace")

@@ -65,7 +65,7 @@ async def test_folder_of_a_killed_owner_goes_with_the_next_program(tmp_path, mon
     play += f"asyncio.run(run_python({program!r}, timeout_s=60))"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", play, env=environment)
-    await eventually("the program runs", lambda: asyncio.to_thread(lambda: list(tmp_path.glob("*/work/begun"))))
+    await eventually("the program runs", lambda: asyncio.to_thread(lambda: list(tmp_path.glob("*/home/begun"))))
     owner.kill()
     await owner.wait()
     assert (await run_python("pass")).is_ok
