@@ -69,9 +69,7 @@ def main() -> int:
         ledger = background.run(create_ledger(settings))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))
-        background.run(
-            ledger.redis.ping(), timeout_s=settings.redis_retry_s + 40
-        )  # each command has a limit of its own
+        background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 40)  # a command gives up before
         device = choose_device(settings.device)
         make_deterministic(device)
         world = World.from_environment(device, settings.peer_timeout_s)
@@ -146,8 +144,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     """Return id, epoch and configuration (JSON, its dtype resolved) of the oldest job of the pool that is pending or
     whose trainer died."""
     async for job_id, fields in candidates(ledger, settings.pool):
-        if (reason := why_not_understood(fields)) is not None:
-            warn_once(f"job {job_id} is left to trainers of another version of Onbeat: {reason}")
+        if not is_understood(job_id, fields.get("config", "")):
             continue
         epoch = await ledger.trainer.claim_job(job_id, settings.trainer_id, settings.lease_s)
         if epoch is None:
@@ -166,19 +163,15 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     return None
 
 
-def why_not_understood(fields: dict[str, str]) -> str | None:
+@functools.lru_cache(maxsize=1024)  # an idle trainer asks again and again
+def is_understood(job_id: str, config: str) -> bool:
+    """Return whether this version of Onbeat understands the job; log why not."""
     try:
-        JobConfig.of_job(fields)
+        JobConfig.of_job({"config": config})
     except ValidationError as error:
-        return first_wrong(error)
-    except LookupError as error:
-        return f"it has no {error}"
-    return None
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)
+        logger.warning("job %s is left to trainers of another version of Onbeat: %s", job_id, first_wrong(error))
+        return False
+    return True
 
 
 async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict[str, str]]]:

@@ -9,10 +9,7 @@ if is_pending then
   -- After a resume, the time before it counts as the job's, and that in the queue as no iteration's.
   local started_at = tonumber(time) - tonumber(field('worked_s') or '0')
   redis.call('HSET', job, 'state', 'RUNNING', 'started_at', string.format('%.6f', started_at))
-  if field('queued_at') and field('last_commit_at') then
-    local queued = tonumber(time) - tonumber(field('queued_at'))
-    redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + queued))
-  end
+  if field('queued_at') then skip(tonumber(time) - tonumber(field('queued_at'))) end
   emit('job.state', 'RUNNING', {state = 'RUNNING', before = 'PENDING'})
 else
   emit('job.taken_over', ARGV[1] .. ' takes over from ' .. (field('owner') or '?'), {owner = ARGV[1]})

@@ -17,10 +17,7 @@ for i = 5, #ARGV do
       redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(time) - worked))
     end
     if current == 'PENDING' and field('queued_at') then
-      if field('last_commit_at') then
-        local queued = tonumber(time) - tonumber(field('queued_at'))
-        redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + queued))
-      end
+      skip(tonumber(time) - tonumber(field('queued_at')))
       local worked = tonumber(field('worked_s') or '0')
       if worked > 0 then redis.call('HSET', job, 'started_at', string.format('%.6f', tonumber(time) - worked)) end
     end

@@ -31,6 +31,12 @@ local function is_owner(epoch)
   return field('epoch') == epoch
 end
 
+-- Time that counts for no iteration: the last commit moves on by as much.
+local function skip(seconds)
+  local last = field('last_commit_at')
+  if last then redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(last) + seconds)) end
+end
+
 -- Entries of a stream that nobody of the consumer group has claimed yet. (Done ones are acknowledged and deleted.)
 local function num_unclaimed(stream, group)
   return redis.call('XLEN', stream) - redis.call('XPENDING', stream, group)[1]

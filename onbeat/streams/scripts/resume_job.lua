@@ -9,10 +9,7 @@ if ARGV[2] then
   if ARGV[5] ~= '' then redis.call('HSET', job, 'next_evaluation', ARGV[5]) end
   record('extended', ARGV[3], ARGV[4])
 end
-if field('last_commit_at') then
-  local over = tonumber(time) - tonumber(field('finished_at'))
-  redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + over))
-end
+skip(tonumber(time) - tonumber(field('finished_at')))
 if field('started_at') then
   redis.call('HSET', job, 'worked_s', string.format('%.6f', tonumber(field('finished_at')) - tonumber(field('started_at'))))
 end
