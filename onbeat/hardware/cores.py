@@ -103,12 +103,17 @@ def parse_cores(text: str) -> list[int]:
     return sorted(cores)
 
 
-def usable_cores(text: str, allowed: Sequence[int]) -> list[int]:
-    """Parse cores, and return those of them that are allowed. Raise ValueError if none is."""
-    cores = [core for core in parse_cores(text) if core in allowed]
-    if not cores:
-        raise ValueError(f"none of the cores {text} may be used by this process; it may use {format_cores(allowed)}")
-    return cores
+def run_on_cores(text: str) -> list[int]:
+    """Let this thread run on these cores alone; return those of them that it may use. Raise ValueError if none is.
+
+    The system decides, whatever the thread ran on before: OpenMP may have bound it to one core, as OMP_PROC_BIND says.
+    """
+    try:
+        os.sched_setaffinity(0, parse_cores(text))
+    except (OSError, OverflowError) as error:
+        problem = f"none of the cores {text} may be used by this process"
+        raise ValueError(f"{problem}; it runs on {format_cores(available_cores())}") from error
+    return available_cores()
 
 
 def format_cores(cores: Sequence[int]) -> str:

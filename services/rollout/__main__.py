@@ -3,7 +3,6 @@
 import asyncio
 import faulthandler
 import logging
-import os
 import resource
 import signal
 import sys
@@ -11,7 +10,7 @@ import sys
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.hardware.cores import available_cores, usable_cores
+from onbeat.hardware.cores import run_on_cores
 from onbeat.logging import configure
 from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.best_effort import best_effort
@@ -50,7 +49,7 @@ async def supervise(settings: Settings) -> int:
     allow_many_files()
     try:
         if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
-            os.sched_setaffinity(0, usable_cores(settings.cpu_cores, available_cores()))
+            run_on_cores(settings.cpu_cores)
         device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
         health = settings.serve_health()

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.hardware.cores import available_cores, usable_cores
+from onbeat.hardware.cores import run_on_cores
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
@@ -65,7 +65,7 @@ def main() -> int:
         if not settings.wire_security().can_serve:
             raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this trainer could not serve weights")
         if settings.cpu_cores:
-            usable_cores(settings.cpu_cores, available_cores())
+            run_on_cores(settings.cpu_cores)
         ledger = background.run(create_ledger(settings))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from onbeat.hardware.cores import cpu_quota, divide, physical_cores, usable_cores
+from onbeat.hardware.cores import cpu_quota, divide, physical_cores, run_on_cores
 
 # Backends of torch.distributed, by the type of the ranks' devices: tensors on the host go over gloo.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -53,7 +53,7 @@ def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
     each has one thread and cores are shared. A container may have many cores but a limit of few CPUs: that limit then
     bounds the threads.
     """
-    given = usable_cores(cores, first_cores()) if cores else physical_cores(first_cores())
+    given = run_on_cores(cores) if cores else physical_cores(first_cores())
     own = divide(given, local_size)[local_rank]
     os.sched_setaffinity(0, own)
     num_threads = max(1, int(min(len(own), cpu_quota() / local_size)))

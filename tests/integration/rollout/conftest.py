@@ -1,11 +1,21 @@
 """A job whose trainer is a fake, for rollouts in this process."""
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
+from unittest.mock import patch
 
+import pytest
 import pytest_asyncio
 
 from onbeat.streams.ledger import Ledger
 from tests.integration.rollout.rollout_rig import Rig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_vllm() -> Iterator[None]:
+    """An engine sets variables for vLLM, such as OMP_PROC_BIND. Processes of later tests do not get them."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest_asyncio.fixture

@@ -110,7 +110,7 @@ async def test_trainer_that_cannot_serve_weights_leaves_its_job(ledger: Ledger, 
     ("settings", "reason"),
     [
         ({"ONBEAT_WEIGHTS_TLS_CA": CA}, "ONBEAT_WEIGHTS_TLS_CA is set but ONBEAT_WEIGHTS_TLS_CERT is not"),
-        ({"ONBEAT_CPU_CORES": "4000"}, "none of the cores 4000 may be used by this process; it may use "),
+        ({"ONBEAT_CPU_CORES": "4000"}, "none of the cores 4000 may be used by this process; it runs on "),
     ],
 )
 async def test_wrong_settings_of_a_trainer_cost_no_job(

@@ -163,9 +163,13 @@ async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_
     config = build_job(model, trainer.pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
-    await play_rollouts(ledger, job_id, config, after_group, on_version)
-    fields = await ledger.jobs.fields(job_id)
-    assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), trainer.log.read_text()[-4000:])
+    try:
+        await play_rollouts(ledger, job_id, config, after_group, on_version)
+        fields = await ledger.jobs.fields(job_id)
+        assert fields["state"] == JobState.SUCCEEDED, fields.get("error")
+    except AssertionError as error:
+        error.add_note(f"the trainer's log ends with: {trainer.log.read_text()[-4000:]}")
+        raise
     taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
 

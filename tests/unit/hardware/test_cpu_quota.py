@@ -2,11 +2,12 @@
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from onbeat.hardware.cores import cpu_quota, physical_cores
+from onbeat.hardware.cores import available_cores, cpu_quota, physical_cores, run_on_cores
 from services.trainer import device
 
 
@@ -42,6 +43,20 @@ def test_threads_of_a_rank(monkeypatch, quota, num_ranks, num_threads):
         assert device.pin_cores("", 0, num_ranks) == num_threads
     device.first_cores.cache_clear()
     assert used == [num_threads] * 2
+
+
+def test_a_bound_thread_gets_all_cores_that_the_system_allows():
+    first, last = available_cores()[0], available_cores()[-1]
+
+    def run(text: str) -> list[int]:
+        os.sched_setaffinity(0, {first})  # as OpenMP does to the main thread where OMP_PROC_BIND is set
+        return run_on_cores(text)
+
+    with ThreadPoolExecutor(1) as another_thread:
+        assert another_thread.submit(run, f"{last},4000").result() == [last]
+        for text in ("4000", "99999999999"):
+            with pytest.raises(ValueError, match=f"none of the cores {text} may be used .*; it runs on {first}"):
+                another_thread.submit(run, text).result()
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path):

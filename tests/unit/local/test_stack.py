@@ -20,7 +20,7 @@ import pytest
 from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores, usable_cores
+from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background, stop_in_background
@@ -393,9 +393,6 @@ def test_core_lists_read_and_written() -> None:
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(ValueError, match="list of cores"):
             parse_cores(wrong)
-    assert usable_cores("0-3", [2, 3, 4]) == [2, 3]
-    with pytest.raises(ValueError, match="none of the cores 4-5 may be used by this process; it may use 0-1"):
-        usable_cores("4-5", [0, 1])
 
 
 # ---- temporary files -------------------------------------------------------------------------------------------
