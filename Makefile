@@ -15,7 +15,7 @@ SMALL_TESTS := $(addprefix tests/,unit/ docs/ fuzz/ manifests/ model/ $(addprefi
 SIDE_BY_SIDE := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 REHEARSAL := .venv-gpu-check
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
-NEEDED_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
+NEEDED_GB ?= $(if $(filter cuda,$(PLATFORM)),12,5)# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
 # ISA=avx2 or ISA=avx512: use no newer instructions than these, to imitate an older processor.
 ISA ?=

@@ -19,5 +19,8 @@ PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(refuse_boolean)]
 
 
+IS_ACCEPTED = {"is_accepted": True}  # context of a validation: the job has been checked, and is only read
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -173,15 +173,16 @@ class ScriptedEngine:
 class OpenGate:
     """Serves every version, and counts who is inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self.num_inside = 0
 
     @asynccontextmanager
-    async def pinned(self, version: int) -> AsyncIterator[None]:
+    async def pinned(self, version: int) -> AsyncIterator[Any]:
         assert version == VERSION
         self.num_inside += 1
         try:
-            yield
+            yield self._engine
         finally:
             self.num_inside -= 1
 
@@ -233,12 +234,12 @@ class Rig:
         encoder = encoder or PromptEncoder(tokenizer_of(template), context)
         self.tokenizer = encoder.tokenizer
         self.engine = engine or ScriptedEngine(self.tokenizer, *texts)
-        self.gate: Any = OpenGate()
+        self.gate: Any = OpenGate(self.engine)
         self.environments = InProcess(run)
         self.server = SessionServer()
-        self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts)
-        parts: Any = (self.engine, self.gate, encoder, None)
-        self.producer = GroupProducer(*parts, "w0", Attempts(reward=2, group=3), self.runner)
+        self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
+        no_rewards: Any = None
+        self.producer = GroupProducer(self.gate, encoder, no_rewards, Attempts(reward=2, group=3), self.runner)
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""

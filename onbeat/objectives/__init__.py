@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from onbeat.objectives.base import Objective
+from onbeat.section import IS_ACCEPTED
 
 GROUP = "onbeat.objectives"
 
@@ -75,9 +76,6 @@ class ForeignObjective(Objective):
         raise AssertionError(f"objective {self.type} is not installed here")
 
     has_signal = loss = denominator = compute  # type: ignore[assignment,pydantic-field]
-
-
-IS_ACCEPTED = {"is_accepted": True}  # context of a validation: the job has been checked, and is only read
 
 
 def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:

@@ -111,16 +111,14 @@ class Attachment:
         scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
         assert scored_by is not None, "a job has a reward or an environment"
         attempts = Attempts(scored_by.max_attempts, self._config.rollout.max_group_attempts)
-        episodes = await self._serve_episodes(cleanup, gate, encoder)
-        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, attempts, episodes)
+        episodes = await self._serve_episodes(cleanup, encoder)
+        producer = GroupProducer(gate, encoder, rewards, attempts, episodes)
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None
         return Parts(engine, gate, producer, loop, chats)
 
-    async def _serve_episodes(
-        self, cleanup: AsyncExitStack, gate: VersionGate, encoder: PromptEncoder
-    ) -> EpisodeRunner | None:
+    async def _serve_episodes(self, cleanup: AsyncExitStack, encoder: PromptEncoder) -> EpisodeRunner | None:
         """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
         if (environment := self._config.environment) is None:
             return None
@@ -132,7 +130,7 @@ class Attachment:
         cleanup.push_async_callback(environments.close)
         await server.start()
         cleanup.push_async_callback(server.stop)
-        return EpisodeRunner(gate, encoder, environments, server, environment.max_attempts)
+        return EpisodeRunner(encoder, environments, server, environment.max_attempts)
 
     def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
         num_slots = self._settings.chat_slots

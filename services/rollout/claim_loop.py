@@ -213,6 +213,7 @@ class ClaimLoop:
 
     async def _run(self, flight: Flight) -> None:
         group = await self._producer.produce(flight)
+        group.worker_id = self._job.settings.worker_id
         flight.stage = Stage.SUBMITTING
         verdict = await self._job.ledger.rollout.submit(self._job.job_id, flight.claim.entry_id, group)
         outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict

@@ -69,16 +69,16 @@ class VersionGate:
         return self._entrance.locked()
 
     @asynccontextmanager
-    async def pinned(self, version: int) -> AsyncIterator[None]:
-        """Make the engine serve `version` inside this context. Raises WeightsError if the version cannot be pulled
-        (VersionGone if the trainer has published a newer one), or EngineBroken."""
+    async def pinned(self, version: int) -> AsyncIterator[Engine]:
+        """Yield the engine, which serves `version` inside this context. Raises WeightsError if the version cannot be
+        pulled (VersionGone if the trainer has published a newer one), or EngineBroken."""
         arrived_at = time.monotonic()
         async with self._entrance:
             self._repeat_failure(version, arrived_at)
             await self._reach(version)
             self._num_groups += 1
         try:
-            yield
+            yield self._engine
         finally:
             self._num_groups -= 1
             self._has_left.set()

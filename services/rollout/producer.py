@@ -19,7 +19,7 @@ from onbeat.streams.codec import (
     check_logprobs,
 )
 from services.rollout import meters
-from services.rollout.engines.interface import Engine, GeneratedResponse, Sampling
+from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage
@@ -47,20 +47,16 @@ class Attempts:
 class GroupProducer:
     def __init__(
         self,
-        engine: Engine,
         gate: VersionGate,
         encoder: PromptEncoder,
         rewards: Scorer,
-        worker_id: str,
         max_attempts: Attempts,
         episodes: EpisodeRunner | None = None,
     ) -> None:
         """Take the parts of a job's session. `episodes` is None for a job without an environment."""
-        self._engine = engine
         self._gate = gate
         self._encoder = encoder
         self._rewards = rewards
-        self._worker_id = worker_id
         self._max_attempts = max_attempts
         self._episodes = episodes
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
@@ -69,7 +65,7 @@ class GroupProducer:
         self.token_rate = TokenRate()
 
     async def produce(self, flight: Flight) -> RolloutGroup:
-        """Return a group with responses, or with the reason why there are none.
+        """Return a group with responses, or with the reason why there are none. It has yet to say who claimed it.
 
         Raises errors that another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable,
         EnvironmentFailed, and the errors of engines.
@@ -82,7 +78,6 @@ class GroupProducer:
             is_evaluation=task.is_evaluation,
             policy_version=task.policy_version,
             prompt_text=prompt_text(task),
-            worker_id=self._worker_id,
             data_row=task.data_row if task.HasField("data_row") else None,
         )
         try:
@@ -152,7 +147,7 @@ class GroupProducer:
             started = time.monotonic()
             try:
                 with self.busy.running(task.iteration):
-                    responses = await self._engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
+                    responses = await engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
             finally:
                 calls.append((started, time.monotonic()))
             if len(responses) != 1 or not responses[0].token_ids:
@@ -161,7 +156,9 @@ class GroupProducer:
             return responses[0]
 
         with final_when_gone(task):
-            played = await self._episodes.play(flight, generate, failures)
+            async with self._gate.pinned(task.policy_version) as engine:
+                flight.stage = Stage.GENERATING
+                played = await self._episodes.play(flight, generate, failures)
         began_at = time.monotonic() - played.played_s
         flight.stage = Stage.SCORING
         group.prompt_token_ids.extend(played.prompt_token_ids)
@@ -177,12 +174,12 @@ class GroupProducer:
     async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
         task = flight.claim.task
         sampling = Sampling(task.max_response_tokens, task.temperature, task.seed)
-        async with self._gate.pinned(task.policy_version):
+        async with self._gate.pinned(task.policy_version) as engine:
             flight.stage = Stage.GENERATING
             started = time.monotonic()
             with self.busy.running(task.iteration):
                 try:
-                    responses = await self._engine.generate(
+                    responses = await engine.generate(
                         prompt_token_ids, task.num_samples, sampling, expected_version=task.policy_version
                     )
                 except ValueError as error:

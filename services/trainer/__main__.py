@@ -33,7 +33,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.security import TLS_CA, TLS_CERT
 from services.device import choose_device, describe_device
-from services.trainer.device import make_deterministic
+from services.trainer.device import give_back_cache, make_deterministic
 from services.trainer.job.interface import CannotServe, JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.precision import resolve_dtype
@@ -136,6 +136,7 @@ def serve(
         del job  # it holds the last version of the weights
         gc.collect()
         give_back_freed()
+        give_back_cache(world.device)
         if world.size > 1 and outcome is not JobState.SUCCEEDED:
             raise RanksMustRestart(f"job {job_id} ended early ({outcome or 'left'}); all ranks start again")
 

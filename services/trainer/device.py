@@ -35,6 +35,12 @@ def make_deterministic(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def give_back_cache(device: torch.device) -> None:
+    """Give a card's memory back that PyTorch keeps for the next job: an engine on the same card counts what is free."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Return whether torch's fused AdamW is used. torch_npu 2.13 has one too; it is off until tried on an NPU."""
     return device.type in ("cpu", "cuda")

@@ -114,8 +114,9 @@ def inner_products(g: Gradients, h: Gradients, world: World) -> list[float]:
     for name, gradient in g.items():
         if isinstance(gradient, DTensor) or world.is_main:
             ours, before = local_part(gradient), local_part(h[name])
-            norms = [torch.linalg.vector_norm(part).double() ** 2 for part in (ours, before)]
-            sums += torch.stack([torch.dot(ours, before).double(), *norms]).cpu()
+            norms = [torch.linalg.vector_norm(part) for part in (ours, before)]
+            dot, *norms = torch.stack([torch.dot(ours, before), *norms]).cpu().double()  # an NPU has no float64
+            sums += torch.stack([dot, *(norm**2 for norm in norms)])
     return world.sum_scalars(sums.tolist())
 
 

@@ -64,7 +64,7 @@ class Publisher:
         With LoRA the published weights are not the parameters, and are all taken after the step.
         """
         if self._config.lora is None:
-            self._writer = SnapshotWriter(self.state.policy_version + 1, self._published, self._is_in_place)
+            self._writer = self._new_writer(self.state.policy_version + 1)
             if self._is_in_place:
                 self._job.withdraw()
 
@@ -146,13 +146,17 @@ class Publisher:
         is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
         return is_due or is_last or is_evaluated or stats.divergence > schedule.publish_above_kl
 
+    def _new_writer(self, version: int) -> SnapshotWriter:
+        memory = None if self._newest is None else self._newest.memory  # a rank that serves nothing has published none
+        return SnapshotWriter(version, self._published, self._is_in_place, memory)
+
     def _snapshot(self) -> Snapshot:
         """Take a snapshot of the current weights (this rank's part of a sharded model); keep it if ratios will need it.
 
         Raises JobFailed when replicas do not hold the same bits.
         """
         version = self.state.policy_version
-        writer, self._writer = self._writer or SnapshotWriter(version, self._published, self._is_in_place), None
+        writer, self._writer = self._writer or self._new_writer(version), None
         for name, tensor in self._policy.published(skip=self._written):
             if name in self._shard:
                 writer.put(name, tensor)

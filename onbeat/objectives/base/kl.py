@@ -4,38 +4,53 @@ With r = ref - policy (log ratio): k1 = -r, unbiased but noisy; k2 = r^2 / 2, lo
 unbiased and never negative.
 
 As a term of the loss only its gradient counts. Expected over the policy's own samples, k2 has that of KL(policy ||
-reference), k3 that of KL(reference || policy), and k1 none: as a reward it is right, in the loss it is refused.
+reference), k3 that of KL(reference || policy), and k1 none. As a reward only the estimate counts, which multiplies the
+gradient of the token's logprob. Then k1 has the gradient of KL(policy || reference); k2 and k3 have nearly none, of the
+wrong sign: they make a token expensive that is rarer in the policy than in the reference, and so still rarer.
 """
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from onbeat.objectives.base.inputs import Tensor, ratio_of
-from onbeat.section import Float, Section
+from onbeat.section import IS_ACCEPTED, Float, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 
 
 class KlConfig(Section):
     coef: Float = Field(0.0, ge=0, description="factor of the divergence; 0 skips the reference model altogether")
-    estimator: Estimator = Field(
-        "k3",
-        description="estimator of the divergence from sampled tokens; k1 only in the reward: its expected gradient in "
-        "the loss is 0",
+    estimator: Estimator | None = Field(
+        None,
+        description="estimator of the divergence from sampled tokens: in the loss k3 (default) or k2, in the reward "
+        "k1; the others have no gradient there, or a wrong one",
     )
     placement: Literal["loss", "reward"] = Field(
         "loss", description="place of the divergence: in the token loss, or subtracted from rewards before advantages"
     )
 
     @model_validator(mode="after")
-    def check_estimator(self) -> "KlConfig":
-        if self.coef > 0 and (self.estimator, self.placement) == ("k1", "loss"):
+    def check_estimator(self, info: ValidationInfo) -> "KlConfig":
+        if self.coef == 0 or self.estimator is None or info.context == IS_ACCEPTED:
+            return self
+        if (self.estimator, self.placement) == ("k1", "loss"):
             raise ValueError(
                 "kl.estimator: k1 in the loss pulls nowhere, since its expected gradient is 0; use k2 or k3, or "
                 "placement = 'reward'"
             )
+        if (self.estimator == "k1") != (self.placement == "reward"):
+            raise ValueError(
+                f"kl.estimator: {self.estimator} in the reward pulls away from the reference; use k1, or placement = "
+                "'loss'"
+            )
         return self
+
+    def estimate(self, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Estimate the KL of each token, [N] -> [N], in nats."""
+        return kl_estimate(
+            self.estimator or ("k1" if self.placement == "reward" else "k3"), trainer_logprobs, ref_logprobs
+        )
 
 
 def kl_estimate(estimator: Estimator, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
 from onbeat.errors import IllegalTransition, JobNotFound
-from onbeat.objectives import IS_ACCEPTED
+from onbeat.section import IS_ACCEPTED
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations

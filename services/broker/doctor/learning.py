@@ -219,6 +219,17 @@ def look_at_mismatch(c: Course) -> Finding | None:
     return c.find(f"{sentence}set objective.importance, or try another engine", "objective.importance", is_problem=True)
 
 
+def look_at_skips(c: Course) -> Finding | None:
+    """Look for GAC that skips nearly all steps. A skipped step changes no weights, so the next gradient may be nearly
+    the same and be skipped, too."""
+    share = (c.mean("train/gac_skip") or 0.0) / c.config.training.num_updates_per_iteration
+    if share < MOSTLY:
+        return None
+    sentence = f"GAC skipped {share:.0%} of the steps of {c.job_id} {c.lately}, as each gradient was nearly the one "
+    sentence += f"before: raise gac.c_high above {c.config.gac.c_high:g}, or set gac.mode to metric"
+    return c.find(sentence, "gac.c_high", is_problem=True)
+
+
 def look_at_parts(c: Course) -> Finding | None:
     steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
     if not steady:
@@ -244,6 +255,7 @@ LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_held_out,
     look_at_entropy,
     look_at_mismatch,
+    look_at_skips,
     look_at_parts,
 )
 

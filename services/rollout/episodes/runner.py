@@ -23,8 +23,7 @@ from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure
 from services.rollout.episodes.episode import Episode, Generate, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, to_response
 from services.rollout.episodes.rendering import Renderer
-from services.rollout.gate import VersionGate
-from services.rollout.inflight import Flight, Stage
+from services.rollout.inflight import Flight
 from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.retries import delay_after
 
@@ -175,14 +174,9 @@ class EpisodeRunner:
     """The runner of a rollout. `max_attempts`: tries of each episode in one attempt of its group."""
 
     def __init__(
-        self,
-        gate: VersionGate,
-        encoder: PromptEncoder,
-        environments: EnvironmentRunner,
-        server: "SessionServer",
-        max_attempts: int,
+        self, encoder: PromptEncoder, environments: EnvironmentRunner, server: "SessionServer", max_attempts: int
     ) -> None:
-        self._gate, self._encoder, self._environments, self._server = gate, encoder, environments, server
+        self._encoder, self._environments, self._server = encoder, environments, server
         self._max_attempts = max_attempts
         self._renderer = Renderer(encoder.tokenizer)
 
@@ -193,19 +187,16 @@ class EpisodeRunner:
     async def play(self, flight: Flight, generate: Generate, failures: Counter[str]) -> PlayedGroup:
         """Play all episodes of a group, and add failed tries to `failures`. When this is cancelled, all sessions end.
 
-        Raises EnvironmentFailed; GroupFailed when the episodes have no prompt in common; what the gate raises; and
-        what `generate` raises, but for ValueError, which the environment gets.
+        Raises EnvironmentFailed; GroupFailed when the episodes have no prompt in common; and what `generate` raises,
+        but for ValueError, which the environment gets.
         """
-        task = flight.claim.task
-        async with self._gate.pinned(task.policy_version):
-            flight.stage = Stage.GENERATING
-            request = to_request(task)
-            broken = asyncio.get_running_loop().create_future()
-            group = GroupContext(task, request.task.messages, generate, self._encoder, self._renderer, broken)
-            flight.episodes = GroupPlay(group, request, failures)
-            played = await flight.episodes.play(self._server, self._environments, self._max_attempts)
-            flight.episodes = None
-            return played
+        request = to_request(flight.claim.task)
+        messages, broken = request.task.messages, asyncio.get_running_loop().create_future()
+        group = GroupContext(flight.claim.task, messages, generate, self._encoder, self._renderer, broken)
+        flight.episodes = GroupPlay(group, request, failures)
+        played = await flight.episodes.play(self._server, self._environments, self._max_attempts)
+        flight.episodes = None
+        return played
 
 
 def to_request(task: PromptTask) -> PlayRequest:

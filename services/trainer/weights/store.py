@@ -108,12 +108,15 @@ class SnapshotWriter:
     what a step is about to change.
     """
 
-    def __init__(self, version: int, base: Snapshot | None = None, is_in_place: bool = False) -> None:
+    def __init__(
+        self, version: int, base: Snapshot | None = None, is_in_place: bool = False, memory: HostMemory | None = None
+    ) -> None:
+        """Begin a version. `memory` is that of an older one, to be used again; by default that of `base`."""
         self._version, self._base, self._is_in_place = version, base, is_in_place
         self._started_at = time.monotonic()
         self._encoded: dict[str, Future[Encoded]] = {}
         self._held: dict[str, tuple[Tensor, memoryview | None]] = {}  # the base's, with its bytes if they are here
-        self._memory = HostMemory() if base is None else base.memory
+        self._memory = memory or (HostMemory() if base is None else base.memory)
         if base is not None:
             entries = zip(base.entries, base.buffers, strict=True)
             self._held = {entry.name: (entry, None if is_in_place else buffer) for entry, buffer in entries}

@@ -72,6 +72,14 @@ def test_a_run_without_signal_is_no_healthy_one():
     assert "raise rollout.num_samples_per_prompt above 2" in sentence
 
 
+def test_steps_that_are_nearly_all_skipped_are_a_problem():
+    def found(num_skipped: float) -> dict[str, str]:
+        return problems(find(learning(**{"train/gac_skip": num_skipped}), training={"num_updates_per_iteration": 2}))
+
+    assert "GAC skipped 100% of the steps of job-1 in the last 8 iterations" in found(2)["gac.c_high"]
+    assert found(1) == {}
+
+
 def test_nothing_is_said_about_the_first_iterations():
     assert find(course_of(4, **{"rollout/truncated_frac": 1.0})) == []
     assert problems(find(course_of(5)))

@@ -76,7 +76,7 @@ def reference_loss(config, trainer, old, ref, rollout):
     for g, rewards in enumerate(REWARDS):
         if objective.kl.placement == "reward":
             rewards = [
-                r - objective.kl.coef * sum(k3(ref[g][i][t] - trainer[g][i][t]) for t in range(len(trainer[g][i])))
+                r - objective.kl.coef * sum(trainer[g][i][t] - ref[g][i][t] for t in range(len(trainer[g][i])))
                 for i, r in enumerate(rewards)
             ]
         for i, advantage in enumerate(advantages(objective.type, rewards, REWARDS)):

@@ -10,6 +10,7 @@ from onbeat.objectives.base.kl import KlConfig, kl_estimate
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.objectives.gspo import GspoObjective
 from onbeat.objectives.rloo import RlooObjective
+from onbeat.section import IS_ACCEPTED
 
 
 def test_grpo_clips_only_where_the_surrogate_would_gain():
@@ -51,10 +52,33 @@ def test_gradients_of_kl_estimators_in_the_loss(estimator, expected):
     torch.testing.assert_close(found, wanted)
 
 
-def test_k1_is_for_the_reward_only():
+@pytest.mark.parametrize(("estimator", "is_right"), [("k1", True), ("k2", False), ("k3", False)])
+def test_gradients_of_kl_estimators_in_the_reward(estimator, is_right):
+    """Only k1 has that of KL(policy || reference); the others push away from the reference."""
+    logits = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+    policy = logits.log_softmax(-1)
+    penalty = kl_estimate(estimator, policy, reference).detach()
+    (found,) = torch.autograd.grad((policy.detach().exp() * penalty * policy).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+    if is_right:
+        torch.testing.assert_close(found, wanted)
+        assert KlConfig(coef=0.1, estimator=estimator, placement="reward").estimator == estimator
+    else:
+        assert (found * wanted).sum() < 0
+        with pytest.raises(ValidationError, match=f"{estimator} in the reward pulls away from the reference"):
+            KlConfig(coef=0.1, estimator=estimator, placement="reward")
+        stored = {"coef": 0.1, "estimator": estimator, "placement": "reward"}
+        assert KlConfig.model_validate(stored, context=IS_ACCEPTED).estimator == estimator, "older jobs stay readable"
+
+
+def test_default_estimator_of_kl_is_right_at_its_place():
+    policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    for placement, estimator in {"loss": "k3", "reward": "k1"}.items():
+        found = KlConfig(coef=0.1, placement=placement).estimate(policy, reference)
+        assert torch.equal(found, kl_estimate(estimator, policy, reference))
     with pytest.raises(ValidationError, match="k1 in the loss pulls nowhere"):
         KlConfig(coef=0.1, estimator="k1")
-    assert KlConfig(coef=0.1, estimator="k1", placement="reward").estimator == "k1"
 
 
 @pytest.mark.parametrize("gap", [100.0, -100.0, 1000.0])

@@ -49,7 +49,7 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
         return loss
 
     monkeypatch.setattr(GrpoObjective, "loss", record)
-    kl = {"coef": 5.0, "placement": "reward", "estimator": "k2"}
+    kl = {"coef": 5.0, "placement": "reward"}
     schedule = {"mode": "sync", "num_iterations": 2}
     config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)
     second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
