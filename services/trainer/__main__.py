@@ -64,14 +64,14 @@ def main() -> int:
     try:
         if not settings.wire_security().can_serve:
             raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this trainer could not serve weights")
-        if settings.cpu_cores:
-            run_on_cores(settings.cpu_cores)
         ledger = background.run(create_ledger(settings))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 40)  # a command gives up before
         device = choose_device(settings.device)
         make_deterministic(device)
+        if settings.cpu_cores and device.type == "cpu":
+            run_on_cores(settings.cpu_cores)
         world = World.from_environment(device, settings.peer_timeout_s)
         of_main = closing(Presence(background, ledger, settings.pool, settings.trainer_id)) if world.is_main else None
         with of_main or nullcontext() as presence:
