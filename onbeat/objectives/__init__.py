@@ -104,7 +104,7 @@ def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info
 def check_installed(objective: Objective) -> None:
     """Raise ValueError if the objective is not installed here, or does not have the keys of the job (any more)."""
     try:
-        find_objective(objective.type).model_validate(objective.model_dump())
+        find_objective(objective.type).model_validate(objective.model_dump(), context=IS_ACCEPTED)
     except ValidationError as error:
         first = error.errors()[0]
         wrong = ".".join(["objective", *map(str, first["loc"])])

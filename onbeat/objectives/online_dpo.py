@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from onbeat.objectives.base import Logprobs, Loss, Objective, Responses, Tensor
+from onbeat.objectives.base.kl import kl_estimate
 from onbeat.section import Float
 
 
@@ -62,7 +63,7 @@ class OnlineDpoObjective(Objective):
         best, worst = torch.tensor(pairs, dtype=torch.int64, device=logprobs.old.device).reshape(-1, 2).unbind(1)
         log_ratio = batch.response_sum(logprobs.trainer) - batch.response_sum(logprobs.ref)  # [R]
         pair_loss = -logsigmoid(self.beta * (log_ratio[best] - log_ratio[worst]))
-        kl = self.kl.estimate(logprobs.trainer, logprobs.ref)
+        kl = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
         return Loss(pair_loss.sum(), 0, len(pairs), {"kl": kl})
 
     def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:

@@ -9,7 +9,7 @@ gradient of the token's logprob. Then k1 has the gradient of KL(policy || refere
 wrong sign: they make a token expensive that is rarer in the policy than in the reference, and so still rarer.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -21,18 +21,24 @@ Estimator = Literal["k1", "k2", "k3"]
 
 class KlConfig(Section):
     coef: Float = Field(0.0, ge=0, description="factor of the divergence; 0 skips the reference model altogether")
-    estimator: Estimator | None = Field(
-        None,
-        description="estimator of the divergence from sampled tokens: in the loss k3 (default) or k2, in the reward "
-        "k1; the others have no gradient there, or a wrong one",
+    estimator: Estimator = Field(
+        "k3",
+        description="estimator of the divergence from sampled tokens: k3 or k2 in the loss, k1 (the default there) in "
+        "the reward; the others have no gradient there, or a wrong one",
     )
     placement: Literal["loss", "reward"] = Field(
         "loss", description="place of the divergence: in the token loss, or subtracted from rewards before advantages"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def choose_estimator(cls, value: Any) -> Any:
+        is_chosen = not isinstance(value, dict) or "estimator" in value or value.get("placement") != "reward"
+        return value if is_chosen else {**value, "estimator": "k1"}
+
     @model_validator(mode="after")
     def check_estimator(self, info: ValidationInfo) -> "KlConfig":
-        if self.coef == 0 or self.estimator is None or info.context == IS_ACCEPTED:
+        if self.coef == 0 or info.context == IS_ACCEPTED:
             return self
         if (self.estimator, self.placement) == ("k1", "loss"):
             raise ValueError(
@@ -45,12 +51,6 @@ class KlConfig(Section):
                 "'loss'"
             )
         return self
-
-    def estimate(self, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Estimate the KL of each token, [N] -> [N], in nats."""
-        return kl_estimate(
-            self.estimator or ("k1" if self.placement == "reward" else "k3"), trainer_logprobs, ref_logprobs
-        )
 
 
 def kl_estimate(estimator: Estimator, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
-from onbeat.objectives.base.kl import KlConfig
+from onbeat.objectives.base.kl import KlConfig, kl_estimate
 from onbeat.section import Section
 
 Normalization = Annotated[
@@ -116,7 +116,7 @@ class PolicyObjective(Objective):
         metrics: dict[str, Tensor] = {}
         kl = torch.zeros_like(logprobs.old)
         if logprobs.ref is not None:
-            kl = metrics["kl"] = self.kl.estimate(logprobs.trainer, logprobs.ref)
+            kl = metrics["kl"] = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
         advantages = self._advantages_of(batch, None if logprobs.ref is None else kl.detach(), scale)
         advantages_N = advantages.repeat_interleave(batch.response_lengths)
         inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)

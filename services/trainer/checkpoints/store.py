@@ -112,7 +112,7 @@ class CheckpointStore:
         policies: Mapping[int, NamedTensors] | None = None,
         holders: Mapping[str, int] | None = None,
     ) -> None:
-        """Wait for the save before, then return at once; writing goes on in the background.
+        """Wait for the save before, copy what is on an accelerator, and return; writing goes on in the background.
 
         `tensors` may change after `wait_until_read`: a copy of them would be most of the trainer's memory.
         So may `weights`, in the dtype they are published in, on the host. `policies` (by version) are host tensors that
