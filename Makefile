@@ -1,8 +1,8 @@
 # Everyday targets. `make run` and `make test` do everything on a fresh machine.
 SHELL := bash
 IMAGE_PLATFORM := $(or $(PLATFORM),cpu)
-# That of .venv, if it is there.
-PLATFORM := $(or $(PLATFORM),$(patsubst .venv/.setup-%,%,$(firstword $(wildcard .venv/.setup-*))),cpu)
+# That of .venv, if it is there, also if its set-up was interrupted.
+PLATFORM := $(or $(PLATFORM),$(patsubst .venv/.setup-%,%,$(firstword $(wildcard .venv/.setup-*))),$(patsubst .venv/.for-%,%,$(firstword $(wildcard .venv/.for-*))),cpu)
 PYTHON ?= python3
 OWN_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard .venv/.setup-*)),.venv/bin/python,$(PYTHON))
 BIN := .venv/bin
@@ -41,6 +41,7 @@ $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	test -e $@ || $(PYTHON) -I onbeat/disk_space.py .venv $(NEEDED_GB) "the packages in requirements/$(PLATFORM).lock"
 	test -e $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
+	touch .venv/.for-$(PLATFORM)
 	$(BIN)/python requirements/install.py requirements/$(PLATFORM).lock requirements/dev.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

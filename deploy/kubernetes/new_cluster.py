@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def create(folder: Path, overlay: str) -> None:
     """Raises FileExistsError when the folder is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
+    try:
+        fill(folder, overlay)
+    except BaseException:
+        shutil.rmtree(folder)  # nobody uses its secrets yet
+        raise
+
+
+def fill(folder: Path, overlay: str) -> None:
     password, admin_password = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     users = ACL_TEMPLATE.read_text()
     users = users.replace("SHA256_OF_THE_ADMIN_PASSWORD", sha256(admin_password))

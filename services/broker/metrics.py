@@ -83,6 +83,7 @@ class Meters:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=registry)
         self._latency = Histogram(
             "onbeat_http_request_seconds",
             "Time to answer a request, streams to their end.",

@@ -4,6 +4,7 @@
 const KEY = "onbeat.key";
 const TOML = { "Content-Type": "application/toml" };
 const TIMEOUT_MS = 30_000;
+const CREATE_MS = 120_000; // the broker reads the data and tries the reward before it answers
 const SILENCE_MS = 45_000; // a stream has a comment every 15 s
 const HIDDEN_MS = 10_000; // then a stream is let go: a browser has 6 connections to a host over HTTP/1.1
 const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
@@ -39,11 +40,11 @@ export const serverNow = () => Date.now() / 1000 + skewS;
 
 export const get = (path, params = {}, signal = undefined) => send("GET", path, { params, signal });
 export const post = (path) => send("POST", path, {});
-export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML } });
+export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML }, ms: CREATE_MS });
 export const del = (path) => send("DELETE", path, {});
 
-async function send(method, path, { params = {}, body, headers = {}, signal }) {
-  const deadline = AbortSignal.timeout(TIMEOUT_MS);
+async function send(method, path, { params = {}, body, headers = {}, signal, ms = TIMEOUT_MS }) {
+  const deadline = AbortSignal.timeout(ms);
   try {
     const response = await fetch(urlOf(path, params), {
       method,
@@ -54,7 +55,7 @@ async function send(method, path, { params = {}, body, headers = {}, signal }) {
     await check(response);
     return response.status === 204 ? null : await response.json();
   } catch (error) {
-    throw explained(error, signal, `${method} ${path} was not answered within ${TIMEOUT_MS / 1000} s; try again`);
+    throw explained(error, signal, `${method} ${path} was not answered within ${ms / 1000} s; try again`);
   }
 }
 

@@ -56,7 +56,7 @@ class Comparison extends Component {
 
   async refresh() {
     const { signal } = this.props;
-    const active = this.runs.filter(({ job, isGone }) => !isGone && !isOver(job));
+    const active = this.runs.filter(({ isGone }) => !isGone);
     for (const run of active) {
       try {
         await this.update(run);
@@ -72,8 +72,10 @@ class Comparison extends Component {
 
   async update(run) {
     const path = pathOf(run.job.id);
-    const after = Math.max(-1, run.job.next_iteration - 1 - AGAIN);
     const job = await get(path, {}, this.props.signal);
+    if (isOver(job) && isOver(run.job)) return;
+    const evaluated = run.job.config.evaluation ? (run.series.of("eval/reward_mean").at(-1)?.[0] ?? -1) : Infinity;
+    const after = Math.max(-1, Math.min(run.job.next_iteration - 1 - AGAIN, evaluated));
     await run.series.read(path, after, this.props.signal);
     run.job = job; // after both: what is asked for next depends on it
   }

@@ -13,6 +13,7 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
+const RESUMED_MS = 10_000;
 const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
@@ -46,6 +47,7 @@ class JobPage extends Component {
   state = { connection: "connecting", why: "", isSmooth: true };
   path = pathOf(this.props.first.job.id);
   job = this.props.first.job;
+  cursor = this.props.first.cursor; // the newest event
   diagnosis = this.props.first.diagnosis;
   seenAt = serverNow(); // the diagnosis
   series = this.props.first.series;
@@ -64,17 +66,35 @@ class JobPage extends Component {
     this.follow();
     this.readWorkers();
     poll(WORKERS_MS, this.props.signal, () => this.readWorkers());
+    poll(RESUMED_MS, this.props.signal, () => this.lookForResume());
   }
 
   // ---- what comes in -----------------------------------------------------------------------------------------------
 
   async follow() {
-    const { signal, first } = this.props;
+    const { signal } = this.props;
     try {
-      const onMessage = (kind, data) => this.take(kind, data);
-      await stream(`${this.path}/stream`, { after: first.cursor, signal, onMessage, onState: (state) => this.takeState(state) });
+      const onMessage = (kind, data, id) => {
+        this.cursor = id ?? this.cursor;
+        this.take(kind, data);
+      };
+      await stream(`${this.path}/stream`, { after: this.cursor, signal, onMessage, onState: (state) => this.takeState(state) });
     } catch (error) {
       if (isRefusal(error, signal)) this.setState({ connection: "refused", why: error.detail });
+    }
+  }
+
+  /** A job that is over has no stream: somebody may resume it. */
+  async lookForResume() {
+    const { signal } = this.props;
+    if (this.state.connection !== "over") return;
+    try {
+      const job = await get(this.path, {}, signal);
+      if (isOver(job)) return;
+      this.take("job", job);
+      this.follow();
+    } catch (error) {
+      isRefusal(error, signal); // it may be deleted: what was read of it stays
     }
   }
 
@@ -294,8 +314,8 @@ class Configuration extends Component {
     }
   }
 
-  shouldComponentUpdate() {
-    return false; // a configuration never changes
+  shouldComponentUpdate({ job }) {
+    return job.num_iterations !== this.props.job.num_iterations; // nothing else changes
   }
 
   render({ job }) {

@@ -5,17 +5,18 @@ import { toToml } from "./format.js";
 import { addressOf, announce, Component, confirmed, createRef, html, pathOf, render } from "./parts.js";
 
 const QUICKSTART = "assets/quickstart.toml"; // examples/quickstart.toml
+const drafts = new Map(); // what was written and not created, by the job that it began with: a page may be left
 
 /** `params.from`: a job whose configuration it starts with; without one, the quick start. */
 export async function show(main, { from }, signal) {
   const text = from
     ? `${toToml((await get(pathOf(from), {}, signal)).config)}\n`
     : await (await fetch(QUICKSTART, { signal })).text();
-  if (!signal.aborted) render(html`<${NewJob} text=${text} signal=${signal} />`, main);
+  if (!signal.aborted) render(html`<${NewJob} text=${text} from=${from} signal=${signal} />`, main);
 }
 
 class NewJob extends Component {
-  state = { text: this.props.text, problem: null, isSending: false };
+  state = { text: drafts.get(this.props.from) ?? this.props.text, problem: null, isSending: false };
   saved = this.props.text; // what a click on the quick start may replace without a question
   sent = { text: "", key: "" };
   editor = createRef();
@@ -31,9 +32,15 @@ class NewJob extends Component {
     if (this.state.text !== this.saved && !(await confirmed(question))) return;
     this.saved = await (await fetch(QUICKSTART, { signal: this.props.signal })).text();
     this.setState({ text: this.saved, problem: null });
+    drafts.delete(this.props.from);
     announce("The quick start is in the editor");
     this.editor.current.focus();
     this.editor.current.setSelectionRange(0, 0);
+  }
+
+  write(text) {
+    drafts.set(this.props.from, text);
+    this.setState({ text });
   }
 
   // ---- create ----
@@ -45,6 +52,7 @@ class NewJob extends Component {
     const { text } = this.state;
     try {
       const job = await postToml("/jobs", text, { "Idempotency-Key": this.keyFor(text) });
+      drafts.delete(this.props.from);
       announce(`${job.name} is created`);
       if (!this.props.signal.aborted) location.hash = addressOf(job.id); // else somebody is elsewhere by now
     } catch (error) {
@@ -119,7 +127,7 @@ class NewJob extends Component {
           placeholder="[model]"
           aria-describedby=${problem ? "job-help job-problem" : "job-help"}
           aria-invalid=${problem ? "true" : null}
-          onInput=${(event) => this.setState({ text: event.target.value })}
+          onInput=${(event) => this.write(event.target.value)}
         ></textarea>
         <div class="actions">
           <button class="button primary" type="submit" data-testid="submit-job" aria-disabled=${isSending ? "true" : null}>

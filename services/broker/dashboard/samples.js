@@ -171,7 +171,9 @@ class SamplesPage extends Component {
 
   turnButton(name, page) {
     const turn = () => {
-      this.apply({ ...this.state.wanted, page });
+      const { wanted, found } = this.state;
+      const iteration = wanted.evaluation ? "" : String(found[0]?.iteration ?? wanted.iteration); // not a newer one by now
+      this.apply({ ...wanted, iteration, page });
       this.status.current.scrollIntoView({ block: "start" });
     };
     return html`<button class="button" type="button" onClick=${turn}>${name}</button>`;

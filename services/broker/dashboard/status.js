@@ -43,7 +43,7 @@ function timeOf(job, records) {
   if (!job.started_at) return job.queued_at ? `resumed ${ago(job.queued_at)}` : `submitted ${ago(job.created_at)}`;
   if (isOver(job)) return `took ${elapsedOf(job)}, ended ${ago(job.finished_at)}`;
   const walls = records
-    .filter(({ wall_s: wall, iteration }) => wall && iteration > 0) // the first one contains the engine's start
+    .filter(({ wall_s: wall, iteration }) => wall && iteration > job.first_iteration) // the first one contains the engine's start
     .slice(-RECENT)
     .map(({ wall_s: wall }) => wall);
   if (job.state !== "RUNNING" || !walls.length) return `${elapsedOf(job)} so far`;

@@ -19,12 +19,19 @@ export async function show(main, { id, iterations }, signal) {
   if (signal.aborted) return;
   const wanted = CHOICES.includes(Number(iterations)) ? Number(iterations) : LARGE;
   const panel = createRef();
-  const page = html`
-    <${JobHead} job=${job} what="Timeline" current="timeline" />
-    <${TimelinePanel} ref=${panel} id=${id} signal=${signal} wanted=${wanted} isLarge=${true} />
-  `;
-  render(page, main);
-  const onMessage = (kind) => kind === "iteration" && panel.current.refresh();
+  const draw = (job) =>
+    render(
+      html`
+        <${JobHead} job=${job} what="Timeline" current="timeline" />
+        <${TimelinePanel} ref=${panel} id=${id} signal=${signal} wanted=${wanted} isLarge=${true} />
+      `,
+      main,
+    );
+  draw(job);
+  const onMessage = (kind, data) => {
+    if (kind === "job") draw(data);
+    else if (kind === "iteration") panel.current.refresh();
+  };
   const following = stream(`${path}/stream`, { after: `${Date.now()}`, signal, onMessage });
   following.catch((error) => isRefusal(error, signal)); // the panel says what is wrong
 }
@@ -63,7 +70,9 @@ export class TimelinePanel extends Component {
       const timeline = await get(`${this.path}/timeline`, { iterations: wanted }, signal);
       if (wanted === this.state.wanted) this.setState({ timeline, problem: "" }); // else others were asked for meanwhile
     } catch (error) {
-      if (isRefusal(error, signal)) this.setState({ problem: `The timeline could not be read: ${error.message}` });
+      if (!isRefusal(error, signal)) return;
+      this.isStale = true;
+      this.setState({ problem: `The timeline could not be read: ${error.message}` });
     }
     await pause(REST * (performance.now() - begun), signal);
   }

@@ -140,9 +140,9 @@ def test_another_python_gets_the_packages_and_no_installer(install: Installer, t
 
 
 @pytest.fixture
-def make_setup(tmp_path: Path) -> Callable[[], int]:
+def make_setup(tmp_path: Path) -> Callable[..., int]:
     """Run `make setup` with a Python that makes environments whose packages install if `sources` is there."""
-    for name in ("Makefile", "pyproject.toml", "requirements/cpu.lock", "requirements/dev.lock"):
+    for name in ("Makefile", "pyproject.toml", *(f"requirements/{each}.lock" for each in ("cpu", "cuda", "dev"))):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(INSTALL.parents[1] / name, tmp_path / name)
     python = tmp_path / "python3"
@@ -151,11 +151,21 @@ def make_setup(tmp_path: Path) -> Callable[[], int]:
         'for name in python pip; do printf "#!/bin/sh\\ntest -e sources" >.venv/bin/$name; done\nchmod +x .venv/bin/*\n'
     )
     python.chmod(0o755)
-    command = ["make", "-s", "setup", "PLATFORM=cpu", "PYTHON=./python3"]
-    return lambda: subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=30, check=False).returncode
+    command = ["make", "-s", "setup", "PYTHON=./python3"]
+    return lambda *more: (
+        subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, timeout=30, check=False).returncode
+    )
 
 
-def test_set_up_begins_anew_after_a_failure_and_keeps_the_rest(make_setup: Callable[[], int], tmp_path: Path) -> None:
+def test_interrupted_set_up_is_continued_for_its_platform(make_setup: Callable[..., int], tmp_path: Path) -> None:
+    assert make_setup("PLATFORM=cuda") != 0
+    assert make_setup() != 0
+    (tmp_path / "sources").touch()
+    assert make_setup() == 0
+    assert (tmp_path / ".venv" / ".setup-cuda").exists()
+
+
+def test_set_up_begins_anew_after_a_failure_and_keeps_the_rest(make_setup: Callable[..., int], tmp_path: Path) -> None:
     assert make_setup() != 0
     (tmp_path / ".venv" / "half-installed").touch()
     (tmp_path / "sources").touch()

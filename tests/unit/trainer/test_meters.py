@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, ProcessCollector
 
 import services.rollout.meters  # noqa: F401  (it registers)
 from services.broker.metrics import Meters
@@ -44,7 +44,9 @@ async def broker_families(ledger):
     families = (await meters._read_jobs(ledger)).collect()
     labels = {family.name: family._labelnames for family in families}
     return {(family.name, family.type, labels[family.name]) for family in families} | {
-        (each._name, each._type, tuple(each._labelnames)) for each in set(meters._registry._collector_to_names)
+        (each._name, each._type, tuple(each._labelnames))
+        for each in set(meters._registry._collector_to_names)
+        if not isinstance(each, ProcessCollector)
     }
 
 
