@@ -62,6 +62,16 @@ async def test_broken_toml_names_its_line(visit, broker, ledger):
     assert await ledger.jobs.ids() == []
 
 
+async def test_what_was_written_is_kept_when_the_page_is_left(visit, broker):
+    page = await visit(broker.url, "#/new")
+    await expect(editor(page)).to_have_value(QUICKSTART.read_text())
+    await editor(page).fill("mine = 1")
+    await page.get_by_role("link", name="Jobs").first.click()
+    await expect(editor(page)).to_have_count(0)
+    await page.go_back()
+    await expect(editor(page)).to_have_value("mine = 1")
+
+
 async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit, broker):
     page = await visit(broker.url, "#/new")
     start = page.get_by_role("button", name="Start from the quick start")

@@ -115,6 +115,20 @@ async def test_job_is_paused_resumed_and_cancelled_from_its_page(visit, broker, 
     await expect_state(page, "cancelling")
     await ledger.jobs.move(job_id, JobState.CANCELLED)  # the trainer has seen it
     await expect_state(page, "cancelled")
+    await ledger.jobs.resume(job_id, JobState.CANCELLED)  # in a terminal
+    await expect_state(page, "pending")
+    await start_training(ledger, job_id)
+    await expect_state(page, "running")
+
+
+async def test_next_page_of_samples_is_of_the_same_iteration(visit, broker, ledger):
+    job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 11, "num_samples_per_prompt": 2})
+    await train(ledger, job_id, epoch, range(1))
+    page = await visit(broker.url, f"#/jobs/{job_id}/samples")
+    await expect(page.get_by_text("Responses 1 to 20 of iteration 0")).to_be_visible()
+    await train(ledger, job_id, epoch, range(1, 2))
+    await page.get_by_role("button", name="Next", exact=True).click()
+    await expect(page.get_by_text("Responses 21 to 22 of iteration 0")).to_be_visible()
 
 
 async def test_stream_is_taken_up_again_after_the_broker_was_restarted(visit, ledger, tmp_path):

@@ -13,7 +13,6 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
-const RESUMED_MS = 10_000;
 const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
@@ -65,8 +64,7 @@ class JobPage extends Component {
   componentDidMount() {
     this.follow();
     this.readWorkers();
-    poll(WORKERS_MS, this.props.signal, () => this.readWorkers());
-    poll(RESUMED_MS, this.props.signal, () => this.lookForResume());
+    poll(WORKERS_MS, this.props.signal, () => (isOver(this.job) ? this.lookForResume() : this.readWorkers()));
   }
 
   // ---- what comes in -----------------------------------------------------------------------------------------------
