@@ -60,12 +60,15 @@ def text_of(progress: JobProgress, width: int = 100, height: int = 40, now: floa
 
 def test_live_view_shows_what_everyone_does() -> None:
     progress = progress_of(4)
-    progress.workers = [WorkerRecord(id="rollout-0", state="updating", policy_version=4, last_seen_at=0)]
+    progress.workers = [
+        WorkerRecord(id="rollout-0", state="updating", policy_version=4, last_seen_at=0),
+        WorkerRecord(id="of-another-job", job_id="job-2", state="updating", policy_version=9, last_seen_at=0),
+    ]
     progress.trainer = "loading the model"
     text = text_of(progress)
     for part in ("iteration 4 of 12", "1 min 05 s elapsed", "about 16 s left", "0.300  ▁▃▆█", "50", "1 of 2 groups"):
         assert part in text
-    assert "updating, version 4" in text
+    assert ("updating, version 4" in text, "version 9" in text) == (True, False)
     assert [line.split()[0] for line in text.splitlines()][2:4] == ["reward", "speed"]
     assert progress_of(1).time_left_s() is None  # the first iteration, in which the engine starts, foretells nothing
     pending = JobProgress(JOB.model_copy(update={"state": JobState.PENDING, "started_at": None, "finished_at": None}))
