@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from onbeat.api_keys import Role, new_key, write_keys
@@ -54,11 +55,10 @@ def create(folder: Path, overlay: str) -> None:
     """Raises FileExistsError when the folder is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
-    try:
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder)  # after an error: nobody uses its secrets yet
         fill(folder, overlay)
-    except BaseException:
-        shutil.rmtree(folder)  # nobody uses its secrets yet
-        raise
+        undo.pop_all()
 
 
 def fill(folder: Path, overlay: str) -> None:

@@ -39,7 +39,7 @@ class JobView:
         lines = [head_line(self._progress.job, width), bar_line(self._progress, self._now, width)]
         for row in rows(self._progress, width, self._is_broker_lost):
             lines += row_lines(row, console, width)
-        workers = [each for each in self._progress.workers if each.job_id in (None, "", self._progress.job.id)]
+        workers = [each for each in self._progress.workers if each.job_id in (None, self._progress.job.id)]
         now = heartbeat_time(workers, self._now)
         rollouts = [Row(each.id, worker_line(each, now), "red" if is_silent(each, now) else "") for each in workers]
         if not 0 < len(rollouts) <= room - len(lines):  # show all of them, or none

@@ -59,6 +59,12 @@ def test_secrets_in_use_are_never_replaced(folder: Path):
     assert (folder / "secrets" / "weights-key").read_text() == before
 
 
+def test_nothing_is_left_of_a_cluster_that_could_not_be_made(tmp_path: Path):
+    with pytest.raises(TypeError):
+        runpy.run_path(str(KUBERNETES / "new_cluster.py"))["create"](tmp_path / "broken", overlay=None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_keys_open_the_broker_s_doors(folder: Path, cluster: Manifests, tmp_path: Path):
     (tmp_path / "keys").write_text(texts_of(cluster)["api-keys.json"])
     assert len(read_keys(tmp_path / "keys")) == 2

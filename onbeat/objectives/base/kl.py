@@ -45,7 +45,7 @@ class KlConfig(Section):
                 "kl.estimator: k1 in the loss pulls nowhere, since its expected gradient is 0; use k2 or k3, or "
                 "placement = 'reward'"
             )
-        if (self.estimator == "k1") != (self.placement == "reward"):
+        if self.placement == "reward" and self.estimator != "k1":
             raise ValueError(
                 f"kl.estimator: {self.estimator} in the reward pulls away from the reference; use k1, or placement = "
                 "'loss'"

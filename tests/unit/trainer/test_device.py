@@ -11,7 +11,7 @@ import torch
 
 from services import device as device_module
 from services.device import NotInstalled, NotUsable, choose_device
-from services.trainer.device import device_of_rank, has_fused_adamw
+from services.trainer.device import device_of_rank, give_back_cache, has_fused_adamw
 from services.trainer.model import optimizer
 from tests.trainer_fixtures import gap, job_config, recorded_iterations, train
 
@@ -167,6 +167,18 @@ def test_auto_warns_of_what_is_set_up_but_does_not_work(monkeypatch, tmp_path, c
         ("WARNING", "ONBEAT_DEVICE=auto does not take cuda"),
         ("WARNING", "ONBEAT_DEVICE=auto does not take npu"),
     ]
+
+
+def test_only_an_accelerator_gives_its_cache_back(monkeypatch):
+    given_back: list[str] = []
+
+    def module_of(device):
+        return SimpleNamespace(empty_cache=lambda: given_back.append(device.type))
+
+    monkeypatch.setattr(torch, "get_device_module", module_of)
+    for name in ("cpu", "cuda"):
+        give_back_cache(torch.device(name))
+    assert given_back == ["cuda"]
 
 
 @pytest.mark.parametrize("service", ["services.trainer", "services.rollout"])

@@ -262,6 +262,16 @@ def weights(seed=0, num_items=4000):
     }
 
 
+def test_memory_of_an_older_version_is_used_without_its_being_the_base():
+    older = take_snapshot(1, weights().items())
+    writer = SnapshotWriter(2, memory=older.memory)  # of a rank that has published nothing
+    for name, tensor in weights().items():
+        writer.put(name, tensor)
+    newer = writer.finish()
+    assert newer.memory is older.memory
+    assert newer.delta is None
+
+
 def test_a_snapshot_does_not_change_when_training_goes_on(monkeypatch):
     monkeypatch.setattr(store, "CORES_PER_ENCODER", 10_000)  # one thread
     live = weights()
