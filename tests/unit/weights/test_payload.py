@@ -262,7 +262,7 @@ def weights(seed=0, num_items=4000):
     }
 
 
-def test_memory_of_an_older_version_is_used_without_its_being_the_base():
+def test_memory_of_a_version_that_is_not_the_base_is_used():
     older = take_snapshot(1, weights().items())
     writer = SnapshotWriter(2, memory=older.memory)  # of a rank that has published nothing
     for name, tensor in weights().items():
