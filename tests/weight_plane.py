@@ -79,10 +79,16 @@ class Spoiling:
 
 class SpoilingTrainer(Spoiling, WeightServer):
     spoil_manifest: Callable[[weights_pb2.GetManifestResponse], None] = staticmethod(lambda answer: None)
+    located: list[str]  # workers that were told a source
 
     async def GetManifest(self, request, context):
         answer = await super().GetManifest(request, context)
         self.spoil_manifest(answer)
+        return answer
+
+    async def Locate(self, request, context):
+        answer = await super().Locate(request, context)
+        self.located.append(request.puller.worker_id)
         return answer
 
 
@@ -102,7 +108,7 @@ class Trainer:
 
     def _create_server(self) -> SpoilingTrainer:
         server = SpoilingTrainer(JOB, {"config.json": b"{}"}, self.store, self._security, self._max_calls)
-        server.faults, server.pulled = [], []
+        server.faults, server.pulled, server.located = [], [], []
         return server
 
     async def start(self, port: int = 0) -> None:

@@ -80,7 +80,12 @@ async def test_trainer_sends_only_egress_copies_to_six_hosts_at_once(egress):
         for version in range(3):
             snapshot = await plane.trainer.publish(version, tensors)
             sent = plane.trainer.server.num_bytes_sent
-            pulls = await asyncio.gather(*(rollout.pull(version) for rollout in rollouts))
+            valve = Valve(0)  # opened when all have asked: until then the trainer has its copies to send
+            plane.trainer.server.faults, plane.trainer.server.located = [valve] * egress, []
+            waiting = [asyncio.create_task(rollout.pull(version)) for rollout in rollouts]
+            await until(lambda: len(plane.trainer.server.located) == len(rollouts))
+            valve.is_open.set()
+            pulls = await asyncio.gather(*waiting)
             assert [fault for pull in pulls for fault in pull.stats.faults] == []
             size = snapshot.delta.plan.size_bytes if snapshot.delta else size_of(tensors)
             assert plane.trainer.server.num_bytes_sent - sent <= egress * size
