@@ -155,6 +155,8 @@ class JobWatcher:
         fields = await self._ledger.jobs.fields(self._job_id)  # again: the job may just have changed
         if fields["progress_at"] != self._progress_at:
             self._progress_at, self._progress_seen = fields["progress_at"], time.monotonic()
+        if await self._waits_its_turn(config, fields):
+            self._progress_seen = time.monotonic()
         deadline_s, silent_s = config.schedule.iteration_deadline_s, time.monotonic() - self._progress_seen
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             is_done = int(fields["next_iteration"]) >= config.schedule.num_iterations
@@ -162,6 +164,14 @@ class JobWatcher:
                 return  # its trainer, or the next one, writes the last checkpoint, and has limits of its own
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
+
+    async def _waits_its_turn(self, config: JobConfig, fields: Fields) -> bool:
+        """Return whether no trainer has the job, and living ones of its pool train other jobs, as after a resume."""
+        now = await self._ledger.now()
+        if float(fields.get("lease_until", "0")) > now:
+            return False
+        trainers = await self._ledger.trainers.records(config.pool)
+        return any(each.is_alive(now) and each.job_id not in (None, self._job_id) for each in trainers)
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """Fail a job that has lost too many trainers in a row, instead of handing it to the next one for ever."""

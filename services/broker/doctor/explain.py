@@ -85,18 +85,15 @@ def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
 def explain_pending(s: Situation) -> list[Finding]:
     pool, pending_s = s.config.pool, s.now - queued_at(s.fields)
     start = f"{s.job_id} has been PENDING for {pending_s:.0f} s: "
-    idle, busy = s.live_trainers("idle"), s.live_trainers("training")
+    idle, busy = s.live_trainers("idle"), s.busy_trainers()
     about: dict[str, Any] = {"who": s.job_id, "waits_for": f"a trainer of pool {pool}", "since_s": pending_s}
     if idle:
         is_late = pending_s > SILENT_S and not s.num_before
         what = f"{idle[0]} asks for jobs" + (" but does not take it; see its log" if is_late else " and takes it next")
         findings = [s.find(start + what, is_problem=is_late, **about)]
     elif busy:
-        jobs = ", ".join(f"{trainer} trains {s.trainers[trainer].job_id}" for trainer in busy)
-        what = f"{jobs}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
-        for held in sorted(s.paused):
-            what += f"; {held} is PAUSED and keeps its trainer: resume or cancel it"
-        findings = [s.find(start + what, is_problem=len(s.paused) == len(busy), **about)]
+        what = f"{busy}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
+        findings = [s.find(start + what, **about)]
     else:
         deadline_s = s.config.schedule.start_deadline_s
         left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)
@@ -113,7 +110,9 @@ def explain_pending(s: Situation) -> list[Finding]:
 def explain_running(s: Situation) -> list[Finding]:
     units = [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
     of_rollouts = [*waiting_episodes(s), *missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s)]
-    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, explain_deadline(s)]
+    about_work = [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts]
+    waits_its_turn = s.lease_left_s <= 0 and s.busy_trainers()  # it has no deadline then
+    return about_work if waits_its_turn else [*about_work, explain_deadline(s)]
 
 
 def explain_paused(s: Situation) -> list[Finding]:
@@ -203,13 +202,15 @@ def explain_losses(s: Situation) -> list[Finding]:
 def explain_trainer(s: Situation) -> Finding:
     pool, left_s = s.config.pool, s.lease_left_s
     if left_s <= 0:
-        others = s.live_trainers("idle")
-        sentence = f"{s.owner} stopped, died or lost its connection: its lease of {s.job_id} ran out "
-        sentence += f"{-left_s:.0f} s ago; "
+        idle, busy = s.live_trainers("idle"), s.busy_trainers()
+        has_left = (record := s.trainers.get(s.owner)) is not None and record.is_alive(s.now)
+        gone = "has left the job" if has_left else "stopped, died or lost its connection"
+        sentence = f"{s.owner} {gone}: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
         none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
-        sentence += f"{others[0]} takes over" if others else none
+        after = f"the first one that is free takes over: {busy}"
+        sentence += f"{idle[0]} takes over" if idle else after if busy else none
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
-        return s.find(sentence, who=s.owner, is_problem=True, **about)
+        return s.find(sentence, who=s.owner, is_problem=not (has_left and busy), **about)
     doing = s.fields.get("doing") or "its activity is not reported"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
     silent_s = record.silence_s(s.now) if (record := s.trainers.get(s.owner)) else 0.0

@@ -9,7 +9,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import Event, Finding, JobState, TrainerRecord, WorkerRecord
+from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Situation:
     trainers: dict[str, TrainerRecord]  # of the pool
     events: list[Event]  # newest first
     num_before: int  # pending jobs of the pool that are older
-    paused: set[str]  # jobs that living trainers of the pool hold although they are PAUSED
 
     @property
     def owner(self) -> str:
@@ -59,6 +58,11 @@ class Situation:
 
     def live_trainers(self, state: str) -> list[str]:
         return [t.id for t in self.trainers.values() if t.state == state and t.is_alive(self.now)]
+
+    def busy_trainers(self) -> str:
+        """Return `trainer-a trains job-1` of each living trainer with another job; '' if there is none."""
+        busy = [t for t in self.trainers.values() if t.job_id not in (None, self.job_id) and t.is_alive(self.now)]
+        return ", ".join(f"{trainer.id} trains {trainer.job_id}" for trainer in busy)
 
     def live_workers(self) -> list[WorkerRecord]:
         return [worker for worker in self.workers.values() if worker.is_alive(self.now)]
@@ -88,8 +92,6 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         evaluations.append(Unit(f"evaluation {number}", unit_fields, waiting))
     trainers = {trainer.id: trainer for trainer in await ledger.trainers.records(config.pool)}
     now = await ledger.now()
-    held_ids = [each.job_id for each in trainers.values() if each.job_id and each.is_alive(now)]
-    held = await inspection.existing_jobs(ledger, held_ids)
     (num_before,) = await ledger.lists.places(config.pool, [job_id])
     return Situation(
         job_id=job_id,
@@ -103,5 +105,4 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         trainers=trainers,
         events=await inspection.newest_events(ledger, job_id),
         num_before=num_before or 0,
-        paused={held_id for held_id, of in held.items() if of["state"] == JobState.PAUSED},
     )

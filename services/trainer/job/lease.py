@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,12 +14,15 @@ from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+YIELD_S = 5.0  # a paused job leaves its trainer once another job has waited this long: an idle one takes that sooner
 
 T = TypeVar("T")
 
@@ -51,6 +55,7 @@ class Lease:
         self._doing = "loading the model"
         self._state = JobState.RUNNING
         self._lost: Exception | None = None
+        self._must_yield = False  # it is paused, and another job needs the trainer
         self._heartbeat = background.start(self._keep())
 
     @property
@@ -74,6 +79,8 @@ class Lease:
             raise self._lost
         if self._stop.is_set():
             raise Stopped("this process was asked to stop")
+        if self._must_yield:
+            raise Stopped("it is paused, and another job waits for a trainer")
         if self._state is JobState.CANCELLING:
             raise JobCancelled
         if self._state.is_final:
@@ -107,9 +114,17 @@ class Lease:
 
     async def _keep(self) -> None:
         """Renew in time, and notice a cancel within a second. A failure ends it: `check` raises it while training."""
+        wanted_since = None  # since when the job is paused and another one waits
         try:
             while True:
                 self._state = await self._renew()
+                is_paused = self._state is JobState.PAUSED and self.job.rank == 0  # rank 0 decides
+                if not (is_paused and await is_trainer_wanted(self.ledger, self.job.config.pool)):
+                    wanted_since = None
+                elif wanted_since is None:
+                    wanted_since = time.monotonic()
+                elif time.monotonic() - wanted_since > YIELD_S:
+                    self._must_yield = True
                 if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
                     logger.error("job %s: %s", self.job.id, warning)
                     await self.ledger.event_log.emit(self.job.id, "trainer.stalled", warning)
@@ -126,3 +141,12 @@ class Lease:
         if fields["epoch"] != job.epoch:
             raise LeaseLost(job.id)
         return JobState(fields["state"])
+
+
+async def is_trainer_wanted(ledger: Ledger, pool: str) -> bool:
+    """Return whether a job of the pool waits for a trainer: a pending one, or a running one that has lost its own."""
+    if await ledger.lists.num_waiting(pool):
+        return True
+    started, now = await existing_jobs(ledger, await ledger.lists.started()), await ledger.now()
+    running = [of for of in started.values() if of.get("pool") == pool and of["state"] == JobState.RUNNING]
+    return any(float(of.get("lease_until", "0")) < now for of in running)

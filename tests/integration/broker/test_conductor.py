@@ -335,6 +335,18 @@ async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
 
 
 @pytest.mark.usefixtures("conductors", "eager")
+async def test_job_that_lost_its_trainer_may_wait_for_a_busy_one(ledger, pool):
+    await trainer_seen(ledger, pool, ago_s=0)
+    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 0.2})
+    await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    await trainer_seen(ledger, pool, ago_s=600)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "made no progress for" in fields["error"]
+
+
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger, pool):
     await trainer_seen(ledger, pool, ago_s=0)
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})

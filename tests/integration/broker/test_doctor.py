@@ -92,13 +92,6 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     findings = await explain_job(ledger, second)
     assert f"trainer-a trains job-0; before it: 1 pending job of pool {pool}" in text_of(findings)
     assert problems(findings) == []
-    held, _ = await started_job(ledger)
-    await ledger.jobs.move(held, JobState.PAUSED)
-    await beat_trainer(ledger, pool, "trainer-a", "training", held)
-    (problem,) = problems(await explain_job(ledger, second))
-    assert f"{held} is PAUSED and keeps its trainer: resume or cancel it" in problem
-    await beat_trainer(ledger, pool, "trainer-c", "training", "job-0")
-    assert problems(await explain_job(ledger, second)) == []  # that one will be free
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert "trainer-b asks for jobs and takes it next" in text_of(await explain_job(ledger, first))
     await ledger.redis.hset(JobKeys(first).job, "created_at", await ledger.now() - 60)
@@ -291,6 +284,14 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
     assert found.startswith(lost)
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
+    await beat_trainer(ledger, pool, "trainer-b", "training", "job-0")
+    found = text_of(await explain_job(ledger, job_id))
+    assert "; the first one that is free takes over: trainer-b trains job-0" in found
+    assert "the job fails in" not in found  # it waits its turn
+    await beat_trainer(ledger, pool, "trainer-dead", "training", "job-0")
+    left = f"trainer-dead has left the job: its lease of {job_id} ran out N s ago; the first one that is free"
+    assert left in text_of(await explain_job(ledger, job_id))
+    assert not any("trainer-dead" in problem for problem in problems(await explain_job(ledger, job_id)))
     for owner in ("trainer-b", "trainer-c"):
         assert await ledger.trainer.claim_job(job_id, owner, 0.0)
     assert problems(await explain_job(ledger, job_id))[0].startswith(

@@ -18,7 +18,7 @@ from onbeat.errors import LeaseLost
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.trainer.job.lease import ClaimedJob
+from services.trainer.job.lease import YIELD_S, ClaimedJob
 from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually
 
@@ -61,6 +61,7 @@ async def trainer(ledger: Ledger, redis_url: str, folder: Path, instead: str, **
     finally:
         if process.returncode is None:
             process.kill()
+            await process.communicate()
 
 
 async def events_of(ledger: Ledger, job_id: str, kind: str) -> list[str]:
@@ -77,6 +78,26 @@ async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str
     assert f"job {job_id} is left to another trainer: this process was asked to stop" in written.decode()
     assert await events_of(ledger, job_id, "job.handed_over") == ["trainer-a leaves the job to another trainer"]
     assert await ledger.trainer.claim_job(job_id, "another", 30)  # although the lease was for ten minutes
+
+
+async def test_paused_job_leaves_its_trainer_to_one_that_waits(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+    async def has_trainer(job_id: str) -> bool:
+        return float((await ledger.jobs.fields(job_id)).get("lease_until", "0")) > await ledger.now()
+
+    async with trainer(ledger, redis_url, tmp_path, "train_for_ever") as (_, paused):
+        await eventually("the trainer has the job", partial(has_trainer, paused), timeout_s=START_S)
+        await ledger.jobs.move(paused, JobState.PAUSED)
+        await asyncio.sleep(YIELD_S + 1)
+        assert await has_trainer(paused)  # nobody else wants it
+        pool = (await ledger.jobs.fields(paused))["pool"]
+        other = await create_job(ledger, pool=pool)
+        await eventually("the other job has the trainer", partial(has_trainer, other), timeout_s=YIELD_S + 10)
+        assert not await has_trainer(paused)
+        assert await events_of(ledger, paused, "job.handed_over") == ["trainer-a leaves the job to another trainer"]
+        await ledger.jobs.move(other, JobState.PAUSED)
+        await ledger.jobs.move(paused, JobState.RUNNING)  # it is in no queue, and waits all the same
+        await eventually("the first job has it again", partial(has_trainer, paused), timeout_s=YIELD_S + 10)
+        assert not await has_trainer(other)
 
 
 async def test_stuck_trainer_ends_and_another_one_gets_its_job(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
