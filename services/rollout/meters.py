@@ -60,7 +60,8 @@ def record_update(version: int, full_bytes: int, update: WeightUpdate) -> None:
 
 class BusyMeter:
     """A meter of the seconds with at least one response in flight, per iteration. Overlapping groups count once, for
-    the oldest iteration among them, so no second is counted for two iterations.
+    the oldest iteration among them, so no second is counted for two iterations. An evaluation counts for the iteration
+    of its number, while no iteration is generated.
 
     A group of iteration 0 from second 0 to 4 and one of iteration 1 from 3 to 5 give 4 seconds and 1.
     """
@@ -68,20 +69,21 @@ class BusyMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._finished_s: dict[int, float] = {}
-        self._num_running: dict[int, int] = {}
+        self._num_running: dict[tuple[bool, int], int] = {}  # by whether it is an evaluation, and number
         self._since = clock()
 
     @contextmanager
-    def running(self, iteration: int) -> Iterator[None]:
+    def running(self, iteration: int, is_evaluation: bool = False) -> Iterator[None]:
+        unit = (is_evaluation, iteration)
         self._advance()
-        self._num_running[iteration] = self._num_running.get(iteration, 0) + 1
+        self._num_running[unit] = self._num_running.get(unit, 0) + 1
         try:
             yield
         finally:
             self._advance()
-            self._num_running[iteration] -= 1
-            if not self._num_running[iteration]:
-                del self._num_running[iteration]
+            self._num_running[unit] -= 1
+            if not self._num_running[unit]:
+                del self._num_running[unit]
 
     def seconds(self, iteration: int) -> float:
         self._advance()
@@ -91,7 +93,7 @@ class BusyMeter:
         """Credit the time since the last change."""
         now = self._clock()
         if self._num_running:
-            oldest = min(self._num_running)
+            _, oldest = min(self._num_running)
             self._finished_s[oldest] = self._finished_s.get(oldest, 0.0) + now - self._since
             for old in sorted(self._finished_s)[:-MAX_ITERATIONS]:
                 del self._finished_s[old]

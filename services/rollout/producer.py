@@ -146,7 +146,7 @@ class GroupProducer:
         async def generate(prompt_token_ids: list[int], sampling: Sampling) -> GeneratedResponse:
             started = time.monotonic()
             try:
-                with self.busy.running(task.iteration):
+                with self.busy.running(task.iteration, task.is_evaluation):
                     responses = await engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
             finally:
                 calls.append((started, time.monotonic()))
@@ -177,7 +177,7 @@ class GroupProducer:
         async with self._gate.pinned(task.policy_version) as engine:
             flight.stage = Stage.GENERATING
             started = time.monotonic()
-            with self.busy.running(task.iteration):
+            with self.busy.running(task.iteration, task.is_evaluation):
                 try:
                     responses = await engine.generate(
                         prompt_token_ids, task.num_samples, sampling, expected_version=task.policy_version

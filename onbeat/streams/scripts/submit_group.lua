@@ -39,11 +39,11 @@ local entry = redis.call('XADD', KEYS[7], '*', kind, ARGV[4], 'group_id', ARGV[5
 redis.call('HSET', KEYS[4], ARGV[5], 'accepted:' .. entry)
 redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
 redis.call('XDEL', KEYS[6], ARGV[1])
-redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
 if ARGV[12] ~= '' then redis.call('HSET', KEYS[8], ARGV[12], ARGV[13]) end
 redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', KEYS[3], 'first_accepted_at', time)
-if kind == 'iteration' then
+if kind == 'iteration' then -- not of an evaluation: the iteration of its number may be over
+  redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
   record('accepted', ARGV[4], ARGV[5], ARGV[7], ARGV[2], entry, ARGV[11], string.match(ARGV[8], '^[^:]*'))
 end
 if ARGV[8] ~= '' then

@@ -209,6 +209,18 @@ async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     assert time.monotonic() - started < puller.PULL_DEADLINE_S / 2
 
 
+async def test_evaluation_leaves_the_busy_time_of_its_iteration(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    (before,) = await iteration_hashes(rig.ledger, rig.job_id, [0])
+    task = rig.task(0, 0, group_id="eval-0-0", is_evaluation=True, num_samples=1)
+    assert await rig.ledger.evaluations.open(rig.job_id, 0, 0, 1, [task]) == ""
+    await rig.until(lambda: rig.ledger.evaluations.state(rig.job_id, 0), EvaluationState.DRAINED)
+    (after,) = await iteration_hashes(rig.ledger, rig.job_id, [0])
+    assert after.busy_s == before.busy_s
+
+
 # ---- failures that belong to one group -----------------------------------------------------------------------------
 
 

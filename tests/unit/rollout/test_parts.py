@@ -49,6 +49,16 @@ def test_overlapping_groups_count_once_and_idle_time_does_not():
     assert [busy.seconds(0), busy.seconds(1), busy.seconds(MAX_ITERATIONS)] == [0.0, 1.0, MAX_ITERATIONS]  # 0 is old
 
 
+def test_a_late_evaluation_takes_no_time_from_iterations():
+    clock = Clock()
+    busy = BusyMeter(clock)
+    with busy.running(3, is_evaluation=True):
+        clock.now = 1.0
+        with busy.running(4):
+            clock.now = 3.0
+    assert [busy.seconds(3), busy.seconds(4)] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(("iteration", "seconds"), [(0, [5.0, 0.0]), (1, [4.0, 1.0])])
 def test_groups_that_end_crosswise_share_no_second(iteration: int, seconds: list[float]):
     """The second group belongs to `iteration`, the first one to 0."""
