@@ -7,6 +7,8 @@ A forked child has all that the service has, and lets go of what is not its own:
                    would wake the service's event loop
     handlers       until vLLM has its own, signals would be ignored
 
+The service removes the core's shared memory in the end: a core that vLLM has to kill takes its own tracker along.
+
 While it serves, it collects no garbage among the service's objects: each page that this writes to would be copied.
 """
 
@@ -19,6 +21,7 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkContext, ForkProcess
 
 from services.rollout.engines.imports import IMPORTING
@@ -40,6 +43,7 @@ class ForkedCore(ForkProcess):
             raise RuntimeError("vLLM's engine core could not be forked; the log has the error")
 
     def _fork(self) -> None:
+        resource_tracker.ensure_running()
         with IMPORTING:  # in the child, a module that another thread is importing would stay locked
             super().start()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import psutil
@@ -17,6 +18,7 @@ import torch
 
 from services.rollout.engines.imports import IMPORTING
 from services.rollout.engines.vllm_core import CoreContext
+from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
 
@@ -132,6 +134,38 @@ def test_a_core_that_hangs_at_its_start_ends_with_its_service() -> None:
         core = psutil.Process(int(service.stdout.readline()))
         service.kill()
     core.wait(DEADLINE_S)
+
+
+SHARE_AND_KILL = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+from types import ModuleType
+import psutil
+sys.modules["vllm"] = ModuleType("vllm")
+sys.modules["vllm"].plugins = ModuleType("plugins")
+from services.rollout.engines.vllm_core import CoreContext
+
+def share():
+    memory = SharedMemory(create=True, size=1024)
+    print(memory.name, flush=True)
+    time.sleep(60)
+
+core = CoreContext().Process(target=share)
+core.start()
+sys.stdin.readline()
+for process in (*psutil.Process(core.pid).children(recursive=True), psutil.Process(core.pid)):
+    process.kill()
+"""
+
+
+def test_shared_memory_of_a_killed_core_ends_with_its_service() -> None:
+    command = [sys.executable, "-c", SHARE_AND_KILL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        segment = Path("/dev/shm", service.stdout.readline().strip())
+        assert segment.is_file()
+        service.communicate("kill it\n", DEADLINE_S)
+    wait_until(lambda: not segment.exists(), "the segment is removed", DEADLINE_S)
 
 
 def test_a_core_computes_in_parallel_though_the_service_did() -> None:
