@@ -29,6 +29,7 @@ class GradientSum:
         self._config = opened.config
         self._device = next(policy.model.parameters()).device
         self._witness: RolloutGroup | None = None  # the first group with responses
+        self._is_first_pass = opened.num_updates_done == 0  # the next pass is the first of the iteration
         policy.optimizer.drop_gradients()
         policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
         stats.tally = Tally()
@@ -116,9 +117,11 @@ class GradientSum:
 
     def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the trainer's logprobs [N] with the weights that generated, if only the comparison with engines needs
-        them, else None."""
+        them, else None. It needs all while the engines are probed; later, those of an iteration's first pass."""
+        is_needed = self._is_first_pass or self._opened.is_probed
+        self._is_first_pass = False  # also if this rank's was an idle one: ranks must stay in lockstep
         version = self._opened.behaviour_version
-        if self._opened.has_behaviour_logprobs or not self._opened.is_probed:
+        if self._opened.has_behaviour_logprobs or not is_needed:
             return None
         assert version is not None, "no pass before the first groups are here"
         return self._policy.logprobs_at(version, batch, self._config.rollout.temperature)

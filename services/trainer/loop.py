@@ -178,7 +178,7 @@ class TrainLoop:
         """Raise JobFailed, before the optimizer step, if the engines' mismatch has grown since the first iteration."""
         if not self._opened.is_probed:
             return
-        sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "train/trained_tokens")]
+        sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "compared_tokens")]
         gap, num_tokens = self._world.sum_scalars(sums)
         state = self._publisher.state
         if num_tokens == 0:  # all groups of the update failed
