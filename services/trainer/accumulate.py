@@ -6,6 +6,7 @@
 Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part with idle ones.
 """
 
+import json
 from dataclasses import astuple, replace
 
 import torch
@@ -68,7 +69,10 @@ class GradientSum:
             self._world.sum_tensors(list(self._policy.optimizer.gradients().values()))
 
     def groups_to_blame(self) -> str:
-        """Return the groups of this replica whose own gradient is not finite. Each one is passed again alone."""
+        """Return the groups of all replicas whose own gradient is not finite. Each one is passed again alone.
+
+        The gradient is the same on every replica by now, so that all of them ask this.
+        """
         if self._policy.is_sharded:
             return "not known of a sharded model; run one replica alone, or set ONBEAT_PARALLELISM=ddp"
         guilty = []
@@ -77,7 +81,9 @@ class GradientSum:
             GradientSum(self._opened, self._policy, stats)._add_row([part])
             if not all(gradient.isfinite().all() for gradient in self._policy.optimizer.gradients().values()):
                 guilty.append(part.group.group_id)
-        return ", ".join(guilty) or "none of this replica, so one of another replica, or only their sum"
+        messages = self._world.all_gather_bytes(json.dumps(guilty).encode())
+        everywhere = [group_id for message in messages for group_id in json.loads(message)]
+        return ", ".join(everywhere) or "none, only their sum"
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
