@@ -50,7 +50,7 @@ class CheckpointSaver:
             self._go_on_without(error)
         self.report_finished()  # from here on all ranks agree on the previous checkpoint
         self._save(state, newest)
-        if self._has_failed and self._durable_until == 0:  # the disk may be too small for any
+        if self._has_failed and self._durable_until == config.first_iteration:  # the disk may be too small for any
             self._insist(state, newest, "the first one")
         return True
 

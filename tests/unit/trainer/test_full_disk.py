@@ -15,8 +15,18 @@ from services.trainer.checkpoints import store as checkpoint
 from services.trainer.checkpoints.saver import checkpoint_bytes, shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.job.interface import JobCancelled
+from services.trainer.loop import TrainLoop
 from services.trainer.policy import Policy
-from tests.trainer_fixtures import RecordedJob, job_config, recorded_iterations, tiny_config, tiny_model, train
+from services.trainer.session import begin
+from tests.trainer_fixtures import (
+    RecordedJob,
+    job_config,
+    model_of,
+    recorded_iterations,
+    tiny_config,
+    tiny_model,
+    train,
+)
 
 EVERY = {"every_iterations": 1}
 
@@ -71,6 +81,17 @@ def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk
         train(config, recorded_iterations(4), tmp_path, job=job)
     assert [iteration for iteration, *_ in job.commits] == [0, 1]
     assert [kind for kind, _ in job.events] == ["checkpoint.failed"] * 2
+    assert "it is the first one and tried again" in job.events[1][1]
+
+
+def test_first_checkpoint_of_a_fork_is_waited_for(tmp_path, full_disk):
+    train(job_config(schedule={"num_iterations": 1}), recorded_iterations(1), tmp_path / "jobs" / "job")
+    full_disk.update({2: 1, 3: 2})
+    config = job_config(fork={"job": "job", "iteration": 1}, checkpoint=EVERY, schedule={"num_iterations": 4})
+    policy, job = Policy.create(model_of(config), config), RecordedJob(config, recorded_iterations(4)[4:])
+    state = begin(tmp_path, "fork", config, policy)
+    TrainLoop(job, config, policy, state, CheckpointStore(tmp_path / "fork", keep=1)).run()
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(1, 3), (3, 4)]
     assert "it is the first one and tried again" in job.events[1][1]
 
 
