@@ -21,6 +21,7 @@ from services.trainer.session import begin
 from tests.trainer_fixtures import (
     RecordedJob,
     job_config,
+    make_group,
     model_of,
     recorded_iterations,
     tiny_config,
@@ -111,6 +112,14 @@ def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_di
         train(job_config(), recorded_iterations(), tmp_path)
     assert full_disk[3] == 99 - saver.NUM_TRIES
     assert list((tmp_path / "checkpoints").iterdir()) == [], "what was half written gives its room back"
+
+
+def test_stopped_job_without_its_checkpoint_promises_no_more(tmp_path, full_disk):
+    full_disk[2] = 1
+    config = job_config(schedule={"stop_without_signal": 2}, checkpoint={"every_iterations": 3})
+    groups = [make_group(f"{t}-{i}", version=t, rewards=[0, 0, 0]) for t in range(2) for i in range(4)]
+    with pytest.raises(JobFailed, match=r"stopped after 2 iterations.*could not be written.* check the disk"):
+        train(config, groups, tmp_path)
 
 
 def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):
