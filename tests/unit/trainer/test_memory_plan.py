@@ -168,6 +168,8 @@ def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
     shown = plan_of(tmp_path / "nothing", tmp_path)
     assert isinstance(shown.exception, ValueError)
     assert "nothing" in str(shown.exception)
+    unknown = plan_of(Path("bundled:nothing"), tmp_path)
+    assert str(unknown.exception).startswith("bundled:nothing is not known; known: ")
 
 
 def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
