@@ -6,6 +6,7 @@
 Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part with idle ones.
 """
 
+import json
 from dataclasses import astuple, replace
 
 import torch
@@ -29,6 +30,7 @@ class GradientSum:
         self._config = opened.config
         self._device = next(policy.model.parameters()).device
         self._witness: RolloutGroup | None = None  # the first group with responses
+        self._is_first_pass = opened.num_updates_done == 0  # the next pass is the first of the iteration
         policy.optimizer.drop_gradients()
         policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
         stats.tally = Tally()
@@ -67,7 +69,10 @@ class GradientSum:
             self._world.sum_tensors(list(self._policy.optimizer.gradients().values()))
 
     def groups_to_blame(self) -> str:
-        """Return the groups of this replica whose own gradient is not finite. Each one is passed again alone."""
+        """Return the groups of all replicas whose own gradient is not finite. Each one is passed again alone.
+
+        The gradient is the same on every replica by now, so that all of them ask this.
+        """
         if self._policy.is_sharded:
             return "not known of a sharded model; run one replica alone, or set ONBEAT_PARALLELISM=ddp"
         guilty = []
@@ -76,7 +81,9 @@ class GradientSum:
             GradientSum(self._opened, self._policy, stats)._add_row([part])
             if not all(gradient.isfinite().all() for gradient in self._policy.optimizer.gradients().values()):
                 guilty.append(part.group.group_id)
-        return ", ".join(guilty) or "none of this replica, so one of another replica, or only their sum"
+        messages = self._world.all_gather_bytes(json.dumps(guilty).encode())
+        everywhere = [group_id for message in messages for group_id in json.loads(message)]
+        return ", ".join(everywhere) or "none, only their sum"
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -116,9 +123,11 @@ class GradientSum:
 
     def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the trainer's logprobs [N] with the weights that generated, if only the comparison with engines needs
-        them, else None."""
+        them, else None. It needs all while the engines are probed; later, those of an iteration's first pass."""
+        is_needed = self._is_first_pass or self._opened.is_probed
+        self._is_first_pass = False  # also if this rank's was an idle one: ranks must stay in lockstep
         version = self._opened.behaviour_version
-        if self._opened.has_behaviour_logprobs or not self._opened.is_probed:
+        if self._opened.has_behaviour_logprobs or not is_needed:
             return None
         assert version is not None, "no pass before the first groups are here"
         return self._policy.logprobs_at(version, batch, self._config.rollout.temperature)

@@ -7,6 +7,7 @@ Every forward and backward of a sharded model is a collective, so there rank 0 t
 
 import time
 from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
@@ -100,7 +101,8 @@ class GroupFeed:
         self._receive(timeout_s=0.001)
         while True:
             ready = [group for group_id, group in self._waiting.items() if group_id in left]
-            is_enough = len(ready) == len(left) or sum(cost(group, self._config) for group in ready) >= budget
+            costs = accumulate(cost(group, self._config) for group in ready)
+            is_enough = len(ready) == len(left) or any(total >= budget for total in costs)
             moment_s = GATHER_S if ready and self._num_replicas == 1 else 0.001
             if is_enough or not self._receive(moment_s):
                 return ready

@@ -108,12 +108,14 @@ class TrainLoop:
         limit, is_last = schedule.stop_without_signal, state.next_iteration in schedule.ends
         if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
             return
-        self._publisher.leave()
+        more = f"`onbeat jobs resume` gives this job {limit} more"
+        if not self._publisher.leave():
+            more = "its checkpoint could not be written (the trainer's log says why): check the disk before you resume"
         mean = stats.sums["reward"] / stats.sums["num_responses"]
         raise JobFailed(
             f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
             f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
-            f"Read samples, and correct reward or data in a new job; `onbeat jobs resume` gives this job {limit} more"
+            f"Read samples, and correct reward or data in a new job; {more}"
         )
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
@@ -178,7 +180,7 @@ class TrainLoop:
         """Raise JobFailed, before the optimizer step, if the engines' mismatch has grown since the first iteration."""
         if not self._opened.is_probed:
             return
-        sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "train/trained_tokens")]
+        sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "compared_tokens")]
         gap, num_tokens = self._world.sum_scalars(sums)
         state = self._publisher.state
         if num_tokens == 0:  # all groups of the update failed

@@ -249,9 +249,8 @@ def main() -> None:
     """Print JSON: the parts, the number of parameters and the model's configuration, which an engine's plan needs."""
     request = json.loads(Path(sys.argv[1]).read_text())
     config = JobConfig.model_validate(request["job"])
-    source = resolve_model(config.model.path, Settings().cache_dir)
     try:
-        model_config = load_config(source)
+        model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))
         dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
         passes, _ = choose_passes(model_config, limit, torch.device("cpu"), dtype)
         sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"])

@@ -166,11 +166,13 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
 
 
 def has_old_policies(config: JobConfig) -> bool:
-    """Return whether the generating weights may differ from those in training: stale, or moved by an earlier update."""
-    return config.max_staleness > 0 or config.training.num_updates_per_iteration > 1
+    """Return whether passes need earlier weights than those in training: stale ones, or, for a ratio, those of before
+    the iteration's first update."""
+    is_divided_by = config.training.num_updates_per_iteration > 1 and config.objective.has_importance_ratio
+    return config.max_staleness > 0 or is_divided_by
 
 
 def is_served_in_place(config: JobConfig) -> bool:
     """Return whether rollouts may pull the parameters themselves, where these are whole and in host memory: no version
-    is needed longer than until the step that makes the next one."""
-    return config.lora is None and num_served(config) == 1 and not has_old_policies(config)
+    is needed longer than until the step that makes the next one, and no other step changes it."""
+    return config.lora is None and num_served(config) == 1 and config.training.num_updates_per_iteration == 1

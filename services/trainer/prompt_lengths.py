@@ -23,7 +23,10 @@ def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
 
 def main() -> None:
     die_with_parent()  # which is killed at its limit
-    source = resolve_model(sys.argv[1], Settings().cache_dir)
+    try:
+        source = resolve_model(sys.argv[1], Settings().cache_dir)
+    except ValueError as error:
+        sys.exit(str(error))
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
     from transformers import AutoTokenizer

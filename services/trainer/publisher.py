@@ -130,10 +130,10 @@ class Publisher:
         assert self._newest is not None, "finish before start"
         self.saver.finish(self.state, self._newest)
 
-    def leave(self) -> None:
-        """Write a checkpoint before the job stops early or this process ends."""
+    def leave(self) -> bool:
+        """Write a checkpoint before the job stops early or this process ends. Return whether it is on disk."""
         assert self._newest is not None, "leave before start"
-        self.saver.leave(self.state, self._newest)
+        return self.saver.leave(self.state, self._newest)
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
         """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the

@@ -20,6 +20,8 @@ from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
 
+COMPARED = ("token/mismatch", "token/divergence")  # sums over `compared_tokens`; all others over the trained tokens
+
 MAX_SHOWN = 20_000  # responses of an iteration up to which advantages are published
 
 SPAN_KINDS = {"train/micro_batches_s": "micro_batch", "train/step_s": "optimizer", "train/snapshot_s": "publish"}
@@ -110,20 +112,21 @@ class IterationStats:
         """Add a loss. Token quantities [N] become means over the trained tokens under `train/NAME`.
 
         Two gaps are kept apart: `mismatch` is that of the engines, at the weights that generated; `divergence` (k3) is
-        added by newer weights. Without the trainer's own logprobs at those weights, each includes the other.
+        added by newer weights. Without the trainer's own logprobs at those weights (`behaviour_logprobs`) neither is
+        known, so their means are over the compared tokens only.
         """
-        trainer_logprobs = trainer_logprobs.detach()
-        same_weights = trainer_logprobs if behaviour_logprobs is None else behaviour_logprobs
-        sampled_from = batch.rollout_logprobs if behaviour_logprobs is None else behaviour_logprobs
-        gap = (same_weights - batch.rollout_logprobs).abs()
         if loss.advantages is not None:
             self._add_advantages(batch, loss.advantages)
         self.tally.num_pairs += loss.num_pairs
         self.tally.num_rejected_tokens += loss.num_rejected_tokens
-        self._add("train/trained_tokens", len(gap))
-        self._raise("mismatch_max", gap.max().item())
-        divergence = kl_estimate("k3", sampled_from, trainer_logprobs)
-        token_sums = {"mismatch": gap, "divergence": divergence, "entropy": entropy, **loss.token_metrics}
+        self._add("train/trained_tokens", len(trainer_logprobs))
+        token_sums = {"entropy": entropy, **loss.token_metrics}
+        if behaviour_logprobs is not None:
+            gap = (behaviour_logprobs - batch.rollout_logprobs).abs()
+            self._add("compared_tokens", len(gap))
+            self._raise("mismatch_max", gap.max().item())
+            divergence = kl_estimate("k3", behaviour_logprobs, trainer_logprobs.detach())
+            token_sums |= {"mismatch": gap, "divergence": divergence}
         for name, values in token_sums.items():
             self._add(f"token/{name}", values.detach().sum().item())
 
@@ -176,7 +179,7 @@ class IterationStats:
     @property
     def divergence(self) -> float:
         """The estimated KL per token (k3) from the generating policy to the one in training, before its step."""
-        return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))
+        return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("compared_tokens", 0.0))
 
     def shown_advantages(self) -> Advantages:
         """Return the advantages; {} if there are more than MAX_SHOWN responses, as they are for people to look at."""
@@ -186,6 +189,7 @@ class IterationStats:
         """Return the metrics. `parts`: those of the reward that the job has curves of."""
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
         responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
+        compared = max(1.0, sums.pop("compared_tokens", 0.0))
         reward_mean = sums.pop("reward", 0.0) / responses
         episodes, later_tokens = sums.pop("num_episodes", 0.0), sums.pop("num_later_prompt_tokens", 0.0)
         variance = sums.pop("reward_square", 0.0) / responses - reward_mean**2
@@ -200,7 +204,8 @@ class IterationStats:
         report |= self.responses.part_scores(parts)
         for name, total in sums.items():
             if name.startswith("token/"):
-                report[name.replace("token/", "train/")] = total / tokens
+                divisor = compared if name in COMPARED else tokens
+                report[name.replace("token/", "train/")] = total / divisor
             elif name.startswith("per_episode/"):
                 report[name.removeprefix("per_")] = total / episodes
             elif name == CACHED_FRAC:

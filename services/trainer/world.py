@@ -82,10 +82,11 @@ class World:
         """
         if self.size == 1:
             return
-        with self._waiting("the sum of gradients"), torch.no_grad():
+        with torch.no_grad():
             for bucket in buckets(tensors, BUCKET_BYTES):
                 flat = torch.cat([tensor.flatten() for tensor in bucket])
-                dist.all_reduce(flat, group=self._group)
+                with self._waiting("the sum of gradients"):
+                    dist.all_reduce(flat, group=self._group)
                 pieces = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, piece in zip(bucket, pieces, strict=True):
                     tensor.copy_(piece.view_as(tensor))

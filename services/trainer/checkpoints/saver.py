@@ -50,7 +50,7 @@ class CheckpointSaver:
             self._go_on_without(error)
         self.report_finished()  # from here on all ranks agree on the previous checkpoint
         self._save(state, newest)
-        if self._has_failed and self._durable_until == 0:  # the disk may be too small for any
+        if self._has_failed and self._durable_until == config.first_iteration:  # the disk may be too small for any
             self._insist(state, newest, "the first one")
         return True
 
@@ -58,9 +58,10 @@ class CheckpointSaver:
         """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
         self._insist(state, newest, "the last one")
 
-    def leave(self, state: TrainState, newest: Snapshot) -> None:
+    def leave(self, state: TrainState, newest: Snapshot) -> bool:
         """Write a checkpoint because the job or this process is to stop, so that the next trainer has nothing to
-        repeat. The process that stops this one sets the time for it; else the next trainer starts from an older one."""
+        repeat. The process that stops this one sets the time for it; else the next trainer starts from an older one.
+        Return whether the checkpoint is on disk."""
         done = state.next_iteration
         self._job.doing = f"writing a checkpoint after {done} iterations, to stop there"
         try:
@@ -72,6 +73,7 @@ class CheckpointSaver:
                 self.report_finished()
         except JobFailed as error:  # NotWritten included
             logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._job.job_id, error)
+        return self._durable_until == done
 
     def report_finished(self) -> None:
         """Report checkpoints that are on disk by now; only then may the groups that they contain be dropped."""

@@ -206,6 +206,7 @@ class CheckpointStore:
             if epoch_of(leftover) < epoch_of(partial):  # never what a successor is writing
                 shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
+            (old / "state.json").unlink(missing_ok=True)  # first: the rest does not count any more
             shutil.rmtree(old, ignore_errors=True)  # another trainer may be at it, too
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -245,6 +246,8 @@ class CheckpointStore:
                 raise ValueError(f"it belongs to job {state.job_id} on {state.model_path}")
             load(read_tensors(folder / "optimizer", sharded or {}), state.num_steps)
         except (OSError, KeyError, ValueError, SafetensorError) as error:
+            if self._world.size == 1 and not (folder / "state.json").exists():  # a predecessor has just dropped it
+                return self.restore(job_id, model_path, load, before, sharded)
             raise ValueError(
                 f"checkpoint {folder} cannot be used: {error}; restore it from a backup, or submit the job again"
             ) from error

@@ -22,10 +22,13 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import OnbeatError
+from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.streams.best_effort import best_effort
+from onbeat.types import JobState
+from services.trainer.job.interface import CannotServe, Stopped
 from services.trainer.job.lease import Lease
 from services.trainer.trackers.points import Cursor, Point, read_points
+from services.trainer.world import PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +37,17 @@ LOOK_S = 2.0  # between looks into the ledger
 RETRY_S = 60.0  # after an error of a tracker
 CLOSE_S = 10.0  # all trackers together, at the end of the job
 
+# The errors after which the job goes on with another trainer, or with this one when it has started again.
+HANDS_OVER = (Stopped, PeerLost, CannotServe, RedisError, TimeoutError)
+
 
 class Tracker(Protocol):
     """A third-party library: any method may raise anything, or take long."""
 
     def log(self, point: Point) -> None: ...
-    def finish(self, has_succeeded: bool) -> None: ...
+
+    def finish(self, has_succeeded: bool | None) -> None:
+        """End the run; or, if `has_succeeded` is None, leave it to the job's next trainer."""
 
 
 class LeasedJob:
@@ -56,6 +64,14 @@ class LeasedJob:
             logger.info("job %s: trackers get nothing new: %s", self._id, error)
             return []
 
+    def has_succeeded(self) -> bool | None:
+        """Return None if the job is not over, or if that is not known."""
+        try:
+            state = JobState(self._lease.ask(lambda ledger: ledger.jobs.fields(self._id))["state"])
+        except (RedisError, TimeoutError, OnbeatError):
+            return None
+        return state is JobState.SUCCEEDED if state.is_final else None
+
     def warn(self, message: str) -> None:
         logger.warning("job %s: %s", self._id, message)
         with best_effort(f"job {self._id}: the event could not be stored"):
@@ -71,13 +87,14 @@ class Follower(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._arguments, self._job, self._file = arguments, job, file
         self._cursor = Cursor()
-        self._has_warned = self._has_succeeded = False
+        self._has_warned = False
+        self._has_succeeded: bool | None = None
         self._is_closing = threading.Event()
         self._is_abandoned = threading.Event()  # then nothing more is logged
         self.start()
 
-    def close(self, has_succeeded: bool) -> None:
-        """Ask the tracker to finish: no more points come."""
+    def close(self, has_succeeded: bool | None) -> None:
+        """Ask the tracker to finish: no more points come. None: from this trainer; the job goes on with another."""
         self._has_succeeded = has_succeeded
         self._is_closing.set()
 
@@ -147,10 +164,16 @@ def tracking(job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> It
     for tracker in config.tracking:
         file = folder / "trackers" / f"{tracker.type}.json"
         followers.append(Follower(tracker.type, (tracker, config, job_id), job, file))
-    has_succeeded = False
+    has_succeeded: bool | None = False
     try:
         yield followers
         has_succeeded = True
+    except LeaseLost:  # it has another trainer, or is over
+        has_succeeded = job.has_succeeded()
+        raise
+    except HANDS_OVER:
+        has_succeeded = None
+        raise
     finally:
         deadline = time.monotonic() + CLOSE_S
         for follower in followers:

@@ -34,8 +34,9 @@ class Run:
         metrics = [Metric(name, value, time_ms, point.step) for name, value in point.values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def finish(self, has_succeeded: bool) -> None:
-        self._client.set_terminated(self._run_id, "FINISHED" if has_succeeded else "FAILED")
+    def finish(self, has_succeeded: bool | None) -> None:
+        if has_succeeded is not None:
+            self._client.set_terminated(self._run_id, "FINISHED" if has_succeeded else "FAILED")
 
 
 def flatten(section: dict[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

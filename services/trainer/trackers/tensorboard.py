@@ -36,7 +36,7 @@ class Run:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
         self._write(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
 
-    def finish(self, has_succeeded: bool) -> None:
+    def finish(self, has_succeeded: bool | None) -> None:
         self._file.close()
 
     def _write(self, event: Event) -> None:

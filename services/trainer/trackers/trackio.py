@@ -21,5 +21,5 @@ class Run:
     def log(self, point: Point) -> None:
         self._run.log(point.values, step=point.step)
 
-    def finish(self, has_succeeded: bool) -> None:
+    def finish(self, has_succeeded: bool | None) -> None:
         self._run.finish()

@@ -36,5 +36,7 @@ class Run:
             self._newest = point.step
             self._run.log(point.values, step=point.step)
 
-    def finish(self, has_succeeded: bool) -> None:
+    def finish(self, has_succeeded: bool | None) -> None:
+        if has_succeeded is None:
+            self._run.mark_preempting()  # W&B then shows it as preempted and not as failed, until it is resumed
         self._run.finish(exit_code=0 if has_succeeded else 1)

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onbeat.config import JobConfig
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
+from onbeat.types import JobState
 from services.trainer.job.lease import ClaimedJob
 from services.trainer.trackers.follow import LeasedJob, tracking
 from tests.broker_fixtures import run_iteration, started_job
@@ -39,6 +40,10 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
             await train_iteration(ledger, job_id, epoch, iteration)
         await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
         await asyncio.to_thread(trackers.__exit__, None, None, None)
+    job = LeasedJob(lease)
+    assert await asyncio.to_thread(job.has_succeeded) is None
+    await ledger.jobs.move(job_id, JobState.FAILED, "stopped")
+    assert await asyncio.to_thread(job.has_succeeded) is False
     found = curves(tmp_path / "tensorboard")
     tokens_per_s = found.pop("iteration/tokens_per_s")
     series = metric_series(await read_iterations(ledger, job_id, -1, 100))

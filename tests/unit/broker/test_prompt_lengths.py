@@ -25,9 +25,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def open_rows(folder: Path, **options: Any) -> Any:
+def open_rows(folder: Path, model: str = "", **options: Any) -> Any:
     data = FileData.model_validate({"type": "jsonl", "path": "rows.jsonl", "shuffle": False} | options)
-    return open_dataset(DatasetSpec(data=data, seed=0, num_items=100, model_path=str(folder / "model")), folder)
+    model_path = model or str(folder / "model")
+    return open_dataset(DatasetSpec(data=data, seed=0, num_items=100, model_path=model_path), folder)
 
 
 def test_prompts_are_tokenised_as_rollouts_do():
@@ -60,6 +61,11 @@ def test_data_with_too_long_prompts_is_refused(folder, options, words):
     with pytest.raises(DatasetError) as caught:
         open_rows(folder, **options)
     assert (caught.value.field, words in caught.value.message) == ("data.max_prompt_tokens", True)
+
+
+def test_bundled_model_that_is_not_known_is_named(folder):
+    with pytest.raises(DatasetError, match="where the broker runs: bundled:nothing is not known; known: "):
+        open_rows(folder, model="bundled:nothing", max_prompt_tokens=100)
 
 
 def test_tokenizer_that_is_not_here_is_named(folder):

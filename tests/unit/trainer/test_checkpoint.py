@@ -154,6 +154,25 @@ def test_a_late_trainer_leaves_what_its_successor_is_writing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".iteration-000004.3.partial", "iteration-000003"]
 
 
+def test_checkpoint_that_is_dropped_while_it_is_read_gives_way(tmp_path, monkeypatch):
+    """A trainer that has lost the job ends a write meanwhile, and is about to remove the older one."""
+    store_with(tmp_path, 2)
+    read = checkpoint.read_tensors
+
+    def read_late(folder, sharded):
+        if "iteration-000003" in str(folder):
+            return read(folder, sharded)
+        with monkeypatch.context() as late:
+            late.setattr(checkpoint.shutil, "rmtree", lambda *_, **options: None)
+            store_with(tmp_path, 3, keep=1)
+        raise FileNotFoundError("some of its files")
+
+    monkeypatch.setattr(checkpoint, "read_tensors", read_late)
+    state, loaded = restore(CheckpointStore(tmp_path, keep=1))
+    assert state.next_iteration == 3
+    assert torch.equal(loaded["master.w"], tensors(3)["master.w"])
+
+
 def test_before_chooses_the_newest_one_without_the_iteration(tmp_path):
     """Newest by number: names of seven digits come first in the alphabet."""
     store = store_with(tmp_path, 2, 999_999, 1_000_000, keep=5)

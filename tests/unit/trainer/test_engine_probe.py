@@ -1,13 +1,19 @@
 """Engines that keep old weights somewhere end the job before anything is learnt from them; ordinary ones do not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from onbeat.errors import JobFailed
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
-from services.trainer.iteration import NUM_PROBED
+from services.trainer.iteration import NUM_PROBED, OpenIteration
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats
+from services.trainer.world import World
 from tests.trainer_fixtures import (
     RecordedJob,
     job_config,
@@ -124,3 +130,38 @@ def test_later_iterations_are_not_compared(tmp_path):
     job.version = NUM_PROBED
     train(config, None, tmp_path, job=job)
     assert job.commits[-1][2]["mismatch_mean"] > 0.01
+
+
+@jobs
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_mismatch_is_that_of_the_engines_alone(sections, num_updates, tmp_path):
+    """Of online DPO and the proximal policy, too, whose passes are not at the weights that generated."""
+    schedule = sections.get("schedule", {}) | {"num_iterations": NUM_PROBED + 4}
+    sections = sections | {"schedule": schedule, "training": {"num_updates_per_iteration": num_updates}}
+    job = run(sections, tmp_path, noise=1e-5)
+    metrics = [each for _, _, each in job.commits]
+    assert all(0.3e-5 < each["mismatch_mean"] < 3e-5 and each["mismatch_max"] < 1e-4 for each in metrics)
+    if schedule.get("mode") == "bounded":
+        assert all(each["train/divergence"] > 1e-3 for each in metrics[1:]), "the policy has moved since"
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_later_all_ranks_compare_the_first_pass_only(num_groups, monkeypatch):
+    class Peers(World):
+        def largest(self, value):
+            return 3
+
+    probed = []
+
+    def probe(version, batch, temperature):
+        probed.append((version, batch.group_ids))
+        return torch.zeros(len(batch.target_ids))
+
+    config = job_config(**JOBS["online dpo"], training={"max_tokens_per_micro_batch": 1})
+    policy = replace(Policy.create(model_of(config), config), world=Peers(), is_sharded=True)
+    monkeypatch.setattr(policy, "logprobs_at", probe)
+    stats = IterationStats(9)
+    gradient = GradientSum(OpenIteration(config, 9, 9, behaviour_version=8), policy, stats)
+    gradient.add([make_group(f"9-{i}", response_lengths=(3, 2, 5), version=8) for i in range(num_groups)])
+    assert probed == [(8, ["9-0"] if num_groups else ["idle"])]
+    assert ("token/mismatch" in stats.sums) == bool(num_groups)

@@ -6,9 +6,10 @@ import pytest
 
 from onbeat.errors import JobFailed
 from services.trainer import feed as feeds
+from services.trainer.batch import cost
 from services.trainer.feed import GroupFeed
 from services.trainer.job.interface import Stopped
-from tests.trainer_fixtures import RecordedJob, job_config, recorded_iterations, train
+from tests.trainer_fixtures import RecordedJob, job_config, make_group, recorded_iterations, train
 
 IDS = ["0-0", "0-1", "0-2", "0-3"]
 
@@ -100,3 +101,16 @@ def test_deliveries_of_a_predecessor_are_read_in_their_turn(monkeypatch):
         wanted = [group_id.replace("0-", f"{iteration}-") for group_id in IDS]
         assert [group_id for groups in feed.micro_batches(iteration, wanted) for group_id in ids(groups)] == wanted
         assert asked == list(range(iteration + 1))
+
+
+def test_groups_that_wait_are_not_counted_again_and_again(monkeypatch):
+    calls, num_groups = [], 60
+    config = job_config(training={"max_tokens_per_micro_batch": 40})
+    groups = [make_group(f"0-{index}", 10, (10, 10, 10)) for index in range(num_groups)]
+    job = RecordedJob(config, groups)
+    deliveries = iter([groups[:-1]])  # the last group comes when all others are trained
+    monkeypatch.setattr(job, "take", lambda count, timeout_s: groups if timeout_s == 0.5 else next(deliveries, []))
+    monkeypatch.setattr(feeds, "cost", lambda *arguments: calls.append(1) or cost(*arguments))
+    micro_batches = GroupFeed(job, config).micro_batches(0, [group.group_id for group in groups])
+    assert len(list(micro_batches)) == num_groups
+    assert len(calls) < 5 * num_groups

@@ -15,8 +15,19 @@ from services.trainer.checkpoints import store as checkpoint
 from services.trainer.checkpoints.saver import checkpoint_bytes, shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.job.interface import JobCancelled
+from services.trainer.loop import TrainLoop
 from services.trainer.policy import Policy
-from tests.trainer_fixtures import RecordedJob, job_config, recorded_iterations, tiny_config, tiny_model, train
+from services.trainer.session import begin
+from tests.trainer_fixtures import (
+    RecordedJob,
+    job_config,
+    make_group,
+    model_of,
+    recorded_iterations,
+    tiny_config,
+    tiny_model,
+    train,
+)
 
 EVERY = {"every_iterations": 1}
 
@@ -74,6 +85,17 @@ def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk
     assert "it is the first one and tried again" in job.events[1][1]
 
 
+def test_first_checkpoint_of_a_fork_is_waited_for(tmp_path, full_disk):
+    train(job_config(schedule={"num_iterations": 1}), recorded_iterations(1), tmp_path / "jobs" / "job")
+    full_disk.update({2: 1, 3: 2})
+    config = job_config(fork={"job": "job", "iteration": 1}, checkpoint=EVERY, schedule={"num_iterations": 4})
+    policy, job = Policy.create(model_of(config), config), RecordedJob(config, recorded_iterations(4)[4:])
+    state = begin(tmp_path, "fork", config, policy)
+    TrainLoop(job, config, policy, state, CheckpointStore(tmp_path / "fork", keep=1)).run()
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(1, 3), (3, 4)]
+    assert "it is the first one and tried again" in job.events[1][1]
+
+
 def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
     full_disk[3] = 4
     _, job = train(job_config(), recorded_iterations(), tmp_path)
@@ -90,6 +112,14 @@ def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_di
         train(job_config(), recorded_iterations(), tmp_path)
     assert full_disk[3] == 99 - saver.NUM_TRIES
     assert list((tmp_path / "checkpoints").iterdir()) == [], "what was half written gives its room back"
+
+
+def test_stopped_job_without_its_checkpoint_promises_no_more(tmp_path, full_disk):
+    full_disk[2] = 1
+    config = job_config(schedule={"stop_without_signal": 2}, checkpoint={"every_iterations": 3})
+    groups = [make_group(f"{t}-{i}", version=t, rewards=[0, 0, 0]) for t in range(2) for i in range(4)]
+    with pytest.raises(JobFailed, match=r"stopped after 2 iterations.*could not be written.* check the disk"):
+        train(config, groups, tmp_path)
 
 
 def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):

@@ -82,6 +82,7 @@ def test_checkpointing_and_lora_take_less() -> None:
 
 GPU, HALF_GPU = Placement(is_on_host=False), Placement(2, is_on_host=False)
 CHECKPOINT = "checkpoint while it is written"
+TWO_UPDATES = {"training": {"num_updates_per_iteration": 2}}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,14 @@ CHECKPOINT = "checkpoint while it is written"
             Placement(),
             {"older policies": 4, "published versions": 12},
         ),
+        # the ratio of a second update needs the weights that generated, and an objective without a ratio does not
+        (TWO_UPDATES, "float32", Placement(), {"older policies": 4, "published versions": 4}),
+        (
+            {"objective": {"type": "online_dpo"}} | TWO_UPDATES,
+            "float32",
+            Placement(),
+            {"older policies": 0, "published versions": 4},
+        ),
         ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # in the host's memory
         ({"gac": {"mode": "metric"}}, "float32", GPU, {CHECKPOINT: 16}),
         ({}, "float32", HALF_GPU, {CHECKPOINT: 6}),
@@ -109,7 +118,7 @@ def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expec
     config = config_of(**{"model": {"path": "x", "dtype": dtype}, "gac": {"mode": "off"}} | sections)
     sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
     parts = plan_trainer(config, sizes, placement)["host"]
-    assert {name: parts[name] / MB for name in expected} == expected
+    assert {name: parts.get(name, 0) / MB for name in expected} == expected
 
 
 @pytest.mark.parametrize(("budget", "places"), [(512, 416), (400, 400), (280, 280), (208, 208), (150, 124)])
@@ -159,6 +168,8 @@ def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
     shown = plan_of(tmp_path / "nothing", tmp_path)
     assert isinstance(shown.exception, ValueError)
     assert "nothing" in str(shown.exception)
+    unknown = plan_of(Path("bundled:nothing"), tmp_path)
+    assert str(unknown.exception).startswith("bundled:nothing is not known; known: ")
 
 
 def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,13 @@ def test_all_ranks_agree_to_publish_where_the_last_bit_decides(is_sharded, tmp_p
     assert [job.held for job in jobs if job.held] == [[0]] * (NUM_RANKS if is_sharded else 1)
 
 
+def content_of(payloads):
+    return [b"".join(payload.slices(0, payload.plan.size_bytes)) for payload in payloads]
+
+
 class ServingJob(RecordedJob):
-    """Holds versions as a trainer that is alone does. `seen`: what rollouts could have got of each, at once."""
+    """Holds versions as a trainer that is alone does. `seen`: what rollouts could have got of each, at once. They must
+    get the same before each micro-batch."""
 
     def __init__(self, config, groups):
         super().__init__(config, groups)
@@ -144,8 +149,12 @@ class ServingJob(RecordedJob):
         self.store.add(snapshot, delta_bytes)
         self.events.append(snapshot.policy_version)
         payloads = [payload for payload in (snapshot.full, snapshot.delta) if payload is not None]
-        content = [b"".join(payload.slices(0, payload.plan.size_bytes)) for payload in payloads]
-        self.seen.append((snapshot.manifest, [payload.plan for payload in payloads], content))
+        self.seen.append((snapshot.manifest, [payload.plan for payload in payloads], content_of(payloads)))
+        self._payloads = payloads
+
+    def record_micro_batch(self, iteration, group_ids):
+        assert content_of(self._payloads) == self.seen[-1][2], f"a version changed in iteration {iteration}"
+        return super().record_micro_batch(iteration, group_ids)
 
     def withdraw(self):
         if self.store.versions():
@@ -172,6 +181,14 @@ def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monke
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
 
 
+@pytest.mark.parametrize("objective", ["grpo", "online_dpo"])
+def test_version_stays_as_it_is_through_the_first_update(objective, tmp_path):
+    config = job_config(objective={"type": objective}, training={"num_updates_per_iteration": 2})
+    job = ServingJob(config, recorded_iterations())
+    train(config, recorded_iterations(), tmp_path, job=job)
+    assert job.events == [0, 1, 2, 3]
+
+
 def test_version_without_a_step_ends_the_pulls_of_the_one_before(tmp_path, monkeypatch):
     config, groups = job_config(gac={"mode": "control"}), recorded_iterations()
     monkeypatch.setattr(GradientControl, "apply", lambda self, gradients: GacDecision(GacAction.SKIP, None))
@@ -193,10 +210,11 @@ def test_memory_is_given_back_before_rollouts_take_a_version(tmp_path, monkeypat
     [
         {"schedule": {"mode": "bounded"}},
         {"training": {"num_updates_per_iteration": 2}},
+        {"training": {"num_updates_per_iteration": 2}, "objective": {"type": "online_dpo"}},
         {"evaluation": {"data": {"type": "reasoning_gym", "task": "chain_sum"}}},
         {"lora": {"rank": 4}},
     ],
-    ids=["stale", "several updates", "evaluated", "adapters"],
+    ids=["stale", "several updates", "no ratio", "evaluated", "adapters"],
 )
 def test_versions_that_are_needed_during_a_step_are_copies(sections):
     assert is_served_in_place(job_config())

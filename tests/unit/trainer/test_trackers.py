@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from onbeat.errors import JobFailed, LeaseLost
 from onbeat.types import EvaluationRecord
+from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.trackers import follow, points
 from services.trainer.trackers.follow import open_tracker
 from services.trainer.trackers.points import Cursor, Point
@@ -143,6 +145,9 @@ class FakeLibrary(ModuleType):
             self.rows.append((step, values))
             self.step = step
 
+    def mark_preempting(self):
+        self.endings.append("preempting")
+
     def finish(self, **options):
         self.endings.append(options)
 
@@ -159,11 +164,14 @@ def wandb(monkeypatch):
     return library("wandb", monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "endings"), [("wandb", [{"exit_code": 1}, {"exit_code": 0}]), ("trackio", [{}, {}])])
+@pytest.mark.parametrize(
+    ("name", "endings"),
+    [("wandb", ["preempting", {"exit_code": 1}, {"exit_code": 0}]), ("trackio", [{}, {}])],
+)
 def test_each_point_is_logged_once_over_two_trainers(name, endings, monkeypatch, tmp_path):
     fake = library(name, monkeypatch)
-    with pytest.raises(KeyboardInterrupt), tracking(LedgerOf(4, [0]), tmp_path, name):
-        raise KeyboardInterrupt
+    with pytest.raises(Stopped), tracking(LedgerOf(4, [0]), tmp_path, name):
+        raise Stopped
     with tracking(LedgerOf(7, [0, 4]), tmp_path, name):
         pass
     assert [step for step, values in fake.rows if "train/grad_norm" in values] == list(range(7))
@@ -173,6 +181,25 @@ def test_each_point_is_logged_once_over_two_trainers(name, endings, monkeypatch,
         assert (options["project"], options["name"], options["resume"]) == ("onbeat", "job-1", "allow")
         assert options["config"]["seed"] == 0
     assert fake.endings == endings
+
+
+@pytest.mark.parametrize("error", [*follow.HANDS_OVER, JobFailed, JobCancelled])
+def test_run_fails_with_its_job_only(error, monkeypatch, tmp_path):
+    endings = []
+    monkeypatch.setattr(TensorBoard, "finish", lambda run, has_succeeded: endings.append(has_succeeded))
+    with pytest.raises(error), tracking(LedgerOf(1), tmp_path):
+        raise error("x")
+    assert endings == [None if error in follow.HANDS_OVER else False]
+
+
+@pytest.mark.parametrize("has_succeeded", [True, False, None])
+def test_run_of_a_lost_job_ends_as_the_job_has(has_succeeded, monkeypatch, tmp_path):
+    endings, job = [], LedgerOf(1)
+    monkeypatch.setattr(TensorBoard, "finish", lambda run, has_succeeded: endings.append(has_succeeded))
+    monkeypatch.setattr(job, "has_succeeded", lambda: has_succeeded, raising=False)
+    with pytest.raises(LeaseLost), tracking(job, tmp_path):
+        raise LeaseLost("job-1")
+    assert endings == [has_succeeded]
 
 
 # ---- what must not harm the job --------------------------------------------------------------------------------------
@@ -269,7 +296,7 @@ def test_real_mlflow_holds_one_run_with_every_point_once(tmp_path, monkeypatch):
         tracker = open_tracker("mlflow", job_config_with([{"type": "mlflow"}]).tracking[0], job_config(), "job-1")
         for iteration in range(first, last):
             tracker.log(point(iteration))
-        tracker.finish(has_succeeded=first > 0)
+        tracker.finish(has_succeeded=True if first > 0 else None)
     client = mlflow_tracking.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("onbeat").experiment_id])
     history = client.get_metric_history(run.info.run_id, "iteration/reward_mean")

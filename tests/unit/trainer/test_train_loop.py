@@ -1,5 +1,6 @@
 """Periodic equals synchronous; the recorded order replays to the same bits; what goes wrong is loud."""
 
+import json
 import random
 import time
 from dataclasses import replace
@@ -18,7 +19,9 @@ from onbeat.streams.codec import GroupFailure, RolloutGroup
 from onbeat.types import JobState
 from services.trainer import loop
 from services.trainer import stats as stats_module
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
+from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
@@ -268,6 +271,19 @@ def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monke
     with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*own gradient is not finite: 0-2$"):
         train(config, recorded_iterations(1), tmp_path, model=model, arrivals=4)
     assert gap(model, model_of(config)).max() == 0.0
+
+
+@pytest.mark.parametrize(("peers", "named"), [(["0-7"], "0-7"), ([], "none, only their sum")])
+def test_groups_to_blame_are_those_of_all_replicas(peers, named):
+    class Pair(World):
+        def all_gather_bytes(self, content):
+            return [content, json.dumps(peers).encode()]
+
+    config, model = job_config(), tiny_model(tiny_config(), torch.float32)
+    opened = OpenIteration(config, 0, 0, behaviour_version=0)
+    gradient = GradientSum(opened, Policy.create(model, config, Pair(0, 2)), IterationStats(0))
+    gradient.add(recorded_iterations(1)[:1])
+    assert gradient.groups_to_blame() == named
 
 
 @pytest.mark.parametrize(
