@@ -10,12 +10,12 @@ import importlib.util
 import json
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from onbeat.config import HubData
 from onbeat.types import DATASETS_FOLDER
-from services.broker.datasets import DatasetError
+from services.broker.datasets import DatasetError, is_secret
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 ON_HUB = "hf://"
@@ -57,10 +57,11 @@ def read_split(data: HubData, data_dir: Path, cache: Path) -> Any:
 
     datasets.disable_progress_bars()
     local = data_dir / data.path
-    source, revision = (str(local), None) if local.is_dir() else (data.path, data.revision)
+    is_local = local.is_dir() and not is_secret(PurePath(data.path))
+    source, revision = (str(local), None) if is_local else (data.path, data.revision)
     builder = datasets.load_dataset_builder(source, data.subset, cache_dir=str(cache), revision=revision)
     for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
-        is_its_own = Path(file).resolve().is_relative_to(local) if local.is_dir() else file.startswith(ON_HUB)
+        is_its_own = Path(file).resolve().is_relative_to(local) if is_local else file.startswith(ON_HUB)
         if not is_its_own:  # a data set could name files of this machine
             raise DatasetError("data.path", f"{data.path} has a file outside of itself: {file}")
     splits = list(builder.info.splits or builder.config.data_files or {})

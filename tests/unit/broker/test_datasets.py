@@ -15,6 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
+from onbeat.local.redis_server import redis_service
+from onbeat.local.state import StackLock, StackState
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
@@ -191,6 +193,22 @@ def test_link_out_of_the_data_folder_is_refused(tmp_path):
     write_jsonl(tmp_path / "secret.jsonl", ROWS)
     (folder / "rows.jsonl").symlink_to(tmp_path / "secret.jsonl")
     assert "outside" in refusal(folder).message
+
+
+@pytest.mark.parametrize("folder", ["", "sub/../", "link/"])
+def test_password_of_the_local_stack_is_no_data(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    redis_service(tmp_path)
+    StackLock(tmp_path).write(StackState(1, "up", "http://u", "redis://:password@r", 1.0))
+    (tmp_path / "stack.new").write_bytes((tmp_path / "stack.json").read_bytes())
+    for name in ("stack.json", "STACK.json", "stack.new", "redis/redis.conf"):
+        message = refusal(tmp_path, path=f"{folder}{name}", prompt_field="redis_url", answer_field=None).message
+        assert "belongs to the local stack, and no job may read it" in message
+    with pytest.raises(DatasetError, match="redis cannot be fetched: "):
+        open_hub(tmp_path, path="redis", subset=None)
 
 
 def test_absolute_path_inside_the_data_folder_is_fine(tmp_path):
