@@ -18,7 +18,7 @@ from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
-from services.broker.datasets.process import DatasetPool, DatasetProcess
+from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
 
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
@@ -53,11 +53,11 @@ class Admission:
 
     def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
-        self._trials = asyncio.Semaphore(MAX_TRIALS)
+        self._trials, self._pattern = asyncio.Semaphore(MAX_TRIALS), asyncio.Lock()
 
     async def examine(self, config: JobConfig) -> tuple[list[Complaint], list[str]]:
         """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
-        while numbers or options are impossible."""
+        while numbers or options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
         to_try: list[tuple[RewardUse, int]] = []  # with the number of groups of its pattern
@@ -67,14 +67,14 @@ class Admission:
             complaints += of_reward + of_pattern
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
-        async with self._trials:  # the hub may take its time
+        async with hold(self._trials):  # the hub may take its time
             complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
             return complaints, []
         of_data, first, notes = await self._review_data(config)
         complaints += of_data
         for use, num_groups in to_try:
-            async with self._trials:
+            async with hold(self._trials):
                 of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
             complaints += of_trial
             notes += more_notes
@@ -101,7 +101,8 @@ class Admission:
             return [], 0
         pattern, problem, num_groups = options.get(option), "is not a string", 0
         if isinstance(pattern, str):
-            problem, num_groups = await self._patterns.check_pattern(pattern)
+            async with hold(self._pattern):
+                problem, num_groups = await self._patterns.check_pattern(pattern)
         if not problem:
             return [], num_groups
         message = f"reward {use.reward.name} needs a regular expression here; {show(pattern)} {problem}"

@@ -238,6 +238,33 @@ async def test_slow_data_of_one_job_holds_up_no_other_job(broker, tmp_path):
     slow.cancel()
 
 
+SLOW_PATTERN = {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010ffff]" * 2000}}
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {"data": {"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"}},
+        {"reward": SLOW_PATTERN},
+        {"reward": {"name": "math"}},
+    ],
+    ids=["data", "pattern", "trial"],
+)
+async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, monkeypatch, slow):
+    monkeypatch.setattr("services.broker.admission.rewards.find_failure", lambda *_: asyncio.sleep(60))
+    monkeypatch.setattr("services.broker.datasets.process.PLACE_S", 0.3)
+    (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
+    others = [asyncio.create_task(broker.post("/v1/jobs:validate", json=job_body(**slow))) for _ in range(MAX_TRIALS)]
+    await asyncio.sleep(0.8)
+    answer = await broker.post("/v1/jobs", json=job_body(**slow))
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert "busy for 0.3 s with checks of other jobs" in answer.json()["detail"]
+    (error,) = await refusals(broker, **slow, seed="x")  # what is wrong in any case
+    assert error["field"] == "seed"
+    for other in others:
+        other.cancel()
+
+
 async def test_answer_that_is_no_mathematics_is_refused():
     reward = RewardConfig(name="math")
     for answer, is_right in (("1/2", True), ("", False)):
