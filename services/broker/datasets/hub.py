@@ -2,9 +2,11 @@
 
 DATA_DIR/datasets/.hub/NAME.parquet    the split, which jobs read from then on
 DATA_DIR/datasets/.hub/cache           what is being downloaded
+DATA_DIR/datasets/.hub/lock            held by the process that downloads
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -36,12 +38,17 @@ def fetch_split(data: HubData, data_dir: Path) -> Path:
         message = "needs the package `datasets` where the broker runs, which is not installed; download the data set"
         raise DatasetError("data.type", f"{message} as Parquet, and upload it with `onbeat data push`")
     try:
-        (folder / "cache").mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".new")
-        with contextlib.chdir(folder / "cache"):  # a folder of the broker that has the name is not the hub's
-            read_split(data, data_dir, folder / "cache").to_parquet(draft)
-        draft.replace(target)
-        shutil.rmtree(folder / "cache", ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if target.is_file():  # another process has fetched it meanwhile
+                return target
+            (folder / "cache").mkdir(exist_ok=True)
+            draft = target.with_suffix(".new")
+            with contextlib.chdir(folder / "cache"):  # a folder of the broker that has the name is not the hub's
+                read_split(data, data_dir, folder / "cache").to_parquet(draft)
+            draft.replace(target)
+            shutil.rmtree(folder / "cache", ignore_errors=True)
     except DatasetError:
         raise
     except Exception as error:  # the library raises errors of half a dozen others

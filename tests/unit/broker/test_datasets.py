@@ -2,11 +2,14 @@
 
 import asyncio
 import datetime
+import fcntl
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -391,10 +394,26 @@ def open_hub(data_dir: Path, **options: Any) -> Any:
 def test_split_of_a_hub_is_fetched_once_and_kept(hub_folder):
     dataset = open_hub(hub_folder, split="test", answer_pattern="0(.+)")
     assert dataset.item(0).context["answer"] == "72"
-    (kept,) = (hub_folder / "datasets" / ".hub").iterdir()
-    assert kept.name.startswith("org-sums-")
+    kept, lock = sorted((hub_folder / "datasets" / ".hub").iterdir(), reverse=True)
+    assert (kept.name.startswith("org-sums-"), lock.name) == (True, "lock")
     shutil.rmtree(hub_folder / "org")
     assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+
+
+def test_split_that_another_process_is_fetching_is_taken(hub_folder, monkeypatch):
+    open_hub(hub_folder)
+    folder = hub_folder / "datasets" / ".hub"
+    (kept,) = folder.glob("*.parquet")
+    content = kept.read_bytes()
+    kept.unlink()
+    monkeypatch.delattr("services.broker.datasets.hub.read_split")
+    with (folder / "lock").open() as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        opening = pool.submit(open_hub, hub_folder)
+        time.sleep(0.5)
+        kept.write_bytes(content)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert opening.result().item(0)
 
 
 def test_hub_folder_is_found_below_a_relative_data_folder(hub_folder, monkeypatch):
