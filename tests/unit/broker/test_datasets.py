@@ -5,7 +5,6 @@ import datetime
 import fcntl
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -391,13 +390,16 @@ def open_hub(data_dir: Path, **options: Any) -> Any:
     return open_dataset(DatasetSpec(data=data, seed=0, num_items=100), data_dir)
 
 
-def test_split_of_a_hub_is_fetched_once_and_kept(hub_folder):
+def test_split_is_fetched_once_and_again_if_a_folder_changed(hub_folder, monkeypatch):
     dataset = open_hub(hub_folder, split="test", answer_pattern="0(.+)")
     assert dataset.item(0).context["answer"] == "72"
     kept, lock = sorted((hub_folder / "datasets" / ".hub").iterdir(), reverse=True)
     assert (kept.name.startswith("org-sums-"), lock.name) == (True, "lock")
-    shutil.rmtree(hub_folder / "org")
-    assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+    with monkeypatch.context() as patch:
+        patch.delattr("services.broker.datasets.hub.read_split")
+        assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+    write_jsonl(hub_folder / "org" / "sums" / "data" / "test.jsonl", [{"prompt": "new", "answer": 1}])
+    assert open_hub(hub_folder, split="test").item(0).messages[0].content == "new"
 
 
 def test_split_that_another_process_is_fetching_is_taken(hub_folder, monkeypatch):
