@@ -13,7 +13,7 @@ from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, ProcessRecord, TrainerRecord, WorkerRecord
-from services.broker.doctor.explain import RECENT_S, count, explain_job
+from services.broker.doctor.explain import RECENT_S, count, explain_job, explain_refused_read
 from services.broker.doctor.memory import explain_memory
 
 DEADLINE_S = 10.0  # for the whole diagnosis
@@ -200,9 +200,13 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
     findings = []
     for job_id in explained:
         try:
-            findings += [*await explain_job(ledger, job_id), await explain_streams(ledger, job_id)]
+            findings += await explain_job(ledger, job_id)
+            findings.append(await explain_streams(ledger, job_id))
         except JobNotFound:
             continue
+        except ResponseError as error:
+            if (refusal := explain_refused_read(job_id, error)) not in findings:
+                findings.append(refusal)
         except (ValueError, LookupError) as error:
             sentence = f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); "
             sentence += "cancel the job, and let an admin delete it"

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
+from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
 from onbeat.streams.inspection import PromptLease
@@ -45,12 +46,20 @@ def count(number: int, noun: str) -> str:
 async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
     """Explain a job, problems first: who waits for whom, and how it learns. Raises JobNotFound."""
     fields = await ledger.jobs.fields(job_id)
-    about_work = await explain_work(ledger, fields)
+    try:
+        about_work = await explain_work(ledger, fields)
+    except ResponseError as error:
+        return [explain_refused_read(job_id, error)]
     about_learning = await explain_learning(ledger, fields)
     if JobState(fields["state"]).is_final:
         return [*about_work, *about_learning]
     is_late = [finding for finding in about_work if finding.is_problem]
     return sorted([*is_late, *about_learning, *about_work[len(is_late) :]], key=lambda finding: not finding.is_problem)
+
+
+def explain_refused_read(job_id: str, error: ResponseError) -> Finding:
+    sentence = f"Redis refuses to read the streams of {job_id} ({error}): was a key deleted, or did Redis lose data? "
+    return Finding(sentence=sentence + "Cancel the job, and submit it again", job_id=job_id, is_problem=True)
 
 
 async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:

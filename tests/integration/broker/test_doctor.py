@@ -105,6 +105,17 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     assert "trainer-b asks for jobs but does not take it; see its log" in problems(await explain_job(ledger, first))[0]
 
 
+async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, pool, broker):
+    job_id, other = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await ledger.redis.delete(JobKeys(job_id).prompts)
+    (finding,) = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()["findings"]
+    assert finding["sentence"].startswith(f"Redis refuses to read the streams of {job_id} (NOGROUP No such key ")
+    found = (await broker.get("/v1/doctor")).json()["findings"]
+    assert [each for each in found if each["job_id"] == job_id] == [finding]
+    assert f"streams of {other}: 0 prompts" in str(found)
+    assert "does not answer" not in str(found)
+
+
 # ---- running -----------------------------------------------------------------------------------------------------
 
 

@@ -64,5 +64,7 @@ def test_group_too_large_for_redis_says_what_to_lower(monkeypatch: pytest.Monkey
     group = group_of(FIRST, NEXT)
     check_group(group)
     monkeypatch.setattr("onbeat.streams.codec.MAX_GROUP_BYTES", group.ByteSize() - 1)
-    with pytest.raises(ValueError, match=r"group 0-0: \d+ bytes, of at most \d+; lower rollout.num_samples_per_prompt, "):
+    with pytest.raises(
+        ValueError, match=r"group 0-0: \d+ bytes, of at most \d+; lower rollout.num_samples_per_prompt, "
+    ):
         check_group(group)
