@@ -122,7 +122,7 @@ def explain_pending(s: Situation) -> list[Finding]:
 def explain_running(s: Situation) -> list[Finding]:
     units = [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
     of_rollouts = [*waiting_episodes(s), *missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s)]
-    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, explain_deadline(s)]
+    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, *explain_deadline(s)]
 
 
 def explain_paused(s: Situation) -> list[Finding]:
@@ -333,13 +333,17 @@ def why_unclaimed(s: Situation) -> str:
     return ", ".join(f"{worker.id} is {worker.state}" for worker in ours[:5] if worker.state != "generating")
 
 
-def explain_deadline(s: Situation) -> Finding:
+def explain_deadline(s: Situation) -> list[Finding]:
+    """Say what happens if nothing arrives. Nothing does while the trainer writes the last checkpoint."""
+    is_trained = int(s.fields["next_iteration"]) >= s.config.schedule.num_iterations
+    if is_trained and not s.evaluations and s.lease_left_s + ARRIVAL_S > 0:
+        return []
     deadline_s = s.config.schedule.iteration_deadline_s
     left_s, when = time_left(deadline_s, s.silent_s, deadline_s)
-    sentence = f"no progress for {s.silent_s:.0f} s; {JOB_FAILS} {when} if nothing arrives"
-    about = {"since_s": s.silent_s, "next": JOB_FAILS, "deadline_s": left_s}
-    is_late = s.silent_s > deadline_s / 2
-    return s.find(f"{sentence} (schedule.iteration_deadline_s)", who=s.job_id, is_problem=is_late, **about)
+    what = f"{s.evaluations[0].name} is given up" if s.evaluations else JOB_FAILS
+    sentence = f"no progress for {s.silent_s:.0f} s; {what} {when} if nothing arrives (schedule.iteration_deadline_s)"
+    about = {"since_s": s.silent_s, "next": what, "deadline_s": left_s}
+    return [s.find(sentence, who=s.job_id, is_problem=s.silent_s > deadline_s / 2, **about)]
 
 
 # ---- rollouts ----------------------------------------------------------------------------------------------------

@@ -292,6 +292,12 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, poo
     assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in found
     assert "waiting for the last evaluation, for N s" in found
     assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
+    assert "evaluation 1 is given up in N s if nothing arrives" in found
+    assert "the job fails" not in found
+    await ledger.evaluations.fail(job_id, 1, 1, "given up")
+    assert "if nothing arrives" not in text_of(await explain_job(ledger, job_id))  # the last checkpoint may take long
+    await ledger.trainer.renew_job(job_id, epoch, -ARRIVAL_S)
+    assert "the job fails in N s if nothing arrives" in text_of(await explain_job(ledger, job_id))
 
 
 async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
