@@ -118,6 +118,13 @@ def review_numbers(config: JobConfig) -> list[Complaint]:
         complaints.append(
             (f"rollout.{name}_prompts_per_iteration", f"{num_responses} responses in one iteration; {limit}")
         )
+    evaluation, num_prompts = config.evaluation, sum(held_out.num_prompts for held_out in config.held_out)
+    if evaluation and (num_responses := num_prompts * evaluation.num_samples_per_prompt) > MAX_RESPONSES_PER_ITERATION:
+        message = f"{num_responses} responses in one evaluation; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
+        complaints.append(("evaluation.num_samples_per_prompt", message + "lower it or the prompts"))
+    if config.lora is not None and not config.lora.target_modules:
+        message = "names no layer, so that nothing would be trained; name some, or leave it out for all linear layers"
+        complaints.append(("lora.target_modules", message))
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
         message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
         complaints.append(("schedule.num_iterations", message + "lower it or the prompts per iteration"))

@@ -77,6 +77,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout": {MOST: 10_000, "num_samples_per_prompt": 1024}}, f"rollout.{MOST}", "10240000 responses in one"),
     ({"rollout": {MOST: 4}, "schedule": {"mode": "bounded"}}, f"rollout.{MOST}", "use schedule.mode = 'periodic'"),
     ({"rollout": {MOST: 4}, "training": {UPDATES: 2}}, f"training.{UPDATES}", "use 1, or leave out rollout.max"),
+    ({"tracking": [{"type": "?"}] * 60_000}, "tracking", "should have at most 3 items"),
+    ({"reward": [{"name": 0}] * 60_000}, "reward", "should have at most 8 items"),
+    ({"schedule": {"earlier_ends": [0] * 300_000}}, "schedule.earlier_ends", "should have at most 10000 items"),
+    (
+        {"evaluation": {"data": DATA, "num_prompts": 10_000, "num_samples_per_prompt": 1024}},
+        "evaluation.num_samples_per_prompt",
+        "10240000 responses in one evaluation",
+    ),
+    ({"lora": {"target_modules": []}}, "lora.target_modules", "names no layer"),
+    ({"lora": {"rank": 2**31}}, "lora.rank", "less than or equal to 65536"),
     ({"data": {"on_too_long": "refuse"}}, "data.on_too_long", "refuse needs max_prompt_tokens"),
 ]
 
