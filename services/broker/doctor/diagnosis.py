@@ -25,9 +25,9 @@ MAX_PENDING = 5  # pending jobs that are explained; the others wait for the same
 FULL = 0.9  # share of maxmemory
 
 
-async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
+async def diagnose(ledger: Ledger, *, is_conducting: bool, is_read_only: bool = False) -> Diagnosis:
     """Examine everything; faults become findings, not exceptions. It ends within DEADLINE_S + REFUSAL_S."""
-    findings = [explain_broker(is_conducting=is_conducting)]
+    findings = [explain_broker(is_conducting, is_read_only)]
     try:
         async with asyncio.timeout(DEADLINE_S):
             findings += await examine_redis(ledger)
@@ -61,7 +61,9 @@ def diagnosis(findings: list[Finding]) -> Diagnosis:
     return Diagnosis(is_healthy=not any(finding.is_problem for finding in ordered), findings=ordered)
 
 
-def explain_broker(*, is_conducting: bool) -> Finding:
+def explain_broker(is_conducting: bool, is_read_only: bool) -> Finding:
+    if is_read_only:
+        return Finding(sentence="the broker answers, and only shows what was recorded", who="broker")
     if is_conducting:
         return Finding(sentence="the broker answers, and its control loop runs", who="broker")
     sentence = "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"
