@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
-from onbeat.config.explain import show
+from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.errors import OnbeatError
 from onbeat.installed import ENVIRONMENTS, REWARDS
 from onbeat.rewards import HTTP_REWARD, RewardConfig
@@ -24,7 +24,6 @@ from services.broker.tasks import read_set
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
-MAX_SHOWN = 80  # characters of a wrong value
 
 MAX_TRIALS = 2  # of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
+from onbeat.config.explain import MAX_SHOWN
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
-MAX_SHOWN = 80  # characters of a wrong path
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 
