@@ -54,8 +54,6 @@ def check_rewards(section: RewardConfig | list[RewardConfig]) -> RewardConfig | 
         if section.weight != 1 or section.part is not None:
             raise ValueError("reward.weight: is of several rewards, as is part; write each of them under [[reward]]")
         return section
-    if len(section) > MAX_REWARDS:
-        raise ValueError(f"reward: {len(section)} rewards; at most {MAX_REWARDS} are weighed")
     parts = [reward.part or reward.name for reward in section]
     if twice := sorted({part for part in parts if parts.count(part) > 1}):
         raise ValueError(f"reward.part: two rewards are both called {twice[0]}; give one of them another part")
@@ -63,7 +61,8 @@ def check_rewards(section: RewardConfig | list[RewardConfig]) -> RewardConfig | 
 
 
 OneOrSeveralRewards = Annotated[
-    Annotated[RewardConfig, Tag(TABLE)] | Annotated[list[RewardConfig], Field(min_length=1), Tag(LIST)],
+    Annotated[RewardConfig, Tag(TABLE)]
+    | Annotated[list[RewardConfig], Field(min_length=1, max_length=MAX_REWARDS), Tag(LIST)],
     Discriminator(form_of),
     AfterValidator(check_rewards),
 ]

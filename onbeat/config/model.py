@@ -25,7 +25,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
 
-    rank: PositiveInt = Field(16, description="rank of the two factors of an update")
+    rank: PositiveInt = Field(16, le=65_536, description="rank of the two factors of an update")
     alpha: Float = Field(32.0, gt=0, description="scale of the update: it is multiplied by alpha / rank")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="names of the linear layers that get an adapter, such as q_proj"

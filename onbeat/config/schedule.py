@@ -13,6 +13,7 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=MAX_NUM_ITERATIONS, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
+        max_length=10_000,
         description="previous totals of iterations, recorded when a job is resumed with more of them; a decaying "
         "learning rate reaches 0 at each of them",
     )

@@ -54,5 +54,5 @@ class JobSections(Section):
         None, description="checkpoint of another job to start from; default: start from the model"
     )
     tracking: list[TrackerConfig] = Field(
-        default_factory=list, description="trackers besides TensorBoard, at most one of each type"
+        default_factory=list, max_length=3, description="trackers besides TensorBoard, at most one of each type"
     )

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from onbeat.errors import OnbeatError
+from onbeat.local.state import REDIS_FOLDER
 from onbeat.local.supervisor import ServiceSpec
 
 HOST = "127.0.0.1"
@@ -15,7 +16,7 @@ HOST = "127.0.0.1"
 
 def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
     """Return the service to start, and the URL of its Redis."""
-    folder = data_dir / "redis"
+    folder = data_dir / REDIS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     port, password = free_port(), secrets.token_urlsafe(24)
     config_path = folder / "redis.conf"

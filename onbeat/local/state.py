@@ -21,6 +21,7 @@ from onbeat.errors import OnbeatError
 
 DEFAULT_DATA_DIR = ".onbeat"
 OWNER_LOCK, CHILDREN_LOCK = "stack.lock", "children.lock"
+STATE_FILE, STATE_DRAFT, REDIS_FOLDER = "stack.json", "stack.new", "redis"  # they hold the password of Redis
 OWNER_DEADLINE_S, LEFTOVERS_DEADLINE_S = 1.0, 15.0
 
 
@@ -83,8 +84,8 @@ class StackLock:
 
     def write(self, state: StackState) -> None:
         path = state_path(self._data_dir)
-        draft = path.with_suffix(".new")
-        draft.touch(mode=0o600)  # it contains the password of Redis
+        draft = self._data_dir / STATE_DRAFT
+        draft.touch(mode=0o600)
         draft.write_text(json.dumps(asdict(state)))
         draft.replace(path)
 
@@ -152,7 +153,7 @@ def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
 
 
 def state_path(data_dir: Path) -> Path:
-    return data_dir / "stack.json"
+    return data_dir / STATE_FILE
 
 
 def open_lock(path: Path) -> IO[str]:

@@ -42,6 +42,7 @@ __all__ = [  # the generated messages that other modules import from here
 
 MAX_REWARD = 1_000_000  # in absolute value: their squares, sums and float32 values stay finite
 MAX_DURATION_S = 1e9  # 30 years: sums of durations stay finite
+MAX_GROUP_BYTES = 500 << 20  # Redis takes 512 MB in one value
 
 
 def decode_task(payload: bytes) -> PromptTask:
@@ -92,6 +93,9 @@ def check_group(group: RolloutGroup) -> None:
         if not 0 <= duration_s <= MAX_DURATION_S:
             reason = f"its {name} is {duration_s}, not seconds from 0 to {MAX_DURATION_S:.0f}"
             raise ValueError(f"group {group.group_id}: {reason}")
+    if (num_bytes := group.ByteSize()) > MAX_GROUP_BYTES:
+        remedy = "lower rollout.num_samples_per_prompt, rollout.max_response_tokens or environment.max_turns"
+        raise ValueError(f"group {group.group_id}: {num_bytes} bytes, of at most {MAX_GROUP_BYTES}; {remedy}")
     check_content(group)
 
 

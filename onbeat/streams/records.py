@@ -52,12 +52,9 @@ def add_metrics(record: IterationRecord, metrics_json: str) -> None:
     """Spread the trainer's metrics over the record."""
     metrics = {name: value for name, value in json.loads(metrics_json).items() if is_finite(value)}
     record.num_training_devices = int(metrics.pop("num_training_devices", 1))
-    for name in INT_METRICS:
-        if name in metrics:
-            setattr(record, name, int(metrics.pop(name)))
-    for name in FLOAT_METRICS:
-        if name in metrics:
-            setattr(record, name, float(metrics.pop(name)))
+    for kind, names in ((int, INT_METRICS), (float, FLOAT_METRICS)):
+        for name in metrics.keys() & names:
+            setattr(record, name, kind(metrics.pop(name)))
     record.metrics = metrics
 
 

@@ -78,6 +78,7 @@ def create_app(
         admission=Admission(admission_data, admission_patterns, settings.has_model_folders),
         meters=meters,
         is_conducting=background.is_conducting,
+        is_read_only=settings.is_read_only,
         streams=streams,
         timelines=Timelines(ledger),
         alike=Alike(ledger),

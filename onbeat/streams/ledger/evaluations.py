@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.streams.ledger.scripts import LedgerPart
+from onbeat.streams.ledger.scripts import GROUPS_AT_ONCE, LedgerPart
 from onbeat.types import EvaluationState, Sample
 
 Scores = dict[str, float]
@@ -66,5 +66,9 @@ class Evaluations(LedgerPart):
 
     async def groups(self, job_id: str, evaluation: int) -> list[RolloutGroup]:
         """Return the groups generated so far; empty after the end."""
-        entries = await self.redis.xrange(JobKeys(job_id).evaluation_results(evaluation))
-        return [decode_group(fields[b"group"]) for _, fields in entries]
+        results, after = JobKeys(job_id).evaluation_results(evaluation), "-"
+        groups: list[RolloutGroup] = []
+        while page := await self.redis.xrange(results, after, count=GROUPS_AT_ONCE):
+            groups += [decode_group(fields[b"group"]) for _, fields in page]
+            after = f"({page[-1][0].decode()}"
+        return groups

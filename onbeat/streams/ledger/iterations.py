@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.streams.ledger.scripts import LedgerPart
+from onbeat.streams.ledger.scripts import GROUPS_AT_ONCE, LedgerPart
 from onbeat.streams.stream_ids import order
 from onbeat.types import IterationState
 
@@ -64,9 +64,11 @@ class Iterations(LedgerPart):
         entries = await self.accepted_entries(job_id, iteration, known)
         if not entries:
             return []
-        found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])
-        wanted = set(entries)
-        groups = [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+        groups: list[RolloutGroup] = []
+        for first in range(0, len(entries), GROUPS_AT_ONCE):
+            wanted = entries[first : first + GROUPS_AT_ONCE]
+            found = await self.redis.xrange(job.rollouts, wanted[0], wanted[-1])
+            groups += [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
         if len(groups) < len(entries):
             first_kept = int(await self.redis.hget(job.job, "num_trimmed") or 0)
             if iteration < first_kept:

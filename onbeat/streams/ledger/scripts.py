@@ -10,6 +10,8 @@ from onbeat.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 
+GROUPS_AT_ONCE = 16  # read from Redis and decoded, before other work of the process gets its turn
+
 MessageT = TypeVar("MessageT", PromptTask, RolloutGroup)
 
 

@@ -129,7 +129,12 @@ def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
         return wrong_model(f"{folder} {what}; save the model as safetensors")
     embedded: set[int] = set()  # numbers of tokens in embeddings
     for path in weights:
-        problem, found = read_header(path)
+        try:
+            problem, found = read_header(path)
+        except OSError as error:
+            return wrong_model(
+                f"{path} cannot be read: {error.strerror or error}; copy it again, or correct its rights"
+            )
         if problem:
             return wrong_model(f"{path} is not whole: {problem}; copy or download it again")
         embedded |= found
@@ -178,7 +183,7 @@ def read_header(path: Path) -> tuple[str, set[int]]:
         ends = [entry["data_offsets"][1] for entry in tensors.values()]
         missing = 8 + header_bytes + max(ends, default=0) - size
         embedded = {int(entry["shape"][0]) for name, entry in tensors.items() if name.endswith(EMBEDDINGS)}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return "its header is no header of safetensors", set()
     return (f"{missing} bytes are missing at its end" if missing > 0 else ""), embedded
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
-from onbeat.config.explain import show
+from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.errors import OnbeatError
 from onbeat.installed import ENVIRONMENTS, REWARDS
 from onbeat.rewards import HTTP_REWARD, RewardConfig
@@ -18,13 +18,12 @@ from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
-from services.broker.datasets.process import DatasetPool, DatasetProcess
+from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
 
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
-MAX_SHOWN = 80  # characters of a wrong value
 
 MAX_TRIALS = 2  # of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
@@ -53,11 +52,11 @@ class Admission:
 
     def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
-        self._trials = asyncio.Semaphore(MAX_TRIALS)
+        self._trials, self._pattern = asyncio.Semaphore(MAX_TRIALS), asyncio.Lock()
 
     async def examine(self, config: JobConfig) -> tuple[list[Complaint], list[str]]:
         """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
-        while numbers or options are impossible."""
+        while numbers or options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
         to_try: list[tuple[RewardUse, int]] = []  # with the number of groups of its pattern
@@ -67,14 +66,14 @@ class Admission:
             complaints += of_reward + of_pattern
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
-        async with self._trials:  # the hub may take its time
+        async with hold(self._trials):  # the hub may take its time
             complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
             return complaints, []
         of_data, first, notes = await self._review_data(config)
         complaints += of_data
         for use, num_groups in to_try:
-            async with self._trials:
+            async with hold(self._trials):
                 of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
             complaints += of_trial
             notes += more_notes
@@ -101,7 +100,8 @@ class Admission:
             return [], 0
         pattern, problem, num_groups = options.get(option), "is not a string", 0
         if isinstance(pattern, str):
-            problem, num_groups = await self._patterns.check_pattern(pattern)
+            async with hold(self._pattern):
+                problem, num_groups = await self._patterns.check_pattern(pattern)
         if not problem:
             return [], num_groups
         message = f"reward {use.reward.name} needs a regular expression here; {show(pattern)} {problem}"
@@ -117,6 +117,13 @@ def review_numbers(config: JobConfig) -> list[Complaint]:
         complaints.append(
             (f"rollout.{name}_prompts_per_iteration", f"{num_responses} responses in one iteration; {limit}")
         )
+    evaluation, num_prompts = config.evaluation, sum(held_out.num_prompts for held_out in config.held_out)
+    if evaluation and (num_responses := num_prompts * evaluation.num_samples_per_prompt) > MAX_RESPONSES_PER_ITERATION:
+        message = f"{num_responses} responses in one evaluation; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
+        complaints.append(("evaluation.num_samples_per_prompt", message + "lower it or the prompts"))
+    if config.lora is not None and not config.lora.target_modules:
+        message = "names no layer, so that nothing would be trained; name some, or leave it out for all linear layers"
+        complaints.append(("lora.target_modules", message))
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
         message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
         complaints.append(("schedule.num_iterations", message + "lower it or the prompts per iteration"))

@@ -11,12 +11,12 @@ import signal
 import sys
 from typing import Any
 
+from onbeat.config.explain import MAX_SHOWN
 from onbeat.rewards import RewardConfig
 from services.broker.datasets import PromptItem
 
 CHILD = "services.rollout.rewards.child"
 TRIAL_S = 20.0  # for starting Python, importing the reward and scoring one response
-MAX_SHOWN = 80  # characters of an answer
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # with the prompt's whole answer; regex: what a group captured
 MARK = "#### "  # of the answer at the end of a solution, as in GSM8K
 OWN_REWARDS = ("exact", "math", "regex", "reasoning_gym")

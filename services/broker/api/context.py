@@ -23,7 +23,8 @@ class Context:
     admission: Admission
     quota: Quota
     meters: Meters
-    is_conducting: Callable[[], bool]  # the control loop is alive
+    is_conducting: Callable[[], bool]  # the control loop is alive, or there should be none: is_read_only
+    is_read_only: bool
     streams: JobStreams
     timelines: Timelines
     alike: Alike

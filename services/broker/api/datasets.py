@@ -1,7 +1,6 @@
 """REST of data files: upload them, list them, remove them. A job names one by its `path`."""
 
 import asyncio
-import json
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from onbeat.types import DatasetRecord, JobState
 from services.broker.api.context import Broker, Context
 from services.broker.api.problems import documented
 from services.broker.uploads import NAME
+from services.broker.views.records import job_record
 
 router = APIRouter(prefix="/v1", tags=["datasets"], responses=documented(422, 503))
 
@@ -77,7 +77,7 @@ async def find_user(broker: Context, name: str) -> str | None:
         first = 0
         while job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE):
             for job_id, fields in (await existing_jobs(broker.ledger, job_ids)).items():
-                if names_file(json.loads(fields["config"]), name):
+                if names_file(job_record(fields).config, name):
                     return job_id
             first += JOBS_AT_ONCE
     return None

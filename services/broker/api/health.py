@@ -61,4 +61,4 @@ async def get_explanation(job_id: JobId, broker: Broker) -> Diagnosis:
 @doctor.get("/doctor")
 async def get_diagnosis(broker: Broker) -> Diagnosis:
     """Check Redis, clocks, trainers, rollouts, streams and all active jobs. It also answers when Redis does not."""
-    return await diagnose(broker.ledger, is_conducting=broker.is_conducting())
+    return await diagnose(broker.ledger, is_conducting=broker.is_conducting(), is_read_only=broker.is_read_only)

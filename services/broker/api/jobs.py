@@ -111,12 +111,12 @@ async def create_job(
 
     A request with the Idempotency-Key of an earlier one, and the same job, returns that job and creates none.
     """
-    job_id, ledger = choose_job_id(idempotency_key), broker.ledger
+    submitter, ledger = submitter_of(request), broker.ledger
+    job_id = choose_job_id(idempotency_key, submitter)
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
         return await read_created(ledger, job_id, config)  # by an earlier request
-    submitter = submitter_of(request)
     async with broker.quota.place(submitter):
         notes = await review(broker, config)
         num_iterations = config.schedule.num_iterations
@@ -138,11 +138,13 @@ def submitter_of(request: Request) -> str:
     return key.id if key else ANYBODY
 
 
-def choose_job_id(idempotency_key: str | None) -> str:
-    """Derive the id from the key, so that two brokers at once cannot create two jobs for it."""
+def choose_job_id(idempotency_key: str | None, submitter: str) -> str:
+    """Derive the id from the key, so that two brokers at once cannot create two jobs for it. Each submitter has keys of
+    their own."""
     if idempotency_key is None:
         return f"job-{secrets.token_hex(6)}"
-    return f"job-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:12]}"
+    text = idempotency_key if submitter == ANYBODY else f"{submitter}\n{idempotency_key}"
+    return f"job-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 async def read_created(ledger: Ledger, job_id: str, wanted: JobConfig) -> JobRecord:

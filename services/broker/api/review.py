@@ -11,6 +11,7 @@ from services.broker.admission.ledger_checks import review_fork, review_trackers
 from services.broker.admission.models import Complaint
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import Context
+from services.broker.datasets.process import TooBusy
 
 # Numbers that a job needs and that hardly matter to these checks; nothing is said about them here.
 ANY_NUMBERS = {
@@ -44,7 +45,7 @@ async def examine_the_rest(
         return []
     try:
         complaints, _ = await examine(broker, config)
-    except RedisError:  # the fields are wrong all the same
+    except (RedisError, TooBusy):  # the fields are wrong all the same
         return []
     sections = {section_of(field) for field in misspelt}
     return [

@@ -132,9 +132,12 @@ def lines_of(text: str) -> dict[str, int]:
             for name in accumulate(path.split("."), "{}.{}".format):  # tags.run also begins the table of the tags
                 lines.setdefault(f"{section}.{name}".lstrip("."), number)
             continue
-        for array, last in arrays.items():  # outer ones first
-            if path.startswith(f"{array}."):
-                path = f"{array}.{last}{path[len(array) :]}"
+        *outer, name = path.split(".")
+        path = ""
+        for part in outer:
+            path += part
+            path += f".{arrays[path]}." if path in arrays else "."
+        path += name
         lines.setdefault(path, number)
         if found["brackets"] == "[[":
             arrays[path] = arrays.get(path, -1) + 1

@@ -4,12 +4,14 @@ Data is only touched in a child process (`process`): generators and parsers run 
 of them may stall or take down the broker.
 """
 
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
 from onbeat.errors import OnbeatError
+from onbeat.local.state import REDIS_FOLDER, STATE_DRAFT, STATE_FILE
 
 
 class DatasetError(OnbeatError):
@@ -18,6 +20,11 @@ class DatasetError(OnbeatError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+
+def is_secret(path: PurePath) -> bool:
+    """Return whether a path, relative to the data folder, is a local stack's own: no job may read its passwords."""
+    return bool(path.parts) and path.parts[0].casefold() in (STATE_FILE, STATE_DRAFT, REDIS_FOLDER)
 
 
 class ChatMessage(BaseModel):

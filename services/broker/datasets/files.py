@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
-from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
+from onbeat.config.explain import MAX_SHOWN
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
-MAX_SHOWN = 80  # characters of a wrong path
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 
@@ -109,6 +109,8 @@ def resolve_path(given: str, data_dir: Path) -> Path:
         raise DatasetError("data.path", f"{shown!r} is not a path: {reason}; give that of a file") from error
     if not path.is_relative_to(root):
         raise DatasetError("data.path", f"{given} is outside the broker's data folder; {REMEDY}")
+    if is_secret(path.relative_to(root)):
+        raise DatasetError("data.path", f"{given} belongs to the local stack, and no job may read it; {REMEDY}")
     if not is_file:
         raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; {REMEDY}")
     return path

@@ -7,17 +7,41 @@ import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from onbeat.config import HubData
+from onbeat.errors import OnbeatError
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 30
 GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the broker kills it
+PLACE_S = 30.0  # for a new job to get a place where others are being checked
+
+T = TypeVar("T")
+
+
+class TooBusy(OnbeatError):
+    """Other jobs are being checked, and have been for too long."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the broker has been busy for {PLACE_S:g} s with checks of other jobs; send this one again")
+
+
+@contextlib.asynccontextmanager
+async def hold(place: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """Hold a place that others may hold, too. Raises TooBusy when it is not free in time."""
+    async with contextlib.AsyncExitStack() as held:
+        try:
+            async with asyncio.timeout(PLACE_S):
+                entered = await held.enter_async_context(place)
+        except TimeoutError as error:
+            raise TooBusy from error
+        yield entered
 
 
 class DatasetProcess:
@@ -140,13 +164,18 @@ class DatasetPool:
             self._free.put_nowait(process)
 
     async def read(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
-        """Read as `DatasetProcess.read`, once a process is free."""
-        async with self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext():
-            process = await self._free.get()
-            try:
-                return await process.read(spec, first, count)
-            finally:
-                self._free.put_nowait(process)
+        """Read as `DatasetProcess.read`, once a process is free. Raises TooBusy, too."""
+        hub = self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext()
+        async with hold(hub), hold(self._free_process()) as process:
+            return await process.read(spec, first, count)
+
+    @contextlib.asynccontextmanager
+    async def _free_process(self) -> AsyncIterator[DatasetProcess]:
+        process = await self._free.get()
+        try:
+            yield process
+        finally:
+            self._free.put_nowait(process)
 
     async def close(self) -> None:
         for process in self._processes:

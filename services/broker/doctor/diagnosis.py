@@ -13,7 +13,7 @@ from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, ProcessRecord, TrainerRecord, WorkerRecord
-from services.broker.doctor.explain import RECENT_S, count, explain_job
+from services.broker.doctor.explain import RECENT_S, count, explain_job, explain_refused_read
 from services.broker.doctor.memory import explain_memory
 
 DEADLINE_S = 10.0  # for the whole diagnosis
@@ -25,9 +25,9 @@ MAX_PENDING = 5  # pending jobs that are explained; the others wait for the same
 FULL = 0.9  # share of maxmemory
 
 
-async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
+async def diagnose(ledger: Ledger, *, is_conducting: bool, is_read_only: bool = False) -> Diagnosis:
     """Examine everything; faults become findings, not exceptions. It ends within DEADLINE_S + REFUSAL_S."""
-    findings = [explain_broker(is_conducting=is_conducting)]
+    findings = [explain_broker(is_conducting, is_read_only)]
     try:
         async with asyncio.timeout(DEADLINE_S):
             findings += await examine_redis(ledger)
@@ -61,7 +61,9 @@ def diagnosis(findings: list[Finding]) -> Diagnosis:
     return Diagnosis(is_healthy=not any(finding.is_problem for finding in ordered), findings=ordered)
 
 
-def explain_broker(*, is_conducting: bool) -> Finding:
+def explain_broker(is_conducting: bool, is_read_only: bool) -> Finding:
+    if is_read_only:
+        return Finding(sentence="the broker answers, and only shows what was recorded", who="broker")
     if is_conducting:
         return Finding(sentence="the broker answers, and its control loop runs", who="broker")
     sentence = "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"
@@ -200,9 +202,13 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
     findings = []
     for job_id in explained:
         try:
-            findings += [*await explain_job(ledger, job_id), await explain_streams(ledger, job_id)]
+            findings += await explain_job(ledger, job_id)
+            findings.append(await explain_streams(ledger, job_id))
         except JobNotFound:
             continue
+        except ResponseError as error:
+            if (refusal := explain_refused_read(job_id, error)) not in findings:
+                findings.append(refusal)
         except (ValueError, LookupError) as error:
             sentence = f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); "
             sentence += "cancel the job, and let an admin delete it"

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
+from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
 from onbeat.streams.inspection import PromptLease
@@ -45,12 +46,20 @@ def count(number: int, noun: str) -> str:
 async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
     """Explain a job, problems first: who waits for whom, and how it learns. Raises JobNotFound."""
     fields = await ledger.jobs.fields(job_id)
-    about_work = await explain_work(ledger, fields)
+    try:
+        about_work = await explain_work(ledger, fields)
+    except ResponseError as error:
+        return [explain_refused_read(job_id, error)]
     about_learning = await explain_learning(ledger, fields)
     if JobState(fields["state"]).is_final:
         return [*about_work, *about_learning]
     is_late = [finding for finding in about_work if finding.is_problem]
     return sorted([*is_late, *about_learning, *about_work[len(is_late) :]], key=lambda finding: not finding.is_problem)
+
+
+def explain_refused_read(job_id: str, error: ResponseError) -> Finding:
+    sentence = f"Redis refuses to read the streams of {job_id} ({error}): was a key deleted, or did Redis lose data? "
+    return Finding(sentence=sentence + "Cancel the job, and submit it again", job_id=job_id, is_problem=True)
 
 
 async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
@@ -110,9 +119,7 @@ def explain_pending(s: Situation) -> list[Finding]:
 def explain_running(s: Situation) -> list[Finding]:
     units = [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
     of_rollouts = [*waiting_episodes(s), *missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s)]
-    about_work = [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts]
-    waits_its_turn = s.lease_left_s <= 0 and s.busy_trainers()  # it has no deadline then
-    return about_work if waits_its_turn else [*about_work, explain_deadline(s)]
+    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, *explain_deadline(s)]
 
 
 def explain_paused(s: Situation) -> list[Finding]:
@@ -325,13 +332,20 @@ def why_unclaimed(s: Situation) -> str:
     return ", ".join(f"{worker.id} is {worker.state}" for worker in ours[:5] if worker.state != "generating")
 
 
-def explain_deadline(s: Situation) -> Finding:
+def explain_deadline(s: Situation) -> list[Finding]:
+    """Say what happens if nothing arrives. Nothing does while the trainer writes the last checkpoint, nor while the job
+    waits for trainers that train others."""
+    is_trained = int(s.fields["next_iteration"]) >= s.config.schedule.num_iterations
+    if is_trained and not s.evaluations and s.lease_left_s + ARRIVAL_S > 0:
+        return []
+    if s.lease_left_s <= 0 and s.busy_trainers():
+        return []
     deadline_s = s.config.schedule.iteration_deadline_s
     left_s, when = time_left(deadline_s, s.silent_s, deadline_s)
-    sentence = f"no progress for {s.silent_s:.0f} s; {JOB_FAILS} {when} if nothing arrives"
-    about = {"since_s": s.silent_s, "next": JOB_FAILS, "deadline_s": left_s}
-    is_late = s.silent_s > deadline_s / 2
-    return s.find(f"{sentence} (schedule.iteration_deadline_s)", who=s.job_id, is_problem=is_late, **about)
+    what = f"{s.evaluations[0].name} is given up" if s.evaluations else JOB_FAILS
+    sentence = f"no progress for {s.silent_s:.0f} s; {what} {when} if nothing arrives (schedule.iteration_deadline_s)"
+    about = {"since_s": s.silent_s, "next": what, "deadline_s": left_s}
+    return [s.find(sentence, who=s.job_id, is_problem=s.silent_s > deadline_s / 2, **about)]
 
 
 # ---- rollouts ----------------------------------------------------------------------------------------------------

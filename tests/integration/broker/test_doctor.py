@@ -98,6 +98,17 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     assert "trainer-b asks for jobs but does not take it; see its log" in problems(await explain_job(ledger, first))[0]
 
 
+async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, pool, broker):
+    job_id, other = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await ledger.redis.delete(JobKeys(job_id).prompts)
+    (finding,) = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()["findings"]
+    assert finding["sentence"].startswith(f"Redis refuses to read the streams of {job_id} (NOGROUP No such key ")
+    found = (await broker.get("/v1/doctor")).json()["findings"]
+    assert [each for each in found if each["job_id"] == job_id] == [finding]
+    assert f"streams of {other}: 0 prompts" in str(found)
+    assert "does not answer" not in str(found)
+
+
 # ---- running -----------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +285,12 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, poo
     assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in found
     assert "waiting for the last evaluation, for N s" in found
     assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
+    assert "evaluation 1 is given up in N s if nothing arrives" in found
+    assert "the job fails" not in found
+    await ledger.evaluations.fail(job_id, 1, 1, "given up")
+    assert "if nothing arrives" not in text_of(await explain_job(ledger, job_id))  # the last checkpoint may take long
+    await ledger.trainer.renew_job(job_id, epoch, -ARRIVAL_S)
+    assert "the job fails in N s if nothing arrives" in text_of(await explain_job(ledger, job_id))
 
 
 async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):

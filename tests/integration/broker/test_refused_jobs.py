@@ -77,6 +77,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout": {MOST: 10_000, "num_samples_per_prompt": 1024}}, f"rollout.{MOST}", "10240000 responses in one"),
     ({"rollout": {MOST: 4}, "schedule": {"mode": "bounded"}}, f"rollout.{MOST}", "use schedule.mode = 'periodic'"),
     ({"rollout": {MOST: 4}, "training": {UPDATES: 2}}, f"training.{UPDATES}", "use 1, or leave out rollout.max"),
+    ({"tracking": [{"type": "?"}] * 60_000}, "tracking", "should have at most 3 items"),
+    ({"reward": [{"name": 0}] * 60_000}, "reward", "should have at most 8 items"),
+    ({"schedule": {"earlier_ends": [0] * 300_000}}, "schedule.earlier_ends", "should have at most 10000 items"),
+    (
+        {"evaluation": {"data": DATA, "num_prompts": 10_000, "num_samples_per_prompt": 1024}},
+        "evaluation.num_samples_per_prompt",
+        "10240000 responses in one evaluation",
+    ),
+    ({"lora": {"target_modules": []}}, "lora.target_modules", "names no layer"),
+    ({"lora": {"rank": 2**31}}, "lora.rank", "less than or equal to 65536"),
     ({"data": {"on_too_long": "refuse"}}, "data.on_too_long", "refuse needs max_prompt_tokens"),
 ]
 
@@ -238,6 +248,33 @@ async def test_slow_data_of_one_job_holds_up_no_other_job(broker, tmp_path):
     slow.cancel()
 
 
+SLOW_PATTERN = {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010ffff]" * 2000}}
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {"data": {"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"}},
+        {"reward": SLOW_PATTERN},
+        {"reward": {"name": "math"}},
+    ],
+    ids=["data", "pattern", "trial"],
+)
+async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, monkeypatch, slow):
+    monkeypatch.setattr("services.broker.admission.rewards.find_failure", lambda *_: asyncio.sleep(60))
+    monkeypatch.setattr("services.broker.datasets.process.PLACE_S", 0.3)
+    (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
+    others = [asyncio.create_task(broker.post("/v1/jobs:validate", json=job_body(**slow))) for _ in range(MAX_TRIALS)]
+    await asyncio.sleep(0.8)
+    answer = await broker.post("/v1/jobs", json=job_body(**slow))
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert "busy for 0.3 s with checks of other jobs" in answer.json()["detail"]
+    (error,) = await refusals(broker, **slow, seed="x")  # what is wrong in any case
+    assert error["field"] == "seed"
+    for other in others:
+        other.cancel()
+
+
 async def test_answer_that_is_no_mathematics_is_refused():
     reward = RewardConfig(name="math")
     for answer, is_right in (("1/2", True), ("", False)):
@@ -319,4 +356,6 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
             assert (refused.status_code, "only shows" in refused.json()["detail"]) == (403, True)
         assert (await broker.get("/readyz")).status_code == 200
         assert (await broker.get("/v1/jobs")).status_code == 200
+        found = (await broker.get("/v1/doctor")).json()["findings"]
+        assert "the broker answers, and only shows what was recorded" in [each["sentence"] for each in found]
         assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]

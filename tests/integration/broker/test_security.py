@@ -99,6 +99,20 @@ async def test_each_role_may_do_what_it_may_and_no_more(keys, ledger, method, pa
                 assert method == "HEAD" or f"of role {needed}" in answer.json()["detail"]
 
 
+async def test_idempotency_keys_of_two_api_keys_are_two(keys, ledger):
+    async with broker_with(keys, ledger) as broker:
+
+        async def submit(role: Role) -> str:
+            headers = keys.header(role) | {"Idempotency-Key": f"key-{keys.path}"}
+            answer = await broker.post("/v1/jobs", json=job_body(), headers=headers)
+            assert answer.status_code == 201, answer.text
+            return str(answer.json()["id"])
+
+        first, other = await submit(Role.SUBMIT), await submit(Role.ADMIN)
+        assert first != other
+        assert await submit(Role.SUBMIT) == first
+
+
 async def test_lookalike_of_an_open_or_submitter_path_is_neither(keys, ledger):
     async with broker_with(keys, ledger) as broker:
         for path in ("/livez/", "/livez%0A", "http://127.0.0.1//livez", "/livez/../v1/jobs", "/v1/jobs", "/%6civez/x"):

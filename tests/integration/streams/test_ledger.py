@@ -325,6 +325,21 @@ async def test_groups_that_the_trainer_has_are_not_read_again(ledger: Ledger) ->
     assert await accepted("0-0", "0-1") == ([], 0)
 
 
+async def test_groups_are_read_a_few_at_a_time(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.streams.ledger.iterations.GROUPS_AT_ONCE", 1)
+    monkeypatch.setattr("onbeat.streams.ledger.evaluations.GROUPS_AT_ONCE", 1)
+    job_id, _ = await open_job(ledger)
+    tasks = tasks_for(0)
+    for task in tasks:
+        task.is_evaluation = True
+    assert await ledger.evaluations.open(job_id, 0, 0, 3, tasks) == ""
+    await drain(ledger, job_id)
+    before = await num_commands(ledger, "xrange")
+    assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 0)] == ["0-0", "0-1"]
+    assert [group.group_id for group in await ledger.evaluations.groups(job_id, 0)] == ["0-0", "0-1"]
+    assert await num_commands(ledger, "xrange") - before == 2 + 3
+
+
 async def test_granted_micro_batch_is_progress_of_the_job(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
 

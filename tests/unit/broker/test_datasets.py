@@ -2,11 +2,13 @@
 
 import asyncio
 import datetime
+import fcntl
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pyarrow.parquet
 import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
+from onbeat.local.redis_server import redis_service
+from onbeat.local.state import StackLock, StackState
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
@@ -191,6 +195,22 @@ def test_link_out_of_the_data_folder_is_refused(tmp_path):
     write_jsonl(tmp_path / "secret.jsonl", ROWS)
     (folder / "rows.jsonl").symlink_to(tmp_path / "secret.jsonl")
     assert "outside" in refusal(folder).message
+
+
+@pytest.mark.parametrize("folder", ["", "sub/../", "link/"])
+def test_password_of_the_local_stack_is_no_data(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    redis_service(tmp_path)
+    StackLock(tmp_path).write(StackState(1, "up", "http://u", "redis://:password@r", 1.0))
+    (tmp_path / "stack.new").write_bytes((tmp_path / "stack.json").read_bytes())
+    for name in ("stack.json", "STACK.json", "stack.new", "redis/redis.conf"):
+        message = refusal(tmp_path, path=f"{folder}{name}", prompt_field="redis_url", answer_field=None).message
+        assert "belongs to the local stack, and no job may read it" in message
+    with pytest.raises(DatasetError, match="redis cannot be fetched: "):
+        open_hub(tmp_path, path="redis", subset=None)
 
 
 def test_absolute_path_inside_the_data_folder_is_fine(tmp_path):
@@ -370,13 +390,32 @@ def open_hub(data_dir: Path, **options: Any) -> Any:
     return open_dataset(DatasetSpec(data=data, seed=0, num_items=100), data_dir)
 
 
-def test_split_of_a_hub_is_fetched_once_and_kept(hub_folder):
+def test_split_is_fetched_once_and_again_if_a_folder_changed(hub_folder, monkeypatch):
     dataset = open_hub(hub_folder, split="test", answer_pattern="0(.+)")
     assert dataset.item(0).context["answer"] == "72"
-    (kept,) = (hub_folder / "datasets" / ".hub").iterdir()
-    assert kept.name.startswith("org-sums-")
-    shutil.rmtree(hub_folder / "org")
-    assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+    kept, lock = sorted((hub_folder / "datasets" / ".hub").iterdir(), reverse=True)
+    assert (kept.name.startswith("org-sums-"), lock.name) == (True, "lock")
+    with monkeypatch.context() as patch:
+        patch.delattr("services.broker.datasets.hub.read_split")
+        assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+    write_jsonl(hub_folder / "org" / "sums" / "data" / "test.jsonl", [{"prompt": "new", "answer": 1}])
+    assert open_hub(hub_folder, split="test").item(0).messages[0].content == "new"
+
+
+def test_split_that_another_process_is_fetching_is_taken(hub_folder, monkeypatch):
+    open_hub(hub_folder)
+    folder = hub_folder / "datasets" / ".hub"
+    (kept,) = folder.glob("*.parquet")
+    content = kept.read_bytes()
+    kept.unlink()
+    monkeypatch.delattr("services.broker.datasets.hub.read_split")
+    with (folder / "lock").open() as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        opening = pool.submit(open_hub, hub_folder)
+        time.sleep(0.5)
+        kept.write_bytes(content)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert opening.result().item(0)
 
 
 def test_hub_folder_is_found_below_a_relative_data_folder(hub_folder, monkeypatch):

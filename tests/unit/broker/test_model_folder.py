@@ -1,6 +1,7 @@
 """What the broker sees of a model that lies in a folder, and refuses before a trainer tries it."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from tests.broker_fixtures import job_body
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 512}
 
 
+def as_safetensors(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
     """A whole model, with one tensor of two rows."""
     header = json.dumps({tensor: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (folder / "model.safetensors").write_bytes(as_safetensors(header) + bytes(8))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
 
@@ -43,6 +48,11 @@ def complaint(folder: Path, **model: Any) -> tuple[str, str]:
         ("model.safetensors", (8).to_bytes(8, "little") + b"no JSON.", "its header is no header of safetensors"),
         (
             "model.safetensors",
+            as_safetensors(b'{"wte.weight": {"shape": [1e999], "data_offsets": [0, 0]}}'),
+            "its header is no header of safetensors",
+        ),
+        (
+            "model.safetensors",
             (63).to_bytes(8, "little") + b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}  ' + bytes(5),
             "3 bytes are missing at its end",
         ),
@@ -54,6 +64,15 @@ def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, c
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
     field, message = complaint(tmp_path)
     assert (field, what in message) == ("model.path", True), message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_weights_that_cannot_be_read_are_named(tmp_path):
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("/proc/self/mem")  # a file, of which no first byte can be read
+    field, message = complaint(tmp_path)
+    assert (field, "model.safetensors cannot be read: Input/output error; " in message) == ("model.path", True), message
 
 
 def test_pickled_weights_are_refused_by_name(tmp_path):

@@ -1,6 +1,8 @@
 """The lines of a TOML text that its fields are on."""
 
 import time
+from itertools import islice, product
+from string import ascii_letters
 
 import pytest
 
@@ -89,6 +91,7 @@ HOSTILE = {
     "quotes without an end": ('" ' * 32_000, "Expected"),
     "spaces": ("a" + " " * 65_000 + "= 1", ""),
     "words": ("a " * 32_000, "Expected"),
+    "arrays": ("\n".join(f"[[{''.join(name)}]]" for name in islice(product(ascii_letters, repeat=3), 8_000)), ""),
 }
 
 

@@ -58,7 +58,7 @@ def test_both_forms_are_read_and_written_as_they_came() -> None:
     [
         ([], "at least 1 item"),
         ([{"name": "exact"}] * 2, "two rewards are both called exact"),
-        ([{"name": "exact", "part": f"p{index}"} for index in range(9)], "at most 8 are weighed"),
+        ([{"name": "exact", "part": f"p{index}"} for index in range(9)], "should have at most 8 items"),
         ({"name": "exact", "weight": 0.5}, r"write each of them under \[\[reward\]\]"),
         ([{"name": "exact", "part": "a b"}], "String should match"),
     ],

@@ -1,8 +1,8 @@
-"""Turns that are no tree, or did not sample all tokens, are refused where a group enters."""
+"""Turns that are no tree, or did not sample all tokens, and groups that are too large are refused where they enter."""
 
 import pytest
 
-from onbeat.streams.codec import Response, RolloutGroup, Turn, VersionSpan, check_content
+from onbeat.streams.codec import Response, RolloutGroup, Turn, VersionSpan, check_content, check_group
 from onbeat.types import MAX_TURNS, EpisodeFailureKind
 
 FIRST = {"num_shared": 2, "num_sampled": 2, "num_characters": 2}
@@ -58,3 +58,13 @@ def test_only_known_kinds_of_failed_episodes_are_taken(is_failed: bool):
 def test_turns_that_are_no_tree_are_refused(turns: tuple[dict, ...], problem: str):
     with pytest.raises(ValueError, match=f"group 0-0, response 0: {problem}"):
         check_content(group_of(*turns))
+
+
+def test_group_too_large_for_redis_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):
+    group = group_of(FIRST, NEXT)
+    check_group(group)
+    monkeypatch.setattr("onbeat.streams.codec.MAX_GROUP_BYTES", group.ByteSize() - 1)
+    with pytest.raises(
+        ValueError, match=r"group 0-0: \d+ bytes, of at most \d+; lower rollout.num_samples_per_prompt, "
+    ):
+        check_group(group)
