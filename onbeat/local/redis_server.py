@@ -61,6 +61,14 @@ def missing_redis(url: str) -> str:
     return ""
 
 
+def choose_port(port: int | None) -> int:
+    """Return the port that the user asks for, else 8800 if that is free, else any. Raise ValueError for a taken one."""
+    found = free_port(preferred=port or 8800)
+    if port is not None and found != port:
+        raise ValueError(f"--port {port}: another process listens there; take another port, or leave --port out")
+    return found
+
+
 def free_port(preferred: int | None = None) -> int:
     """Return `preferred` if that port is free, else one that the system picks."""
     for port in [preferred, 0] if preferred else [0]:

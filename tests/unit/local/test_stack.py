@@ -248,7 +248,8 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
     common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
     data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
-    assert broker.env == common | data_dir | {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801"}
+    own = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
+    assert broker.env == common | data_dir | own
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
@@ -259,6 +260,12 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {"True"}
     _, _, alone = service_specs(StackOptions(tmp_path), "redis://r", 8801)
     assert alone.env["ONBEAT_WEIGHTS_RELAY"] == "False"  # it has no peers
+
+
+def test_broker_of_another_stack_does_not_pass_for_our_own(supervisor, tmp_path, broker, redis_url):
+    port = int(broker.url.rpartition(":")[2])
+    with pytest.raises(StackFailed, match=r"(?s)broker exited with code 3 while starting.*address already in use"):
+        supervisor.start(service_specs(StackOptions(tmp_path, is_view=True), redis_url, port))
 
 
 def test_variables_of_services_elsewhere_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

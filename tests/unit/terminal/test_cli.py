@@ -14,6 +14,8 @@ import pytest
 
 from onbeat.completions import ChatFailed
 from onbeat.config import JobConfig, apply_override
+from onbeat.errors import OnbeatError
+from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
@@ -167,7 +169,31 @@ def test_run_refuses_what_is_wrong_before_it_starts_anything(onbeat: Command, tm
             (["up", "--port", port], f"--port {port}: another process listens there; take another port"),
         ):
             assert message in onbeat(*words, "--data-dir", str(data_dir), code=2).err
+        (tmp_path / "redis").mkdir()
+        assert "another process listens there" in onbeat("view", str(tmp_path), "--port", port, code=2).err
     assert not data_dir.exists()
+
+
+def test_up_tries_another_port_when_it_loses_the_first(
+    onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[socket.socket] = []
+
+    def start(options: StackOptions) -> StackState:
+        if not taken:  # another process binds it after we have looked
+            taken.append(socket.create_server(("127.0.0.1", options.port)))
+            raise OnbeatError("the stack did not start")
+        return StackState(1, "up", f"http://127.0.0.1:{options.port}", "", 0.0)
+
+    monkeypatch.setattr("onbeat.local.daemon.start_in_background", start)
+    out = onbeat("up", "--data-dir", str(tmp_path)).out
+    port = taken[0].getsockname()[1]
+    assert out.startswith("up at http://127.0.0.1:")
+    assert f":{port} " not in out
+    taken[0].close()
+    taken.clear()
+    assert "did not start" in onbeat("up", "--port", str(port), "--data-dir", str(tmp_path), code=1).err
+    taken[0].close()
 
 
 @pytest.mark.parametrize(
