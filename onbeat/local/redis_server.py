@@ -1,9 +1,11 @@
 """The embedded Redis: durable (append-only file), on loopback only, behind a password that the state file holds."""
 
+import errno
 import json
 import secrets
 import shutil
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -62,21 +64,30 @@ def missing_redis(url: str) -> str:
 
 
 def choose_port(port: int | None) -> int:
-    """Return the port that the user asks for, else 8800 if that is free, else any. Raise ValueError for a taken one."""
-    found = free_port(preferred=port or 8800)
-    if port is not None and found != port:
-        raise ValueError(f"--port {port}: another process listens there; take another port, or leave --port out")
-    return found
+    """Return the port that the user asks for, else 8800 if that is free, else any.
+
+    Raise ValueError for one that cannot be bound.
+    """
+    if port is None:
+        return free_port(preferred=8800)
+    try:
+        return bind(port)
+    except OSError as error:
+        reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ValueError(f"--port {port}: {reason}; take another port, or leave --port out") from error
 
 
 def free_port(preferred: int | None = None) -> int:
     """Return `preferred` if that port is free, else one that the system picks."""
     for port in [preferred, 0] if preferred else [0]:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port or 0))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        with suppress(OSError):
+            return bind(port)
     raise OnbeatError(f"no free TCP port on {HOST}")
+
+
+def bind(port: int) -> int:
+    """Bind the port for a moment; 0: one that the system picks. Return its number."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((HOST, port))
+        return int(probe.getsockname()[1])

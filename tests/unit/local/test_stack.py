@@ -24,7 +24,7 @@ from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_core
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background, stop_in_background
-from onbeat.local.redis_server import redis_service
+from onbeat.local.redis_server import choose_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
     OWNER_LOCK,
@@ -260,6 +260,12 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {"True"}
     _, _, alone = service_specs(StackOptions(tmp_path), "redis://r", 8801)
     assert alone.env["ONBEAT_WEIGHTS_RELAY"] == "False"  # it has no peers
+
+
+def test_port_that_cannot_be_bound_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.redis_server.HOST", "192.0.2.1")  # as for a port below 1024, the reason varies
+    with pytest.raises(ValueError, match="--port 8800: Cannot assign requested address; take another port"):
+        choose_port(8800)
 
 
 def test_broker_of_another_stack_does_not_pass_for_our_own(supervisor, tmp_path, broker, redis_url):
