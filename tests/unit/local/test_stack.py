@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -164,21 +165,26 @@ def test_guard_reports_the_exit_under_a_launcher_without_sigchld() -> None:
     assert subprocess.run(command, start_new_session=True, timeout=30).returncode == 3
 
 
-def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path, is_stopping: bool) -> None:
+    """Also when its services were just given a minute to stop, as `docker stop` and systemd do."""
     code = f"""
 import sys, time
 from pathlib import Path
 from onbeat.local.supervisor import ServiceSpec, Supervisor
-command = [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}]
+command = [sys.executable, "-c", {DEAF if is_stopping else FAMILY!r}, {str(pids_file)!r}]
 folder = Path({str(tmp_path)!r})
-Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0)])
+Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0, grace_s=60)])
 time.sleep(300)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     pids = pids_in(pids_file)
+    if is_stopping:
+        psutil.Process(pids[0]).parent().terminate()
+        time.sleep(0.5)  # the guard has heard it, and waits for its service
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(map(is_alive, pids)), "all have ended")
+    wait_until(lambda: not any(map(is_alive, pids)), "all have ended", 30)
 
 
 # ---- starting and restarting -----------------------------------------------------------------------------------
