@@ -69,7 +69,10 @@ def up(
             f"(`onbeat down{where}`), then try again"
         )
     if state is not None:
-        typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
+        typer.echo(
+            f"already up at {state.url} (data folder {options.data_dir}), with its own rollouts, engine, cores and "
+            f"port: to change them, stop it first (`onbeat down{where}`)"
+        )
         return
     options = replace(options, port=choose_port(port))
     try:

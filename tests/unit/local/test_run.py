@@ -250,7 +250,9 @@ def test_up_serves_until_down_and_run_uses_it(cli: list[str], job_file: str, dat
     assert "up at http://127.0.0.1:" in finish(start([*cli, "up"], data_dir))
     state = running_stack(data_dir)
     assert state is not None
-    assert "already up at" in finish(start([*cli, "up"], data_dir))
+    out = finish(start([*cli, "up", "--rollouts", "2"], data_dir))
+    assert out.startswith("already up at")
+    assert "with its own rollouts, engine, cores and port: to change them, stop it first (`onbeat down`)" in out
     path = state_path(data_dir)
     path.write_text(path.read_text().replace('"up"', '"view"'))
     assert "`onbeat view` uses the data folder" in finish(start([*cli, "up"], data_dir))
