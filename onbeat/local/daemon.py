@@ -14,6 +14,7 @@ from pathlib import Path
 from onbeat.errors import OnbeatError
 from onbeat.local.stack import StackOptions, local_stack
 from onbeat.local.state import (
+    LEFTOVERS_DEADLINE_S,
     OWNER_DEADLINE_S,
     OWNER_LOCK,
     StackState,
@@ -71,6 +72,7 @@ def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: P
 
 def stop_in_background(data_dir: Path) -> bool:
     """Stop the stack of this data folder, no matter what started it. Return False if none was running."""
+    wait_until(lambda: running_stack(data_dir) is not None or not has_processes(data_dir), LEFTOVERS_DEADLINE_S)
     state = running_stack(data_dir)
     if state is None:
         if has_processes(data_dir):

@@ -377,15 +377,21 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
     assert running_stack(tmp_path) is None
     assert has_processes(tmp_path)
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
-    with pytest.raises(OnbeatError, match="already running"):
+    monkeypatch.setattr("onbeat.local.daemon.LEFTOVERS_DEADLINE_S", 0.1)
+    with pytest.raises(OnbeatError, match="services of a killed stack in .* are still ending; try again in a minute"):
         StackLock(tmp_path)
+    with pytest.raises(OnbeatError, match="is just starting or ending"):
+        stop_in_background(tmp_path)
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
-    with ThreadPoolExecutor(1) as threads:
+    monkeypatch.setattr("onbeat.local.daemon.LEFTOVERS_DEADLINE_S", 10.0)
+    with ThreadPoolExecutor(2) as threads:
+        stopping = threads.submit(stop_in_background, tmp_path)
         starting = threads.submit(StackLock, tmp_path)
         wait_until(lambda: is_locked(tmp_path / OWNER_LOCK), "the next stack waits for the child")
         wait_until(lambda: running_stack(tmp_path) is None, "it does not pass for the killed one", 5)
         child.communicate(b"\n")
         starting.result().release()
+        assert stopping.result() is False
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------
