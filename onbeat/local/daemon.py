@@ -81,8 +81,12 @@ def stop_in_background(data_dir: Path) -> bool:
     if state.machine not in ("", this_machine()):
         raise OnbeatError(f"the stack in {data_dir} runs elsewhere, on {state.host} or in a container: stop it there")
     for number, deadline_s in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 20.0)):
-        with suppress(ProcessLookupError):
-            os.kill(state.pid, number)
+        try:
+            with suppress(ProcessLookupError):
+                os.kill(state.pid, number)
+        except PermissionError as error:
+            user = f"the user who started it has to stop it (process {state.pid})"
+            raise OnbeatError(f"the stack in {data_dir} is another user's; {user}") from error
         if wait_until(lambda: not has_processes(data_dir), deadline_s):
             # It gives up the locks just before it is gone.
             wait_until(lambda: not Path(f"/proc/{state.pid}").exists(), 0.3)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -341,6 +342,10 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     lock.write(replace(state, machine="another", host="another-host"))
     with pytest.raises(OnbeatError, match="runs elsewhere, on another-host or in a container: stop it there"):
         stop_in_background(tmp_path)  # it would end a process of ours with that id
+    lock.write(state)
+    monkeypatch.setattr("onbeat.local.daemon.os.kill", Mock(side_effect=PermissionError(1, "not permitted")))
+    with pytest.raises(OnbeatError, match="is another user's; the user who started it has to stop it"):
+        stop_in_background(tmp_path)
     lock.release()
     assert running_stack(tmp_path) is None
     assert not has_processes(tmp_path)
