@@ -36,10 +36,11 @@ STOP_DEADLINE_S = 120.0
 def start_in_background(options: StackOptions) -> StackState:
     """Start the stack and return when it is ready. Raises OnbeatError with the reason of the failure."""
     create_data_dir(options.data_dir)
-    take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S).close()  # or else the log is another stack's
     log_path = options.data_dir / "logs" / "stack.log"
+    with take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S):  # or else the log is another stack's
+        log_path.write_bytes(b"")
     arguments = json.dumps({**asdict(options), "data_dir": str(options.data_dir)})
-    with log_path.open("wb") as output:
+    with log_path.open("ab") as output:  # of two that start at the same moment, none writes over the other
         daemon = subprocess.Popen(
             [*DAEMON_COMMAND, arguments],
             stdin=subprocess.DEVNULL,

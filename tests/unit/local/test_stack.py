@@ -362,6 +362,16 @@ def test_second_stack_leaves_the_log_of_the_first(tmp_path: Path) -> None:
     assert log.read_text() == "of the first"
 
 
+def test_two_starts_at_the_same_moment_share_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, time; time.sleep(1); sys.exit('end of ' + sys.argv[1])"
+    monkeypatch.setattr("onbeat.local.daemon.DAEMON_COMMAND", [sys.executable, "-c", code])
+    with ThreadPoolExecutor(2) as threads:
+        starts = [threads.submit(start_in_background, StackOptions(tmp_path, port=port)) for port in (8801, 8802)]
+    assert all("the stack did not start:" in str(start.exception()) for start in starts)
+    log = (tmp_path / "logs" / "stack.log").read_text()
+    assert ('"port": 8801' in log, '"port": 8802' in log) == (True, True)
+
+
 def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
     StackLock(tmp_path).release()
 
