@@ -107,7 +107,7 @@ def main() -> int:
             while True:
                 supervisor.check()
                 time.sleep(0.5)
-    except (OnbeatError, OSError) as error:
+    except (OnbeatError, OSError, ValueError) as error:
         log.error("%s", error)
         return 1
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -34,7 +35,7 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
         'save ""',  # the append-only file is the only record
         "maxmemory-policy noeviction",
     ]
-    config_path.write_text("\n".join(lines) + "\n")
+    config_path.write_bytes(os.fsencode("\n".join(lines) + "\n"))
     url = f"redis://:{password}@{HOST}:{port}/0"
     command = [find_redis_server(), str(config_path)]
     return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url

@@ -233,7 +233,7 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Sup
     from redis import Redis
     from redis.exceptions import AuthenticationError
 
-    folder = tmp_path / 'an "odd" \\ name'
+    folder = tmp_path / os.fsdecode(b'an "odd" \\ name, \xff')  # not UTF-8 either
     for expected in (None, b"kept"):
         spec, url = redis_service(folder)
         supervisor.start([spec])
@@ -372,6 +372,12 @@ def test_two_starts_at_the_same_moment_share_the_log(tmp_path: Path, monkeypatch
     assert ('"port": 8801' in log, '"port": 8802' in log) == (True, True)
 
 
+def test_wrong_value_ends_a_start_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OnbeatError, match="core 99999 is not available") as caught:
+        start_in_background(StackOptions(tmp_path, rollout_cores=[99999]))
+    assert "Traceback" not in str(caught.value)
+
+
 def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
     StackLock(tmp_path).release()
 
@@ -393,7 +399,7 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
     assert has_processes(tmp_path)
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
     monkeypatch.setattr("onbeat.local.daemon.LEFTOVERS_DEADLINE_S", 0.1)
-    with pytest.raises(OnbeatError, match="services of a killed stack in .* are still ending; try again in a minute"):
+    with pytest.raises(OnbeatError, match="services of a killed stack in"):
         StackLock(tmp_path)
     with pytest.raises(OnbeatError, match="is just starting or ending"):
         stop_in_background(tmp_path)
