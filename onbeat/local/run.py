@@ -46,9 +46,9 @@ class JobRun:
             job = self.job = await self._submit(client, is_fresh)
             self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
             progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
+            await print_summary(client, progress, self._console)
             if self._report_path is not None:
                 write_report(self._report_path, await build_report(client, job.id))
-            await print_summary(client, progress, self._console)
             return progress.job.state
 
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
@@ -86,7 +86,10 @@ class JobRun:
                 if self.job.state == JobState.PENDING:
                     self.job = await client.jobs.cancel(self.job.id)
             if self._report_path is not None:
-                write_report(self._report_path, await build_report(client, self.job.id))
+                try:
+                    write_report(self._report_path, await build_report(client, self.job.id))
+                except OnbeatError as error:  # the job is paused all the same
+                    self._console.out(f"no report: {error}")
 
 
 def run_job(

@@ -1,6 +1,7 @@
 """`onbeat run`, `up` and `down` as a user runs them: real processes, Redis and broker, and no model."""
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -12,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
+from onbeat.errors import OnbeatError
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack, state_path
@@ -244,6 +247,19 @@ def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerTh
     printed = console.file.getvalue()
     assert f"continuing job {own} after 0 of 3 iterations (--fresh begins anew)" in printed
     assert f"job {own} (test) has another job file and stays paused after 0 of 3 iterations: a new job" in printed
+
+
+@pytest.mark.usefixtures("trainer")
+def test_report_that_cannot_be_written_hides_no_result(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    run = JobRun(broker.url, JobConfig.model_validate(job_body()), [], tmp_path / "report.json", console)
+    with pytest.raises(OnbeatError, match=r"report\.json cannot be written: No space left on device"):
+        asyncio.run(run.run(is_fresh=False, tick=lambda: None))
+    assert "audit       clean: " in console.file.getvalue()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_up_serves_until_down_and_run_uses_it(cli: list[str], job_file: str, data_dir: Path) -> None:
