@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +29,15 @@ PAUSE_DEADLINE_S = 10.0
 START_GRACE_S = 30.0  # for trainer and rollouts to import their libraries, and to say that they are there
 INTERRUPTED = 130
 UP_POOL = "default"
+
+
+class RunConsole(Console):
+    """A console that lets a run notice that nothing reads its output any more, as behind `| head`."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):  # rich would end the process, and the job would not be paused
+            super().on_broken_pipe()
+        raise BrokenPipeError("nothing reads the output any more")
 
 
 class JobRun:
@@ -96,7 +105,7 @@ def run_job(
     config: JobConfig, job_folder: Path, options: StackOptions, report_path: Path | None, is_fresh: bool
 ) -> int:
     """Run the job. Return the exit code: 0 SUCCEEDED, 1 any other end, 130 interrupted. Raises OnbeatError."""
-    console = Console(highlight=False, markup=False)
+    console = RunConsole(highlight=False, markup=False)
     if report_path is not None:
         check_report_path(report_path)
     create_data_dir(options.data_dir)

@@ -213,6 +213,16 @@ def test_closed_terminal_pauses_the_job(cli: list[str], job_file: str, data_dir:
     assert processes_of(data_dir) == []
 
 
+def test_closed_pipe_pauses_the_job(cli: list[str], job_file: str, data_dir: Path) -> None:
+    process = start([*cli, "run", job_file], data_dir, SCRIPTED_STEP_S="1")
+    wait_for_job(process)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert ":pause status=200" in (data_dir / "logs" / "broker.log").read_text()
+    assert processes_of(data_dir) == []
+
+
 def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerThread) -> None:
     console, jobs = Console(file=io.StringIO(), width=200), broker.ledger.jobs
     config = JobConfig.model_validate(job_body())
