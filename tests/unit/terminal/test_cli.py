@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -355,6 +356,13 @@ def test_template_is_a_job_and_is_not_overwritten(
     assert "ends with .toml" in onbeat("init", str(job.with_suffix(".json")), code=2).err
     assert JobConfig.from_file(job).name == "my-job"
     assert "is there already" in onbeat("init", str(job), code=2).err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk, no byte can be written
+    try:
+        assert "cannot be written: File too large" in onbeat("init", str(tmp_path / "other.toml"), code=2).err
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "other.toml").exists()
     monkeypatch.delenv("ONBEAT_URL", raising=False)
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
