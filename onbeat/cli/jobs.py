@@ -124,8 +124,8 @@ def watch(broker: Broker, job_id: JobId) -> None:
             state = broker.ask(show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
-            typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")
-            typer.echo(f"  onbeat jobs cancel {job_id}  ends it")
+            typer.echo(f"  onbeat jobs watch {job_id}{broker.options}   comes back to it")
+            typer.echo(f"  onbeat jobs cancel {job_id}{broker.options}  ends it")
             raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(0 if state == JobState.SUCCEEDED else 1)
 
