@@ -54,6 +54,7 @@ def test_create_uploads_the_files_beside_the_job(onbeat: Command, broker: Broker
     assert f"prompts.jsonl is {path} of the broker" in printed.err
     assert onbeat("data", "push", str(QUICKSTART), "--name", "other.jsonl").out == "datasets/other.jsonl\n"
     assert "other.jsonl" in onbeat("data", "list").out
+    assert "no data file 'nope'; `onbeat data list` shows them" in onbeat("data", "delete", "nope", code=1).err
 
 
 @pytest.mark.usefixtures("trainer")
