@@ -77,10 +77,8 @@ def list_jobs(
     """List the jobs, newest first, with the reward of their newest iteration."""
     from onbeat.terminal.top import newest_iteration
 
-    wanted = state.upper() if state else None
-
     async def look(client: "AsyncClient") -> list[tuple["JobRecord", "IterationRecord | None"]]:
-        jobs = await client.jobs.list(wanted, limit)
+        jobs = await client.jobs.list(state, limit)
         return [(job, None if as_json else await newest_iteration(client, job)) for job in jobs]
 
     found = broker.ask(look)
