@@ -137,8 +137,8 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> N
     if not can_redraw(console):
         console.out(title)
         for sample in samples:
-            texts = f"{clip(sample.prompt)} -> {text_of(sample)}".replace("\n", "\\n")
-            console.out(f"reward {sample.reward:g}  {texts}")
+            line = f"{clip(sample.prompt)} -> {text_of(sample)}".replace("\n", "\\n")
+            console.out(f"reward {sample.reward:g}  {line}")
         return
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
     table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
