@@ -1,5 +1,6 @@
 """`onbeat chat JOB`: talk to the policy of a running job."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,27 +46,34 @@ def chat(
 
 
 def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
-    """Read messages from standard input, and keep the conversation. A refused message is left out of it.
+    """Read messages from standard input, and keep the conversation. A refused message is left out of it; without a
+    terminal, where nobody repeats it, the exit code is then 1.
 
     No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
     messages: list[dict[str, str]] = []
+    is_complete = True
     for line in read_lines():
         asked = {"role": "user", "content": line}
         try:
             text = say([*messages, asked])
         except OnbeatError as error:
             output.say(f"error: {error}", is_error=True)
+            is_complete = False
             continue
         typer.echo(text)
         messages += [asked, {"role": "assistant", "content": text}]
+    if sys.stdin.isatty():
+        typer.echo()  # the shell's prompt begins a line
+    elif not is_complete:
+        raise typer.Exit(1)
 
 
 def read_lines() -> Iterator[str]:
     """Yield the lines of the input that are not empty."""
     with suppress(EOFError):
         while True:
-            if line := input("> ").strip():
+            if line := input("> " if sys.stdin.isatty() else "").strip():
                 yield line
 
 

@@ -1,5 +1,6 @@
 """`onbeat data`: the data files of a broker."""
 
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from onbeat.cli.options import App, AsJson, Broker
 from onbeat.cli.output import print_records, when
+from onbeat.errors import ApiError, OnbeatError
 
 app = App("Upload, list and delete the data files of a broker.")
 
@@ -42,5 +44,10 @@ def delete(
 ) -> None:
     """Remove a file that no unfinished job reads."""
     short = name.removeprefix("datasets/")
-    broker.ask(lambda client: client.datasets.delete(short))
+    try:
+        broker.ask(lambda client: client.datasets.delete(short))
+    except ApiError as refusal:
+        if refusal.status != HTTPStatus.NOT_FOUND:
+            raise
+        raise OnbeatError(f"there is no data file {short!r}; `onbeat data list` shows them") from refusal
     typer.echo(f"{short} deleted")

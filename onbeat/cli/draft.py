@@ -58,7 +58,12 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
     name = "".join(character if character.isalnum() and character.isascii() else "-" for character in path.stem)
     try:
         with path.open("x") as file:
-            file.write(TEMPLATE.format(name=path.name, stem=name.strip("-") or "job"))
+            try:
+                file.write(TEMPLATE.format(name=path.name, stem=name.strip("-") or "job"))
+                file.flush()
+            except OSError:
+                path.unlink()  # on a full disk: the next try finds no empty file
+                raise
     except FileExistsError as error:
         raise ValueError(f"{path} is there already; name another file") from error
     except OSError as error:

@@ -77,10 +77,8 @@ def list_jobs(
     """List the jobs, newest first, with the reward of their newest iteration."""
     from onbeat.terminal.top import newest_iteration
 
-    wanted = state.upper() if state else None
-
     async def look(client: "AsyncClient") -> list[tuple["JobRecord", "IterationRecord | None"]]:
-        jobs = await client.jobs.list(wanted, limit)
+        jobs = await client.jobs.list(state, limit)
         return [(job, None if as_json else await newest_iteration(client, job)) for job in jobs]
 
     found = broker.ask(look)
@@ -124,8 +122,8 @@ def watch(broker: Broker, job_id: JobId) -> None:
             state = broker.ask(show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
-            typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")
-            typer.echo(f"  onbeat jobs cancel {job_id}  ends it")
+            typer.echo(f"  onbeat jobs watch {job_id}{broker.options}   comes back to it")
+            typer.echo(f"  onbeat jobs cancel {job_id}{broker.options}  ends it")
             raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(0 if state == JobState.SUCCEEDED else 1)
 

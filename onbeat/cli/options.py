@@ -78,6 +78,12 @@ class Broker:
     api_key: str | None
     data_dir: Path | None  # as given; ONBEAT_DATA_DIR, which services have too, may have no stack
 
+    @property
+    def options(self) -> str:
+        """The options that lead another command to this broker; it has the environment, too."""
+        given = {"--url": self.url if self.url != os.environ.get("ONBEAT_URL") else None, "--data-dir": self.data_dir}
+        return "".join(f" {name} {shlex.quote(str(value))}" for name, value in given.items() if value)
+
     def find_stack(self) -> StackState | None:
         """Return the running stack of the data folder, unless another broker is named."""
         return None if self.url else running_stack(resolve_data_dir(self.data_dir))

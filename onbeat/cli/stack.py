@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
+from onbeat.errors import OnbeatError
 from onbeat.local.state import resolve_data_dir, running_stack
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def up(
     from dataclasses import replace
 
     from onbeat.local.daemon import start_in_background
-    from onbeat.local.redis_server import free_port
+    from onbeat.local.redis_server import choose_port, free_port
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     state = running_stack(options.data_dir)
@@ -68,11 +69,18 @@ def up(
             f"(`onbeat down{where}`), then try again"
         )
     if state is not None:
-        typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
+        typer.echo(
+            f"already up at {state.url} (data folder {options.data_dir}), with its own rollouts, engine, cores and "
+            f"port: to change them, stop it first (`onbeat down{where}`)"
+        )
         return
-    if port is not None and free_port(preferred=port) != port:
-        raise ValueError(f"--port {port}: another process listens there; take another port, or leave --port out")
-    state = start_in_background(replace(options, port=port or free_port(preferred=8800)))
+    options = replace(options, port=choose_port(port))
+    try:
+        state = start_in_background(options)
+    except OnbeatError:
+        if port is not None or free_port(preferred=options.port) == options.port:
+            raise
+        state = start_in_background(replace(options, port=free_port()))  # another process was faster at the port
     typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
 
 
@@ -91,7 +99,7 @@ def view(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8800 if it is free.")] = None,
 ) -> None:
     """Show the dashboard for the jobs of a data folder, read-only, until Ctrl-C."""
-    from onbeat.local.redis_server import free_port
+    from onbeat.local.redis_server import choose_port
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.local.stack import StackOptions, local_stack
 
@@ -102,7 +110,7 @@ def view(
         return
     if not (folder / "redis").is_dir():
         raise ValueError(f"{folder} is no data folder of a run: it has no folder redis")
-    options = StackOptions(folder, port=port or free_port(preferred=8800), is_view=True)
+    options = StackOptions(folder, port=choose_port(port), is_view=True)
     with terminations_as_interrupts():
         try:
             with local_stack(options, command="view", report=typer.echo) as (url, supervisor):

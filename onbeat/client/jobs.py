@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -56,20 +56,24 @@ class AsyncJobs:
     def __init__(self, client: Transport) -> None:
         self._client = client
 
-    async def create(self, config: JobConfig | dict[str, Any], idempotency_key: str | None = None) -> JobRecord:
+    async def create(self, config: JobConfig | Mapping[str, Any], idempotency_key: str | None = None) -> JobRecord:
         """Submit a job. Safe to repeat: the same key gives the same job, and every call has a key."""
-        body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        options = {"json": body, "headers": headers, "timeout": CREATE_S}
-        answer = await self._client.request("POST", "/v1/jobs", is_repeatable=True, **options)
-        return read_record(JobRecord, answer)
+        return read_record(JobRecord, await self._send("/v1/jobs", config, headers=headers))
 
-    async def validate(self, config: JobConfig | dict[str, Any]) -> Sequence[str]:
+    async def validate(self, config: JobConfig | Mapping[str, Any]) -> Sequence[str]:
         """Have a job checked that is not created; return notes about its data. A wrong one raises ApiError."""
-        body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
-        options = {"json": body, "timeout": CREATE_S}
-        answer = await self._client.request("POST", "/v1/jobs:validate", is_repeatable=True, **options)
-        return [str(note) for note in part_of(answer, "notes")]
+        return [str(note) for note in part_of(await self._send("/v1/jobs:validate", config), "notes")]
+
+    async def _send(self, path: str, config: JobConfig | Mapping[str, Any], **options: Any) -> Any:
+        """Send a job, and return the answer. Raise TypeError for anything else, such as the path of a job file."""
+        if isinstance(config, JobConfig):
+            config = config.model_dump(mode="json")
+        if not isinstance(config, Mapping):
+            kind = type(config).__name__
+            raise TypeError(f"a job is a JobConfig or a mapping, not a {kind}; JobConfig.from_file reads a job file")
+        options |= {"json": dict(config), "timeout": CREATE_S}
+        return await self._client.request("POST", path, is_repeatable=True, **options)
 
     async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:
         """Submit a job that starts from the checkpoint which another one wrote after `iteration` iterations, and counts
@@ -85,8 +89,9 @@ class AsyncJobs:
         return await self.create(config)
 
     async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:
-        """Return jobs, newest first, at most `limit` (1 to 500; default: 200)."""
-        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
+        """Return jobs, newest first, at most `limit` (1 to 500; default: 200). `state`: only those in this state."""
+        wanted = state.upper() if state else None
+        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=wanted, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:
         return read_record(JobRecord, await self._get(job_id, ""))
@@ -100,8 +105,8 @@ class AsyncJobs:
     async def resume(self, job_id: str, num_iterations: int | None = None) -> JobRecord:
         """Let a paused job run on, and one that FAILED or was CANCELLED wait for a trainer again. `num_iterations`: in
         all, for one that SUCCEEDED and is to make more."""
-        more = {} if num_iterations is None else {"json": {"num_iterations": num_iterations}}
-        return await self._move(job_id, "resume", **more)
+        body = None if num_iterations is None else {"num_iterations": num_iterations}
+        return await self._move(job_id, "resume", json=body)
 
     async def delete(self, job_id: str) -> None:
         """Remove a job that is over, with everything but its checkpoints. Safe to repeat."""

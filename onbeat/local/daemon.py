@@ -14,6 +14,7 @@ from pathlib import Path
 from onbeat.errors import OnbeatError
 from onbeat.local.stack import StackOptions, local_stack
 from onbeat.local.state import (
+    LEFTOVERS_DEADLINE_S,
     OWNER_DEADLINE_S,
     OWNER_LOCK,
     StackState,
@@ -35,10 +36,11 @@ STOP_DEADLINE_S = 120.0
 def start_in_background(options: StackOptions) -> StackState:
     """Start the stack and return when it is ready. Raises OnbeatError with the reason of the failure."""
     create_data_dir(options.data_dir)
-    take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S).close()  # or else the log is another stack's
     log_path = options.data_dir / "logs" / "stack.log"
+    with take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S):  # or else the log is another stack's
+        log_path.write_bytes(b"")
     arguments = json.dumps({**asdict(options), "data_dir": str(options.data_dir)})
-    with log_path.open("wb") as output:
+    with log_path.open("ab") as output:  # of two that start at the same moment, none writes over the other
         daemon = subprocess.Popen(
             [*DAEMON_COMMAND, arguments],
             stdin=subprocess.DEVNULL,
@@ -71,6 +73,7 @@ def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: P
 
 def stop_in_background(data_dir: Path) -> bool:
     """Stop the stack of this data folder, no matter what started it. Return False if none was running."""
+    wait_until(lambda: running_stack(data_dir) is not None or not has_processes(data_dir), LEFTOVERS_DEADLINE_S)
     state = running_stack(data_dir)
     if state is None:
         if has_processes(data_dir):
@@ -79,8 +82,12 @@ def stop_in_background(data_dir: Path) -> bool:
     if state.machine not in ("", this_machine()):
         raise OnbeatError(f"the stack in {data_dir} runs elsewhere, on {state.host} or in a container: stop it there")
     for number, deadline_s in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 20.0)):
-        with suppress(ProcessLookupError):
-            os.kill(state.pid, number)
+        try:
+            with suppress(ProcessLookupError):
+                os.kill(state.pid, number)
+        except PermissionError as error:
+            user = f"the user who started it has to stop it (process {state.pid})"
+            raise OnbeatError(f"the stack in {data_dir} is another user's; {user}") from error
         if wait_until(lambda: not has_processes(data_dir), deadline_s):
             # It gives up the locks just before it is gone.
             wait_until(lambda: not Path(f"/proc/{state.pid}").exists(), 0.3)
@@ -100,7 +107,7 @@ def main() -> int:
             while True:
                 supervisor.check()
                 time.sleep(0.5)
-    except (OnbeatError, OSError) as error:
+    except (OnbeatError, OSError, ValueError) as error:
         log.error("%s", error)
         return 1
 

@@ -53,9 +53,10 @@ def supervise(child: int, parent: int, grace_s: float) -> int:
     deadline, heard = math.inf, None
     while (exit_code := reap(child)) is None:
         is_orphan = os.getppid() != parent
-        if deadline == math.inf and (is_orphan or heard == signal.SIGTERM):
-            deadline = time.monotonic() + (min(grace_s, ORPHAN_GRACE_S) if is_orphan else grace_s)
+        limit_s = min(grace_s, ORPHAN_GRACE_S) if is_orphan else grace_s if heard == signal.SIGTERM else math.inf
+        if deadline == math.inf and limit_s < math.inf:
             os.kill(child, signal.SIGTERM)
+        deadline = min(deadline, time.monotonic() + limit_s)
         if heard == signal.SIGINT or time.monotonic() >= deadline:
             return KILLED
         found = signal.sigtimedwait(HEARD, min(1.0, max(0.0, deadline - time.monotonic())))

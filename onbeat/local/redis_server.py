@@ -1,9 +1,12 @@
 """The embedded Redis: durable (append-only file), on loopback only, behind a password that the state file holds."""
 
+import errno
 import json
+import os
 import secrets
 import shutil
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +36,7 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
         'save ""',  # the append-only file is the only record
         "maxmemory-policy noeviction",
     ]
-    config_path.write_text("\n".join(lines) + "\n")
+    config_path.write_bytes(os.fsencode("\n".join(lines) + "\n"))
     url = f"redis://:{password}@{HOST}:{port}/0"
     command = [find_redis_server(), str(config_path)]
     return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url
@@ -62,14 +65,31 @@ def missing_redis(url: str) -> str:
     return ""
 
 
+def choose_port(port: int | None) -> int:
+    """Return the port that the user asks for, else 8800 if that is free, else any.
+
+    Raise ValueError for one that cannot be bound.
+    """
+    if port is None:
+        return free_port(preferred=8800)
+    try:
+        return bind(port)
+    except OSError as error:
+        reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ValueError(f"--port {port}: {reason}; take another port, or leave --port out") from error
+
+
 def free_port(preferred: int | None = None) -> int:
     """Return `preferred` if that port is free, else one that the system picks."""
     for port in [preferred, 0] if preferred else [0]:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port or 0))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        with suppress(OSError):
+            return bind(port)
     raise OnbeatError(f"no free TCP port on {HOST}")
+
+
+def bind(port: int) -> int:
+    """Bind the port for a moment; 0: one that the system picks. Return its number."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((HOST, port))
+        return int(probe.getsockname()[1])

@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -31,6 +31,15 @@ INTERRUPTED = 130
 UP_POOL = "default"
 
 
+class RunConsole(Console):
+    """A console that lets a run notice that nothing reads its output any more, as behind `| head`."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):  # rich would end the process, and the job would not be paused
+            super().on_broken_pipe()
+        raise BrokenPipeError("nothing reads the output any more")
+
+
 class JobRun:
     """One job with its data files on the broker at `url`: submit or continue, follow, summarise; or pause."""
 
@@ -46,9 +55,9 @@ class JobRun:
             job = self.job = await self._submit(client, is_fresh)
             self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
             progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
+            await print_summary(client, progress, self._console)
             if self._report_path is not None:
                 write_report(self._report_path, await build_report(client, job.id))
-            await print_summary(client, progress, self._console)
             return progress.job.state
 
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
@@ -86,14 +95,17 @@ class JobRun:
                 if self.job.state == JobState.PENDING:
                     self.job = await client.jobs.cancel(self.job.id)
             if self._report_path is not None:
-                write_report(self._report_path, await build_report(client, self.job.id))
+                try:
+                    write_report(self._report_path, await build_report(client, self.job.id))
+                except OnbeatError as error:  # the job is paused all the same
+                    self._console.out(f"no report: {error}")
 
 
 def run_job(
     config: JobConfig, job_folder: Path, options: StackOptions, report_path: Path | None, is_fresh: bool
 ) -> int:
     """Run the job. Return the exit code: 0 SUCCEEDED, 1 any other end, 130 interrupted. Raises OnbeatError."""
-    console = Console(highlight=False, markup=False)
+    console = RunConsole(highlight=False, markup=False)
     if report_path is not None:
         check_report_path(report_path)
     create_data_dir(options.data_dir)

@@ -122,12 +122,13 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(options.data_dir / "torchinductor"),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
     }
+    instance_id = secrets.token_hex(8)
     broker = ServiceSpec(
         "broker",
         service_command("broker"),
         wave=1,
-        env={**common, **data_dir, "ONBEAT_HOST": HOST, "ONBEAT_PORT": str(port)},
-        missing=partial(missing_answer, f"http://{HOST}:{port}/readyz"),
+        env={**common, **data_dir, "ONBEAT_HOST": HOST, "ONBEAT_PORT": str(port), "ONBEAT_INSTANCE_ID": instance_id},
+        missing=partial(missing_answer, f"http://{HOST}:{port}/readyz", instance_id),
         ready_deadline_s=60.0,
     )
     if options.is_view:
@@ -201,10 +202,12 @@ def service_command(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"services.{name}"]  # -P: a folder `services` of the user is not ours
 
 
-def missing_answer(url: str) -> str:
-    """Return why there is no good answer at the URL yet; '' when there is one."""
+def missing_answer(url: str, instance_id: str = "") -> str:
+    """Return why the broker with this id gives no good answer at the URL yet; '' when it gives one."""
     try:
         response = httpx.get(url, timeout=2.0, trust_env=False)
     except httpx.TransportError as error:
         return str(error) or type(error).__name__
-    return "" if response.is_success else f"{url} answers {response.status_code}"
+    if not response.is_success:
+        return f"{url} answers {response.status_code}"
+    return "" if instance_id in response.text else f"another process answers at {url}"

@@ -137,6 +137,8 @@ def take_lock(path: Path, deadline_s: float) -> IO[str]:
     file = open_lock(path)
     if not wait_until(lambda: try_lock(file), deadline_s):
         file.close()
+        if path.name == CHILDREN_LOCK:
+            raise OnbeatError(f"services of a killed stack in {path.parent} are still ending; try again in a minute")
         remedy = "stop it with `onbeat down` or choose another folder with --data-dir"
         raise OnbeatError(f"a stack is already running in {path.parent}; {remedy}")
     return file

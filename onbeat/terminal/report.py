@@ -111,7 +111,11 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write the file atomically: a reader never sees half of it."""
+    """Write the file atomically: a reader never sees half of it. Raise OnbeatError when it cannot be written."""
     draft = path.with_name(f".{path.name}.new")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OnbeatError(f"{path} cannot be written: {error.strerror or error}") from error

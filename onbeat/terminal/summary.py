@@ -130,13 +130,20 @@ async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sam
 
 
 def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> None:
+    """Print one line per sample; on a terminal, a table."""
     if not samples:
+        return
+    console.print()
+    if not can_redraw(console):
+        console.out(title)
+        for sample in samples:
+            line = f"{clip(sample.prompt)} -> {text_of(sample)}".replace("\n", "\\n")
+            console.out(f"reward {sample.reward:g}  {line}")
         return
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
     table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
         table.add_row(Text(clip(sample.prompt)), Text(text_of(sample)), f"{sample.reward:g}")
-    console.print()
     console.print(table)
 
 

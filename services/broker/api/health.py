@@ -1,6 +1,7 @@
 """REST of health: whether the broker is alive and can work, its metrics, and the doctor: who waits for whom."""
 
 import asyncio
+import os
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -24,13 +25,17 @@ class Health(BaseModel):
     status: str
 
 
+class Readiness(Health):
+    instance_id: str  # ONBEAT_INSTANCE_ID: a stack knows its own broker by it, and not another one at the same port
+
+
 @router.get("/livez")
 async def livez() -> Health:
     """Report that the process is alive."""
     return Health(status="alive")
 
 
-@router.get("/readyz", response_model=Health, responses=documented(503))
+@router.get("/readyz", response_model=Readiness, responses=documented(503))
 async def readyz(broker: Broker) -> Response:
     """Report whether the broker can work: Redis answers and the control loop runs."""
     if not broker.is_conducting():
@@ -42,7 +47,7 @@ async def readyz(broker: Broker) -> Response:
         refusal = await find_refusal(broker.ledger)
         silence = f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL"
         return problem(503, "Not ready", f"Redis: {refusal}" if refusal else silence)
-    return JSONResponse({"status": "ready"})
+    return JSONResponse({"status": "ready", "instance_id": os.environ.get("ONBEAT_INSTANCE_ID", "")})
 
 
 @router.get("/metrics", response_class=Response)

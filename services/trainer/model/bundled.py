@@ -38,7 +38,7 @@ def resolve_model(path: str, cache_dir: Path) -> str:
 def prepare(name: str, cache_dir: Path) -> Path:
     """Return the folder of the bundled model in Hugging Face layout; converts it on first use (about 15 s).
 
-    Raises ValueError when the name is unknown or its package is not installed.
+    Raises ValueError when the name is unknown, its package is not installed or the cache cannot be written.
     """
     if name not in BUNDLED_MODELS:
         raise ValueError(f"bundled:{name} is not known; known: {', '.join(f'bundled:{n}' for n in BUNDLED_MODELS)}")
@@ -50,8 +50,11 @@ def prepare(name: str, cache_dir: Path) -> Path:
     if spec is None or spec.origin is None:
         raise ValueError(f"bundled:{name} needs the package {package.replace('_', '-')}; run `make setup`")
     file = find_gguf(Path(spec.origin).parent, file_name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    except OSError as error:
+        raise ValueError(f"bundled:{name} cannot be cached: {error}; set ONBEAT_CACHE_DIR to another folder") from error
     try:
         convert_gguf(file, partial)
         partial.chmod(0o755)  # other users (containers) read the cache, too; `save_pretrained` writes for the owner

@@ -416,7 +416,8 @@ async def test_what_a_pool_has_to_do(broker, ledger):
 
 async def test_health_and_prometheus(broker, ledger, monkeypatch):
     assert (await broker.get("/livez")).json() == {"status": "alive"}
-    assert (await broker.get("/readyz")).json() == {"status": "ready"}
+    monkeypatch.setenv("ONBEAT_INSTANCE_ID", "4f2a")
+    assert (await broker.get("/readyz")).json() == {"status": "ready", "instance_id": "4f2a"}
     job_id = await submit(broker)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,7 @@ async def test_job_from_creation_to_its_end(broker: BrokerThread) -> None:
         assert "job.state" in {event.kind for event in await client.jobs.events(job.id)}
         assert [worker.id for worker in await client.workers()] == ["rollout-0"]
         assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
+        assert [found.id for found in await client.jobs.list(state="succeeded")] == [job.id]
         assert await client.jobs.list(state="RUNNING") == []
         newer = await client.jobs.create(CONFIG)
         assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
@@ -327,6 +329,14 @@ async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:
 def test_wrong_url_is_refused_before_anything_is_sent(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
         AsyncClient(url)
+
+
+@pytest.mark.parametrize("no_job", ["examples/quickstart.toml", Path("job.toml"), [CONFIG], None])
+async def test_what_is_no_job_is_refused_before_it_is_sent(no_job: Any) -> None:
+    async with AsyncClient() as client:
+        for send in (client.jobs.create, client.jobs.validate):
+            with pytest.raises(TypeError, match=rf"not a {type(no_job).__name__}; JobConfig\.from_file reads"):
+                await send(no_job)
 
 
 async def test_job_id_cannot_leave_its_path() -> None:

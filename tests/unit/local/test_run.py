@@ -1,6 +1,7 @@
 """`onbeat run`, `up` and `down` as a user runs them: real processes, Redis and broker, and no model."""
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -12,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
+from onbeat.errors import OnbeatError
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack, state_path
@@ -210,6 +213,16 @@ def test_closed_terminal_pauses_the_job(cli: list[str], job_file: str, data_dir:
     assert processes_of(data_dir) == []
 
 
+def test_closed_pipe_pauses_the_job(cli: list[str], job_file: str, data_dir: Path) -> None:
+    process = start([*cli, "run", job_file], data_dir, SCRIPTED_STEP_S="1")
+    wait_for_job(process)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert ":pause status=200" in (data_dir / "logs" / "broker.log").read_text()
+    assert processes_of(data_dir) == []
+
+
 def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerThread) -> None:
     console, jobs = Console(file=io.StringIO(), width=200), broker.ledger.jobs
     config = JobConfig.model_validate(job_body())
@@ -246,11 +259,26 @@ def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerTh
     assert f"job {own} (test) has another job file and stays paused after 0 of 3 iterations: a new job" in printed
 
 
+@pytest.mark.usefixtures("trainer")
+def test_report_that_cannot_be_written_hides_no_result(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    run = JobRun(broker.url, JobConfig.model_validate(job_body()), [], tmp_path / "report.json", console)
+    with pytest.raises(OnbeatError, match=r"report\.json cannot be written: No space left on device"):
+        asyncio.run(run.run(is_fresh=False, tick=lambda: None))
+    assert "audit       clean: " in console.file.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_up_serves_until_down_and_run_uses_it(cli: list[str], job_file: str, data_dir: Path) -> None:
     assert "up at http://127.0.0.1:" in finish(start([*cli, "up"], data_dir))
     state = running_stack(data_dir)
     assert state is not None
-    assert "already up at" in finish(start([*cli, "up"], data_dir))
+    out = finish(start([*cli, "up", "--rollouts", "2"], data_dir))
+    assert out.startswith("already up at")
+    assert "with its own rollouts, engine, cores and port: to change them, stop it first (`onbeat down`)" in out
     path = state_path(data_dir)
     path.write_text(path.read_text().replace('"up"', '"view"'))
     assert "`onbeat view` uses the data folder" in finish(start([*cli, "up"], data_dir))

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -24,7 +26,7 @@ from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_core
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.daemon import start_in_background, stop_in_background
-from onbeat.local.redis_server import redis_service
+from onbeat.local.redis_server import choose_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
     OWNER_LOCK,
@@ -164,21 +166,26 @@ def test_guard_reports_the_exit_under_a_launcher_without_sigchld() -> None:
     assert subprocess.run(command, start_new_session=True, timeout=30).returncode == 3
 
 
-def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path, is_stopping: bool) -> None:
+    """Also when its services were just given a minute to stop, as `docker stop` and systemd do."""
     code = f"""
 import sys, time
 from pathlib import Path
 from onbeat.local.supervisor import ServiceSpec, Supervisor
-command = [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}]
+command = [sys.executable, "-c", {DEAF if is_stopping else FAMILY!r}, {str(pids_file)!r}]
 folder = Path({str(tmp_path)!r})
-Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0)])
+Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0, grace_s=60)])
 time.sleep(300)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     pids = pids_in(pids_file)
+    if is_stopping:
+        psutil.Process(pids[0]).parent().terminate()
+        time.sleep(0.5)  # the guard has heard it, and waits for its service
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(map(is_alive, pids)), "all have ended")
+    wait_until(lambda: not any(map(is_alive, pids)), "all have ended", 30)
 
 
 # ---- starting and restarting -----------------------------------------------------------------------------------
@@ -226,7 +233,7 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Sup
     from redis import Redis
     from redis.exceptions import AuthenticationError
 
-    folder = tmp_path / 'an "odd" \\ name'
+    folder = tmp_path / os.fsdecode(b'an "odd" \\ name, \xff')  # not UTF-8 either
     for expected in (None, b"kept"):
         spec, url = redis_service(folder)
         supervisor.start([spec])
@@ -248,7 +255,8 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
     common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
     data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
-    assert broker.env == common | data_dir | {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801"}
+    own = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
+    assert broker.env == common | data_dir | own
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
@@ -259,6 +267,18 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {"True"}
     _, _, alone = service_specs(StackOptions(tmp_path), "redis://r", 8801)
     assert alone.env["ONBEAT_WEIGHTS_RELAY"] == "False"  # it has no peers
+
+
+def test_port_that_cannot_be_bound_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.redis_server.HOST", "192.0.2.1")  # as for a port below 1024, the reason varies
+    with pytest.raises(ValueError, match="--port 8800: Cannot assign requested address; take another port"):
+        choose_port(8800)
+
+
+def test_broker_of_another_stack_does_not_pass_for_our_own(supervisor, tmp_path, broker, redis_url):
+    port = int(broker.url.rpartition(":")[2])
+    with pytest.raises(StackFailed, match=r"(?s)broker exited with code 3 while starting.*address already in use"):
+        supervisor.start(service_specs(StackOptions(tmp_path, is_view=True), redis_url, port))
 
 
 def test_variables_of_services_elsewhere_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +342,10 @@ def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.Mon
     lock.write(replace(state, machine="another", host="another-host"))
     with pytest.raises(OnbeatError, match="runs elsewhere, on another-host or in a container: stop it there"):
         stop_in_background(tmp_path)  # it would end a process of ours with that id
+    lock.write(state)
+    monkeypatch.setattr("onbeat.local.daemon.os.kill", Mock(side_effect=PermissionError(1, "not permitted")))
+    with pytest.raises(OnbeatError, match="is another user's; the user who started it has to stop it"):
+        stop_in_background(tmp_path)
     lock.release()
     assert running_stack(tmp_path) is None
     assert not has_processes(tmp_path)
@@ -336,6 +360,22 @@ def test_second_stack_leaves_the_log_of_the_first(tmp_path: Path) -> None:
         start_in_background(StackOptions(tmp_path))
     lock.release()
     assert log.read_text() == "of the first"
+
+
+def test_two_starts_at_the_same_moment_share_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, time; time.sleep(1); sys.exit('end of ' + sys.argv[1])"
+    monkeypatch.setattr("onbeat.local.daemon.DAEMON_COMMAND", [sys.executable, "-c", code])
+    with ThreadPoolExecutor(2) as threads:
+        starts = [threads.submit(start_in_background, StackOptions(tmp_path, port=port)) for port in (8801, 8802)]
+    assert all("the stack did not start:" in str(start.exception()) for start in starts)
+    log = (tmp_path / "logs" / "stack.log").read_text()
+    assert ('"port": 8801' in log, '"port": 8802' in log) == (True, True)
+
+
+def test_wrong_value_ends_a_start_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OnbeatError, match="core 99999 is not available") as caught:
+        start_in_background(StackOptions(tmp_path, rollout_cores=[99999]))
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_look_at_a_lock_does_not_pass_for_its_owner(tmp_path: Path) -> None:
@@ -358,15 +398,21 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
     assert running_stack(tmp_path) is None
     assert has_processes(tmp_path)
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
-    with pytest.raises(OnbeatError, match="already running"):
+    monkeypatch.setattr("onbeat.local.daemon.LEFTOVERS_DEADLINE_S", 0.1)
+    with pytest.raises(OnbeatError, match="services of a killed stack in"):
         StackLock(tmp_path)
+    with pytest.raises(OnbeatError, match="is just starting or ending"):
+        stop_in_background(tmp_path)
     monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 10.0)
-    with ThreadPoolExecutor(1) as threads:
+    monkeypatch.setattr("onbeat.local.daemon.LEFTOVERS_DEADLINE_S", 10.0)
+    with ThreadPoolExecutor(2) as threads:
+        stopping = threads.submit(stop_in_background, tmp_path)
         starting = threads.submit(StackLock, tmp_path)
         wait_until(lambda: is_locked(tmp_path / OWNER_LOCK), "the next stack waits for the child")
         wait_until(lambda: running_stack(tmp_path) is None, "it does not pass for the killed one", 5)
         child.communicate(b"\n")
         starting.result().release()
+        assert stopping.result() is False
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------

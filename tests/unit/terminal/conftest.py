@@ -1,3 +1,4 @@
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,11 @@ from services.broker.doctor.diagnosis import diagnosis
 from tests.broker_thread import BrokerThread
 
 Command = Callable[..., Any]
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from onbeat.completions import ChatFailed
 from onbeat.config import JobConfig, apply_override
+from onbeat.errors import OnbeatError
+from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
@@ -51,6 +54,7 @@ def test_create_uploads_the_files_beside_the_job(onbeat: Command, broker: Broker
     assert f"prompts.jsonl is {path} of the broker" in printed.err
     assert onbeat("data", "push", str(QUICKSTART), "--name", "other.jsonl").out == "datasets/other.jsonl\n"
     assert "other.jsonl" in onbeat("data", "list").out
+    assert "no data file 'nope'; `onbeat data list` shows them" in onbeat("data", "delete", "nope", code=1).err
 
 
 @pytest.mark.usefixtures("trainer")
@@ -167,7 +171,31 @@ def test_run_refuses_what_is_wrong_before_it_starts_anything(onbeat: Command, tm
             (["up", "--port", port], f"--port {port}: another process listens there; take another port"),
         ):
             assert message in onbeat(*words, "--data-dir", str(data_dir), code=2).err
+        (tmp_path / "redis").mkdir()
+        assert "another process listens there" in onbeat("view", str(tmp_path), "--port", port, code=2).err
     assert not data_dir.exists()
+
+
+def test_up_tries_another_port_when_it_loses_the_first(
+    onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[socket.socket] = []
+
+    def start(options: StackOptions) -> StackState:
+        if not taken:  # another process binds it after we have looked
+            taken.append(socket.create_server(("127.0.0.1", options.port)))
+            raise OnbeatError("the stack did not start")
+        return StackState(1, "up", f"http://127.0.0.1:{options.port}", "", 0.0)
+
+    monkeypatch.setattr("onbeat.local.daemon.start_in_background", start)
+    out = onbeat("up", "--data-dir", str(tmp_path)).out
+    port = taken[0].getsockname()[1]
+    assert out.startswith("up at http://127.0.0.1:")
+    assert f":{port} " not in out
+    taken[0].close()
+    taken.clear()
+    assert "did not start" in onbeat("up", "--port", str(port), "--data-dir", str(tmp_path), code=1).err
+    taken[0].close()
 
 
 @pytest.mark.parametrize(
@@ -329,6 +357,13 @@ def test_template_is_a_job_and_is_not_overwritten(
     assert "ends with .toml" in onbeat("init", str(job.with_suffix(".json")), code=2).err
     assert JobConfig.from_file(job).name == "my-job"
     assert "is there already" in onbeat("init", str(job), code=2).err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk, no byte can be written
+    try:
+        assert "cannot be written: File too large" in onbeat("init", str(tmp_path / "other.toml"), code=2).err
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "other.toml").exists()
     monkeypatch.delenv("ONBEAT_URL", raising=False)
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
@@ -372,6 +407,8 @@ def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monk
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
     with broker.meanwhile(answer_chats(Chats(broker.ledger.redis, job_id))):
         assert onbeat("chat", job_id, "2 + 2").out == "1: 2 + 2\\x1b[2J\n"
-        printed = onbeat("chat", job_id)
-    assert ("1: one" in printed.out, "3: two" in printed.out) == (True, True)
+        printed = onbeat("chat", job_id, code=1)  # a message was refused
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+        onbeat("chat", job_id)
+    assert printed.out == "1: one\\x1b[2J\n3: two\\x1b[2J\n"  # without a prompt
     assert "max_tokens: lower it" in printed.err

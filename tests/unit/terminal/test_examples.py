@@ -7,6 +7,7 @@ from rich.console import Console
 
 from onbeat.terminal.summary import print_examples
 from onbeat.types import EpisodeTurn, Sample
+from tests.unit.terminal.conftest import FakeTerminal
 
 CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
 VALUES = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
@@ -22,9 +23,18 @@ def test_a_long_text_is_never_cut(text: str, width: int) -> None:
 
 def printed(sample: Sample, width: int) -> list[str]:
     """Return the lines of the column `response`."""
-    out = io.StringIO()
-    print_examples(Console(file=out, width=width), "iteration 0", [sample])
+    out = FakeTerminal()
+    console = Console(file=out, width=width, force_interactive=True, color_system=None)
+    print_examples(console, "iteration 0", [sample])
     return [line.split("│")[2].strip() for line in out.getvalue().splitlines() if "│" in line]
+
+
+def test_a_pipe_gets_one_line_for_each_sample() -> None:
+    out = io.StringIO()
+    sample = Sample(prompt="2 + 2 =\nThink.", response=f"{GERMAN} [bold]4\n", reward=0.5, **VALUES)
+    print_examples(Console(file=out, width=30), "iteration 0", [sample, sample])
+    line = rf"reward 0.5  2 + 2 =\nThink. -> {GERMAN} [bold]4"
+    assert out.getvalue().splitlines() == ["", "iteration 0", line, line]
 
 
 def test_each_message_of_an_episode_is_cut_by_itself() -> None:

@@ -12,6 +12,7 @@ from onbeat.terminal.report import check_report_path, make_report, write_report
 from onbeat.terminal.summary import print_rows, total_rows
 from onbeat.types import IterationRecord, JobRecord, WeightsRecord
 from tests.scripted_trainer import weights_record
+from tests.unit.terminal.conftest import FakeTerminal
 from tests.unit.terminal.records import evaluation_record, iteration_record
 
 PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
@@ -100,11 +101,6 @@ def test_report_and_summary_say_which_side_is_short_of_devices() -> None:
 def test_summary_compares_no_iteration_with_itself(num_iterations: int, text: str) -> None:
     report = make_report(JOB, records(num_iterations))
     assert dict(total_rows(report))["reward"].rstrip("▁▂▃▄▅▆▇█") == text
-
-
-class FakeTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("file", "num_lines"), [(io.StringIO(), 1), (FakeTerminal(), 3)])

@@ -75,7 +75,8 @@ def test_interrupted_view_leaves_terminal_and_job_in_order(
     broker: BrokerThread, endless: str, number: signal.Signals, command: list[str], shown: str, code: int
 ) -> None:
     broker.beat(WorkerRecord(id="rollout-0", state="generating"))
-    with Terminal(*command, *([endless] if "watch" in command else []), columns=200) as terminal:
+    url = f"{broker.url}/"  # not that of the environment
+    with Terminal(*command, *([endless] if "watch" in command else []), "--url", url, columns=200) as terminal:
         terminal.wait_for(shown)
         assert not terminal.screen.has_cursor
         if number == signal.SIGINT:
@@ -88,8 +89,8 @@ def test_interrupted_view_leaves_terminal_and_job_in_order(
         assert termios.tcgetattr(terminal.slave) == terminal.modes
     assert "Traceback" not in terminal.screen.text
     if code:
-        assert f"onbeat jobs watch {endless}   comes back" in terminal.screen.text
-        assert f"onbeat jobs cancel {endless}  ends it" in terminal.screen.text
+        assert f"onbeat jobs watch {endless} --url {url}   comes back" in terminal.screen.text
+        assert f"onbeat jobs cancel {endless} --url {url}  ends it" in terminal.screen.text
     assert broker.run(broker.ledger.jobs.state(endless)) is JobState.RUNNING
 
 
@@ -187,6 +188,14 @@ async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
             broker.wire.requests.clear()
             assert [job.id for job in (await take_overview(client)).jobs] == [oldest]
             assert broker.wire.requests.count(("GET", "/v1/jobs")) == num_questions
+
+
+def test_ctrl_d_ends_a_chat_with_a_whole_line() -> None:
+    with Terminal("chat", "job-1") as terminal:
+        terminal.wait_for("> ")
+        terminal.press(b"\x04")
+        assert terminal.wait_for_end() == 0
+    assert terminal.screen.lines == ["> ", ""]
 
 
 def test_ctrl_c_ends_a_chat_that_waits_for_a_line() -> None:
