@@ -31,6 +31,7 @@ from services.rollout.episodes.recorder import Call
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -137,13 +138,16 @@ class SessionServer:
             episode.end()
 
     def _create_app(self) -> Starlette:
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(chat), methods=["POST"]),
                 Route("/inference/v1/generate", self._endpoint(generate), methods=["POST"]),
                 Route("/v1/models", self._endpoint(list_models), methods=["GET"]),
-            ]
+            ],
+            exception_handlers={HTTPException: refuse},
         )
+        app.router.redirect_slashes = False  # a redirect would keep the connection
+        return app
 
     def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -229,6 +233,12 @@ async def read_body(request: Request) -> bytes:
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Answer an unknown path or method. Nobody has looked for a key, so the connection is not kept."""
+    assert isinstance(error, HTTPException)
+    return Response(error.detail, error.status_code, {**(error.headers or {}), "Connection": "close"})
 
 
 def to_response(status: int, content: dict[str, Any]) -> Response:
