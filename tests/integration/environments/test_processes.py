@@ -65,6 +65,10 @@ class Behave:
         if key == "own timeout":
             async with asyncio.timeout(0.01): await asyncio.sleep(3600)
         if key == "thread": await asyncio.to_thread(time.sleep, 3600)
+        if key == "give up":
+            calls = [asyncio.to_thread(time.sleep, 3600) for _ in range(64)]
+            try: await asyncio.wait_for(asyncio.gather(*calls), 0.1)
+            except TimeoutError: pass
         if key == "block": time.sleep(3600)
         if key.startswith("score"):
             parts = await reward_of_answer(key, self.options, task, [])
@@ -292,6 +296,16 @@ async def test_episode_that_waits_for_ever_times_out_alone(processes, key):
     assert kinds([ended, late]) == ["ended", "ended"]
     (again,) = await processes.play(request("a"))
     assert pid_of(again) != pid_of(ended)
+
+
+@pytest.mark.parametrize("keys", [("a", "give up"), ("give up", "nap")])
+async def test_process_whose_threads_hang_is_replaced(processes, keys):
+    results = await processes.play(request(*keys))
+    assert kinds(results) == ["ended", "ended"]
+    (again,) = await processes.play(request("raise in a tool"))
+    assert "ValueError: bad" in again.message
+    (after,) = await processes.play(request("a"))
+    assert pid_of(after) != pid_of(results[0])
 
 
 async def test_reward_of_an_answer_that_blocks_holds_up_nobody(processes):
