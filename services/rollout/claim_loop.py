@@ -115,7 +115,7 @@ class ClaimLoop:
             while not self._ends.drain.is_set():
                 await self._settle()
                 self._note_arrival()
-                while claims := await self._claim():
+                while not self._ends.drain.is_set() and (claims := await self._claim()):
                     self._launch(claims)
                 await self._wait_for_change(ending)
         finally:

@@ -80,6 +80,22 @@ async def test_prompt_that_comes_during_a_claim_is_claimed_at_once(monkeypatch):
     await serving
 
 
+async def test_claim_during_which_the_drain_begins_is_the_last():
+    prompts, ends = FakePrompts(), Ends()
+    loop = loop_beside(prompts, ends)
+    add_flight(loop, asyncio.sleep(60.0))
+
+    async def claim(*_: Any) -> list[Claim]:
+        prompts.num_claims += 1
+        ends.drain.set()
+        return [loop.flights["1-0"].claim] if prompts.num_claims < 3 else []
+
+    prompts.claim = claim
+    await loop.serve()
+    await loop.abandon()
+    assert prompts.num_claims == 1
+
+
 async def test_engine_that_ignores_cancellation_is_left_behind(monkeypatch):
     monkeypatch.setattr("services.rollout.claim_loop.CANCEL_DEADLINE_S", 0.1, raising=False)
     prompts, may_end = FakePrompts(), asyncio.Event()
