@@ -13,6 +13,7 @@ import pytest
 from onbeat.confine import MEBIBYTE
 from onbeat.environments import Outcome, Task
 from onbeat.types import HostMemory
+from services.rollout.children.process import ChildProcess
 from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
@@ -385,6 +386,21 @@ async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     await asyncio.wait({playing})
     await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
     assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+async def test_cancelled_kill_leaves_no_process_and_no_pipe():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    code = "import os, time; os.close(1); time.sleep(600)"  # it seems to end by itself
+    started = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True, **pipes)
+    child = ChildProcess(started, "the child")
+    await child._stdout.read()
+    killing = asyncio.create_task(child.kill())
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        killing.cancel()
+    await asyncio.wait({killing})
+    assert started._transport.is_closing()
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{child.pid}/stat"))
 
 
 def test_killed_rollout_leaves_no_environment_behind(tmp_path):
