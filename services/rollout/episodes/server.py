@@ -23,6 +23,7 @@ from onbeat.completions import ChatFailed
 from onbeat.hangup import unless_left
 from services.rollout import meters
 from services.rollout.engines.interface import GeneratedResponse
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import AnsweredCall, Episode
@@ -127,7 +128,10 @@ class SessionServer:
         self._serving.cancel()
 
     def open(self, episode: Episode) -> EpisodeAccess:
-        """Give an episode a URL and a key."""
+        """Give an episode a URL and a key. Raises EngineBroken, which has this process replaced, when the server has
+        ended by itself."""
+        if self._serving.done():
+            raise EngineBroken("the HTTP server of sessions has ended by itself")
         key = secrets.token_urlsafe(32)
         self._episodes[key] = episode
         return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes import server as server_module
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES
@@ -95,6 +96,16 @@ async def test_request_without_a_key_keeps_no_connection():
     async with playing(run) as rig:
         await rig.group()
     assert seen == [401, 404, 405, 404, 404]
+
+
+async def test_session_server_that_ends_by_itself_ends_the_process():
+    async def run(task, policy):
+        rig.server._serving.cancel()
+        raise RuntimeError("the session does not answer")
+
+    async with playing(run) as rig:
+        with pytest.raises(EngineBroken, match="the HTTP server of sessions has ended by itself"):
+            await rig.group()
 
 
 async def test_session_takes_no_proxy_and_reads_no_certificates(monkeypatch):
