@@ -52,12 +52,13 @@ class McpEnvironment:
         async with Client(self._server, read_timeout_seconds=ANSWER_S) as client:
             tools = await tools_of(client)
             scorer = tools.pop(self._reward_tool, None) if self._reward_tool is not None else None
-            await converse(conversation, tools, policy)
-            if self._reward is not None:
-                return as_outcome(await reward_of_answer(self._reward, self._reward_options, task, conversation))
-            if scorer is None:
+            if self._reward is None and scorer is None:  # before the policy answers in vain
                 raise ValueError(f"the server has no tool {self._reward_tool!r}; it has: {', '.join(tools)}")
-            return Outcome(await score(scorer, task, conversation))
+            await converse(conversation, tools, policy)
+            if scorer is not None:
+                return Outcome(await score(scorer, task, conversation))
+            assert self._reward is not None
+            return as_outcome(await reward_of_answer(self._reward, self._reward_options, task, conversation))
 
 
 def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> Any:

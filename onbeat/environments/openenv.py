@@ -58,6 +58,7 @@ class OpenEnvGame:
             close_timeout=CLOSE_S,
             max_size=MAX_MESSAGE_BYTES,
             compression=None,
+            ping_interval=None,  # a server that computes a step may answer no ping; ANSWER_S is the limit
         )
         first = self._to_text((await self._ask("reset", {"seed": seed}))["observation"])
         return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n{first}"}]
@@ -67,19 +68,28 @@ class OpenEnvGame:
         return self._to_text(result["observation"]), result.get("reward") or 0.0, bool(result.get("done"))
 
     async def close(self) -> None:
-        if self._socket is not None:
-            await self._send({"type": "close"})
-            await self._socket.close()
+        if self._socket is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._send({"type": "close"})
+                await self._socket.close()
+        except TimeoutError:  # the server reads nothing, or does not say goodbye
+            self._socket.transport.abort()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error,
-        TimeoutError when it is silent."""
-        await self._send({"type": kind, "data": data})
+        ConnectionError when it hangs up, TimeoutError when it is silent."""
+        from websockets.exceptions import ConnectionClosed
+
         try:
             async with asyncio.timeout(ANSWER_S):
+                await self._send({"type": kind, "data": data})
                 answer = json.loads(await self._socket.recv())
         except TimeoutError as error:
             raise TimeoutError(f"the OpenEnv server has not answered {kind} for {ANSWER_S:g} s") from error
+        except ConnectionClosed as error:
+            raise ConnectionError(f"the OpenEnv server has not answered {kind}: {error}") from error
         if answer["type"] == "error":
             details = answer["data"]
             raise RuntimeError(f"the OpenEnv server refuses {kind}: {details.get('code')}: {details.get('message')}")

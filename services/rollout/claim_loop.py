@@ -115,7 +115,7 @@ class ClaimLoop:
             while not self._ends.drain.is_set():
                 await self._settle()
                 self._note_arrival()
-                while claims := await self._claim():
+                while not self._ends.drain.is_set() and (claims := await self._claim()):
                     self._launch(claims)
                 await self._wait_for_change(ending)
         finally:
@@ -148,7 +148,8 @@ class ClaimLoop:
             mine = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
             lost = set(entry_ids) - set(mine)
             for flight in self.flights.values():
-                if flight.claim.entry_id in lost and flight.stage is not Stage.SUBMITTING:
+                is_newly_lost = flight.claim.entry_id in lost and not flight.is_lost
+                if is_newly_lost and flight.stage is not Stage.SUBMITTING:  # cancelled again, it would not clean up
                     logger.warning("%s is another worker's now, or done", flight.claim.task.group_id)
                     flight.is_lost = True
                     flight.task.cancel()

@@ -121,13 +121,17 @@ class ChildProcess:
         A process that has left the group may hold the pipes open, and wait() may then wait for that one, too.
         """
         ended = asyncio.create_task(self._process.wait())
-        if self._stdout.at_eof():  # it is ending by itself: let its own exit code be seen
-            await asyncio.wait({ended}, timeout=END_S)
-        self._kill_group()
-        await asyncio.wait({ended, self._stderr_reader}, timeout=END_S)
-        ended.cancel()
-        self._stderr_reader.cancel()
-        self._process._transport.close()  # type: ignore[attr-defined]  # our ends of the pipes
+        try:
+            if self._stdout.at_eof():  # it is ending by itself: let its own exit code be seen
+                await asyncio.wait({ended}, timeout=END_S)
+        finally:  # this may have been cancelled
+            self._kill_group()
+            try:
+                await asyncio.wait({ended, self._stderr_reader}, timeout=END_S)
+            finally:
+                ended.cancel()
+                self._stderr_reader.cancel()
+                self._process._transport.close()  # type: ignore[attr-defined]  # our ends of the pipes
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

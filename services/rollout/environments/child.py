@@ -6,8 +6,9 @@ environment built, for all of them.
     -> {"request": 1, "name": "wordle", "options": {}, "timeout_s": 120.0,
         "task": {...}, "access": [["http://...", "key"], ["http://...", "key"]]}
     <- {"request": 1, "step": "loaded"}                 to the first one; or "failed"
-    <- {"request": 1, "step": "ended", "episode": 1, "reward": 1.0, "parts": {}, "turn_rewards": {}}
-    <- {"request": 1, "step": "failed", "episode": 0, "kind": "raised", "message": "..."}
+    <- {"request": 1, "step": "ended", "episode": 1, "has_busy_threads": false, "reward": 1.0, "parts": {},
+        "turn_rewards": {}}
+    <- {"request": 1, "step": "failed", "episode": 0, "has_busy_threads": true, "kind": "raised", "message": "..."}
 
 All episodes of a request run in one event loop, which ends those that take too long. When it does not answer, because
 an environment blocks it, the parent kills this process.
@@ -15,13 +16,14 @@ an environment blocks it, the parent kills this process.
 
 import asyncio
 import copy
+import functools
 import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from traceback import walk_tb
 from typing import Any, TextIO
 
@@ -61,7 +63,8 @@ def main() -> None:
 
 async def serve(requests: TextIO, answers: Answers) -> None:
     """Answer one request after another, until stdin ends."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    threads = Threads(NUM_THREADS)
+    asyncio.get_running_loop().set_default_executor(threads)
     environment: Environment | None = None
     while line := await asyncio.to_thread(requests.readline):
         request = json.loads(line)
@@ -76,17 +79,31 @@ async def serve(requests: TextIO, answers: Answers) -> None:
             for episode, (url, key) in enumerate(request["access"]):
                 task = Task(**copy.deepcopy(request["task"]))  # an episode may change its messages or its answer
                 playing = play(environment, task, Session(url, key), request["timeout_s"])
-                episodes.create_task(report(playing, answers, request["request"], episode))
+                send = functools.partial(answers.send, request["request"], episode=episode)
+                episodes.create_task(report(playing, send, threads))
     os._exit(0)  # threads of an environment may hang
 
 
-async def report(playing: Any, answers: Answers, request: int, episode: int) -> None:
+class Threads(ThreadPoolExecutor):
+    """The threads of methods that do not await. A call that an environment has given up goes on in its thread."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self.calls: set[Future[Any]] = set()  # that have not returned
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        call = super().submit(*args, **kwargs)
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
+        return call
+
+
+async def report(playing: Any, send: Callable[..., None], threads: Threads) -> None:
     try:
-        outcome = await playing
+        step, fields = "ended", await playing
     except BaseException as error:  # noqa: BLE001  as above, and a tool may well call sys.exit
-        answers.send(request, "failed", episode=episode, **describe(error, "raised"))
-    else:
-        answers.send(request, "ended", episode=episode, **outcome)
+        step, fields = "failed", describe(error, "raised")
+    send(step, has_busy_threads=bool(threads.calls), **fields)
 
 
 async def play(environment: Environment, task: Task, session: Session, limit_s: float) -> dict[str, Any]:

@@ -21,9 +21,13 @@ CODE = "the environment"  # in messages
 BLOCKED = "code that does not await holds up all episodes of a group"
 
 
-class Ended(Answer):
-    step: Literal["ended"]
+class EpisodeOver(Answer):
     episode: NonNegativeInt
+    has_busy_threads: bool = False  # calls in threads, of this episode or another one, have not returned
+
+
+class Ended(EpisodeOver):
+    step: Literal["ended"]
     reward: Number
     parts: dict[str, Number]
     turn_rewards: dict[str, Number]
@@ -32,9 +36,8 @@ class Ended(Answer):
         return Outcome(self.reward, self.parts, self.turn_rewards)
 
 
-class Failed(Answer):
+class Failed(EpisodeOver):
     step: Literal["failed"]
-    episode: NonNegativeInt
     kind: Literal["load", "raised", "timeout", "invalid", "memory", "unreachable"]
     message: str
 
@@ -68,7 +71,7 @@ class EnvironmentProcess:
 
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         """Play all episodes. Where the process dies or does not answer, it is spoilt, and what had not ended has
-        failed. It is spoilt, too, when this is cancelled."""
+        failed. It is spoilt, too, when this is cancelled, or when calls in its threads outlive the episodes."""
         results: dict[int, PlayResult] = {}
         self._is_spoilt = True
         try:
@@ -78,7 +81,7 @@ class EnvironmentProcess:
         if failure is not None:
             return [results.get(episode, failure) for episode in range(len(request.access))]
         failures = [result for result in results.values() if isinstance(result, EpisodeFailure)]
-        self._is_spoilt = any(each.kind in SPOILING for each in failures)
+        self._is_spoilt |= any(each.kind in SPOILING for each in failures)
         return [results[episode] for episode in sorted(results)]
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:
@@ -105,6 +108,7 @@ class EnvironmentProcess:
                 if isinstance(answer, Loaded) or answer.episode in results or answer.episode >= len(request.access):
                     raise OutOfStep(CODE)
                 results[answer.episode] = answer.to_result()
+                self._is_spoilt = len(results) < len(request.access) or answer.has_busy_threads
                 request.on_end(answer.episode)
         except TimeoutError:
             return unanswered if is_loaded else not_loaded

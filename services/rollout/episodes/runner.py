@@ -8,6 +8,7 @@ gate: pinned to the version of the group
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -92,14 +93,16 @@ class GroupPlay:
     async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
         """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does.
 
-        For UNREACHABLE_S, tries that fail because a server is away do not count.
+        Tries that fail because a server is away do not count for UNREACHABLE_S after the first of them.
         """
-        attempt, num_failures = 1, 0
+        attempt, num_failures, away_since = 1, 0, math.inf
         while missing := [index for index in range(self._num_samples) if index not in self._finished]:
             failure = await self._play_once(server, environments, missing, attempt)
             if failure is None:
                 continue
-            if failure.kind is not Kind.UNREACHABLE or time.monotonic() - self._started > UNREACHABLE_S:
+            if failure.kind is Kind.UNREACHABLE:
+                away_since = min(away_since, time.monotonic())
+            if failure.kind is not Kind.UNREACHABLE or time.monotonic() - away_since >= UNREACHABLE_S:
                 if attempt == max_attempts:
                     raise failure
                 attempt += 1

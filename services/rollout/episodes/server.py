@@ -23,6 +23,7 @@ from onbeat.completions import ChatFailed
 from onbeat.hangup import unless_left
 from services.rollout import meters
 from services.rollout.engines.interface import GeneratedResponse
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import AnsweredCall, Episode
@@ -31,6 +32,7 @@ from services.rollout.episodes.recorder import Call
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -126,7 +128,10 @@ class SessionServer:
         self._serving.cancel()
 
     def open(self, episode: Episode) -> EpisodeAccess:
-        """Give an episode a URL and a key."""
+        """Give an episode a URL and a key. Raises EngineBroken, which has this process replaced, when the server has
+        ended by itself."""
+        if self._serving.done():
+            raise EngineBroken("the HTTP server of sessions has ended by itself")
         key = secrets.token_urlsafe(32)
         self._episodes[key] = episode
         return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)
@@ -137,13 +142,16 @@ class SessionServer:
             episode.end()
 
     def _create_app(self) -> Starlette:
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(chat), methods=["POST"]),
                 Route("/inference/v1/generate", self._endpoint(generate), methods=["POST"]),
                 Route("/v1/models", self._endpoint(list_models), methods=["GET"]),
-            ]
+            ],
+            exception_handlers={HTTPException: refuse},
         )
+        app.router.redirect_slashes = False  # a redirect would keep the connection
+        return app
 
     def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -229,6 +237,12 @@ async def read_body(request: Request) -> bytes:
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Answer an unknown path or method. Nobody has looked for a key, so the connection is not kept."""
+    assert isinstance(error, HTTPException)
+    return Response(error.detail, error.status_code, {**(error.headers or {}), "Connection": "close"})
 
 
 def to_response(status: int, content: dict[str, Any]) -> Response:

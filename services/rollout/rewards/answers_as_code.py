@@ -1,7 +1,8 @@
 """Scorers of reasoning_gym that run an answer as code, kept from it: an answer is text of a model.
 
 Some call `eval` to read a list: here it reads literals. Others give it to sympy's `parse_expr`, which is `eval`, too:
-they see only answers that are expressions of numbers, symbols and known functions.
+they see only answers that are expressions of numbers, symbols and known functions, and none with powers or factorials
+that keep them busy until their process is killed: such an answer would fail its whole group.
 """
 
 import ast
@@ -17,6 +18,9 @@ FUNCTIONS = {"sqrt", "cbrt", "root", "abs"}  # these are no classes of sympy, as
 EXPRESSION = re.compile(r"[\w\s+\-*/^().,!|]*", re.ASCII)
 ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
 NAME = re.compile(r"[A-Za-z_]\w*")
+# These are exponents of four digits or more, powers of powers such as 9**9**9 and (9**9)**9, factorials of numbers of
+# four digits or more, and factorials of factorials.
+TOO_LARGE = re.compile(r"\*\*[\s(+-]*([\d_]{4}|[\d._]+[\s)]*\*\*)|([\d_]{4}|!)[\s)]*!")
 
 
 def score_as_text(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
@@ -33,13 +37,15 @@ def score_as_text(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
 
 
 def is_expression(text: str) -> bool:
-    """Return whether nothing but arithmetic can happen when sympy parses the text.
+    """Return whether nothing but arithmetic of reasonable size can happen when sympy parses the text.
 
     >>> is_expression("3*x**2 + sin(x)/2"), is_expression("print(1)"), is_expression("x.free_symbols")
     (True, False, False)
     """
     is_plain = EXPRESSION.fullmatch(text) and not ATTRIBUTE.search(text) and "__" not in text
-    return bool(is_plain) and all(name in FUNCTIONS or not does_more(name) for name in NAME.findall(text))
+    if not is_plain or TOO_LARGE.search(text):
+        return False
+    return all(name in FUNCTIONS or not does_more(name) for name in NAME.findall(text))
 
 
 def does_more(name: str) -> bool:

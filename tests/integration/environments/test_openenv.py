@@ -5,8 +5,8 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -105,6 +105,49 @@ def game_of(url: str) -> OpenEnvGame:
 async def test_server_that_is_not_there_is_a_failure():
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         await openenv_environment("ws://127.0.0.1:9").run(TASK, ScriptedSession(says("a")))
+
+
+@asynccontextmanager
+async def game_on(step: Callable[[ServerConnection], Awaitable[None]]) -> AsyncIterator[OpenEnvGame]:
+    """A game of long messages on a server that has answered `reset`, and does something else at the first step."""
+
+    async def answer(connection: ServerConnection) -> None:
+        await connection.recv()
+        await connection.send('{"type": "observation", "data": {"observation": "begin"}}')
+        await step(connection)
+
+    async with serve(answer, "127.0.0.1", 0, close_timeout=0.1) as server:
+        port = server.sockets[0].getsockname()[1]
+        game = OpenEnvGame(f"ws://127.0.0.1:{port}", lambda text: {"message": text * 10_000_000}, str)
+        await game.init([{"role": "user", "content": "Speak."}], 4)
+        yield game
+
+
+async def test_server_that_hangs_up_counts_as_unreachable():
+    async with game_on(ServerConnection.close) as game:
+        with pytest.raises(ConnectionError, match="the OpenEnv server has not answered step: received 1000"):
+            await game.step({"content": "a"})
+        await game.close()
+
+
+async def test_server_that_reads_nothing_holds_up_no_step_and_no_end(monkeypatch):
+    monkeypatch.setattr(openenv, "ANSWER_S", 0.5)
+    monkeypatch.setattr(openenv, "CLOSE_S", 0.1)
+    is_over = asyncio.Event()
+
+    async def read_nothing(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()
+        await is_over.wait()
+
+    async with game_on(read_nothing) as game:
+        assert game._socket.ping_interval is None  # pings that are not answered would break off a long step
+        try:
+            async with asyncio.timeout(8):
+                with pytest.raises(TimeoutError, match=r"has not answered step for 0\.5 s"):
+                    await game.step({"content": "aaaa"})
+                await game.close()
+        finally:
+            is_over.set()
 
 
 async def test_server_that_hangs_does_not_hold_up_the_end(monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from onbeat.confine import MEBIBYTE
 from onbeat.environments import Outcome, Task
 from onbeat.types import HostMemory
+from services.rollout.children.process import ChildProcess
 from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
@@ -65,6 +66,10 @@ class Behave:
         if key == "own timeout":
             async with asyncio.timeout(0.01): await asyncio.sleep(3600)
         if key == "thread": await asyncio.to_thread(time.sleep, 3600)
+        if key == "give up":
+            calls = [asyncio.to_thread(time.sleep, 3600) for _ in range(64)]
+            try: await asyncio.wait_for(asyncio.gather(*calls), 0.1)
+            except TimeoutError: pass
         if key == "block": time.sleep(3600)
         if key.startswith("score"):
             parts = await reward_of_answer(key, self.options, task, [])
@@ -294,6 +299,16 @@ async def test_episode_that_waits_for_ever_times_out_alone(processes, key):
     assert pid_of(again) != pid_of(ended)
 
 
+@pytest.mark.parametrize("keys", [("a", "give up"), ("give up", "nap")])
+async def test_process_whose_threads_hang_is_replaced(processes, keys):
+    results = await processes.play(request(*keys))
+    assert kinds(results) == ["ended", "ended"]
+    (again,) = await processes.play(request("raise in a tool"))
+    assert "ValueError: bad" in again.message
+    (after,) = await processes.play(request("a"))
+    assert pid_of(after) != pid_of(results[0])
+
+
 async def test_reward_of_an_answer_that_blocks_holds_up_nobody(processes):
     failed, ended = await processes.play(request("score by waiting", "nap", timeout_s=5.0))
     assert failed == EpisodeFailure("timeout", "the episode took longer than 5 s")
@@ -371,6 +386,21 @@ async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     await asyncio.wait({playing})
     await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
     assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+async def test_cancelled_kill_leaves_no_process_and_no_pipe():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    code = "import os, time; os.close(1); time.sleep(600)"  # it seems to end by itself
+    started = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True, **pipes)
+    child = ChildProcess(started, "the child")
+    await child._stdout.read()
+    killing = asyncio.create_task(child.kill())
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        killing.cancel()
+    await asyncio.wait({killing})
+    assert started._transport.is_closing()
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{child.pid}/stat"))
 
 
 def test_killed_rollout_leaves_no_environment_behind(tmp_path):

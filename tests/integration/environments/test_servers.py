@@ -64,8 +64,10 @@ async def test_mcp_tools_over_http_and_the_reward_of_a_tool(url):
     assert "grade" not in {tool["function"]["name"] for tool in session.tools}
     failure = await failure_of(environment, says("no idea"))
     assert failure == "the tool grade returned 'nothing', not a number"
-    failure = await failure_of(McpEnvironment(url, reward_tool="judge"), says("5"))
+    unasked = ScriptedSession(says("5"))
+    failure = await failure_of(McpEnvironment(url, reward_tool="judge"), session=unasked)
     assert failure.startswith("the server has no tool 'judge'; it has: add, ")
+    assert unasked.asked == []
 
 
 async def test_mcp_server_that_dies_is_a_failure():
@@ -78,10 +80,10 @@ async def test_mcp_server_that_is_not_there_is_a_failure():
         assert await failure_of(McpEnvironment(server, reward="exact"), says("5"))
 
 
-async def failure_of(environment: McpEnvironment, *answers: Message) -> str:
+async def failure_of(environment: McpEnvironment, *answers: Message, session: ScriptedSession | None = None) -> str:
     """What the first error says of those that the episode raised at once."""
     try:
-        outcome = await environment.run(TASK, ScriptedSession(*answers))
+        outcome = await environment.run(TASK, session or ScriptedSession(*answers))
     except Exception as raised:
         error = raised
         while isinstance(error, ExceptionGroup):

@@ -80,6 +80,22 @@ async def test_prompt_that_comes_during_a_claim_is_claimed_at_once(monkeypatch):
     await serving
 
 
+async def test_claim_during_which_the_drain_begins_is_the_last():
+    prompts, ends = FakePrompts(), Ends()
+    loop = loop_beside(prompts, ends)
+    add_flight(loop, asyncio.sleep(60.0))
+
+    async def claim(*_: Any) -> list[Claim]:
+        prompts.num_claims += 1
+        ends.drain.set()
+        return [loop.flights["1-0"].claim] if prompts.num_claims < 3 else []
+
+    prompts.claim = claim
+    await loop.serve()
+    await loop.abandon()
+    assert prompts.num_claims == 1
+
+
 async def test_engine_that_ignores_cancellation_is_left_behind(monkeypatch):
     monkeypatch.setattr("services.rollout.claim_loop.CANCEL_DEADLINE_S", 0.1, raising=False)
     prompts, may_end = FakePrompts(), asyncio.Event()
@@ -99,6 +115,36 @@ async def test_engine_that_ignores_cancellation_is_left_behind(monkeypatch):
     await abandoning
     assert is_over
     assert prompts.released == ["1-0"]
+
+
+async def test_group_whose_lease_is_lost_is_cancelled_once():
+    num_renewals = num_cancelled = 0
+
+    async def renew(*_: Any) -> list[str]:
+        nonlocal num_renewals
+        num_renewals += 1
+        return []
+
+    async def generate() -> None:
+        nonlocal num_cancelled
+        while True:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+                if is_over:
+                    raise
+
+    loop, is_over = loop_beside(SimpleNamespace(renew=renew), Ends()), False
+    loop._job.settings.lease_s = 0.03
+    add_flight(loop, generate())
+    keeping = asyncio.create_task(loop.keep_leases())
+    await until(lambda: num_renewals == 3)
+    is_over = True
+    keeping.cancel()
+    loop.flights["1-0"].task.cancel()
+    await asyncio.wait({loop.flights["1-0"].task})
+    assert num_cancelled == 2  # one of them is this test's
 
 
 def test_nothing_is_claimed_until_a_missing_version_is_announced(monkeypatch):

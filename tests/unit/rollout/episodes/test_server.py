@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes import server as server_module
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES
@@ -77,6 +78,34 @@ async def test_connections_without_a_request_or_beyond_the_limit_end(monkeypatch
     async with playing(run) as rig:
         await rig.group(num_samples=1)
     assert ends == [2, 1]
+
+
+async def test_request_without_a_key_keeps_no_connection():
+    async def run(task, policy):
+        port = httpx.URL(policy.url).port
+        for line in ("GET /v1/models", "GET /nothing", "PUT /v1/models", "GET /v1/models/", "OPTIONS *"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{line} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), timeout=5.0)  # until the server hangs up
+            seen.append(int(answer.split()[1]))
+            writer.close()
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    seen: list[int] = []
+    async with playing(run) as rig:
+        await rig.group()
+    assert seen == [401, 404, 405, 404, 404]
+
+
+async def test_session_server_that_ends_by_itself_ends_the_process():
+    async def run(task, policy):
+        rig.server._serving.cancel()
+        raise RuntimeError("the session does not answer")
+
+    async with playing(run) as rig:
+        with pytest.raises(EngineBroken, match="the HTTP server of sessions has ended by itself"):
+            await rig.group()
 
 
 async def test_session_takes_no_proxy_and_reads_no_certificates(monkeypatch):
