@@ -55,6 +55,7 @@ def take_protocol_streams() -> tuple[TextIO, Answers]:
     """Keep stdin and stdout for the protocol: user code reads an empty stdin, and what it prints goes to stderr."""
     requests, answers = os.fdopen(os.dup(0)), Answers(os.fdopen(os.dup(1), "w"))
     nothing = os.open(os.devnull, os.O_RDONLY)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, requests.fileno()))  # forks take no request
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     return requests, answers

@@ -61,7 +61,7 @@ def answer(request: dict[str, Any], answers: Answers, timeout_s: float) -> None:
         send("failed", position=position, kind="memory", message="the memory limit was reached")
     except InvalidReward as error:
         send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
-    except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the reward is foreign code and may raise anything
         message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()  # no halves of characters
         send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
 

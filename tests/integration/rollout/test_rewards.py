@@ -97,6 +97,8 @@ def behave(response, context, **options):
             except OSError: pass
     if response == "twin" and os.fork() == 0:
         time.sleep(0.5)
+    if response == "fork and exit" and os.fork() == 0:
+        sys.exit(0)
     if response == "limits":
         kinds = ("AS", "CORE", "FSIZE", "NOFILE", "CPU")
         values = {kind: resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds}
@@ -168,7 +170,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
         pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
         ("eat", RewardUnavailable, "memory: the memory limit"),
-        ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
+        ("exit", RewardRefused, "raised: SystemExit: 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
         ("close", RewardUnavailable, "crashed: .* exited with code"),
         ("flood", RewardUnavailable, "crashed: killed: it printed more than 4194304 bytes"),
@@ -207,6 +209,11 @@ async def test_reward_that_forks_and_returns_twice_mixes_no_scores(scorer, group
         responses = group.split("+")
         scores = await score(scorer, request(*responses, max_attempts=3))
         assert [score.parts["length"] for score in scores] == [len(response) for response in responses]
+
+
+async def test_fork_that_exits_takes_no_request_away(scorer):
+    pids = {(await score(scorer, request(text)))[0].parts["pid"] for text in ["fork and exit", *"abcdefgh"]}
+    assert len(pids) == 1
 
 
 async def test_unknown_reward_fails_with_the_installed_names(scorer):
