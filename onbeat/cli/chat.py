@@ -46,8 +46,8 @@ def chat(
 
 
 def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
-    """Read messages from standard input, and keep the conversation. A refused message is left out of it; without a
-    terminal, where nobody repeats it, the exit code is then 1.
+    """Read messages from standard input, and keep the conversation. A refused message is left out of it; if the
+    input is no terminal, the exit code is then 1.
 
     No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
