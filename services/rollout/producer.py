@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from onbeat.streams.codec import (
     GroupFailure,
@@ -29,6 +30,7 @@ from services.rollout.puller import VersionGone
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
 from services.rollout.rewards.scorer import Scorer
 
+MAX_REMEMBERED = 1000  # groups that were given back here; another rollout may have finished them
 LONGEST_S = 3600.0  # the deadline of a task that names none, as every wait has one
 
 
@@ -110,6 +112,7 @@ class GroupProducer:
     def remember_error(self, task: PromptTask, reason: str) -> None:
         """Keep the reason of an error. The group's failure names it if the group runs out of attempts here."""
         self._last_errors[task.group_id] = reason
+        forget_oldest(self._last_errors)
 
     def _check_attempts(self, flight: Flight) -> None:
         task, attempt = flight.claim.task, flight.claim.attempt
@@ -142,6 +145,7 @@ class GroupProducer:
         task = flight.claim.task
         calls: list[Interval] = []  # in the engine
         failures = self._failed_episodes.setdefault(task.group_id, Counter())
+        forget_oldest(self._failed_episodes)
 
         async def generate(prompt_token_ids: list[int], sampling: Sampling) -> GeneratedResponse:
             started = time.monotonic()
@@ -235,6 +239,11 @@ class GroupProducer:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
         return weighed
+
+
+def forget_oldest(notes: dict[str, Any]) -> None:
+    if len(notes) > MAX_REMEMBERED:
+        del notes[next(iter(notes))]
 
 
 @contextmanager

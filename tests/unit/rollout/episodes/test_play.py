@@ -6,6 +6,7 @@ import pytest
 
 from onbeat.environments import EpisodeOver, Outcome, SessionError
 from onbeat.seeds import seed_of
+from services.rollout import producer as producer_module
 from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module
 from services.rollout.episodes.contract import Program
@@ -173,6 +174,22 @@ async def test_tries_do_not_count_while_a_server_is_away(monkeypatch, patience_s
                 await rig.group()
     assert len(tries) == num_tries
     assert len(set(tries)) == 1  # each repeats the policy's answers
+
+
+async def test_groups_that_others_finish_are_not_remembered_for_ever(monkeypatch):
+    async def fail(task, policy):
+        await policy.chat(task.messages)
+        raise ValueError("bad")
+
+    monkeypatch.setattr(producer_module, "MAX_REMEMBERED", 2)
+    async with playing(fail, max_attempts=1) as rig:
+        for number in range(4):
+            flight = flight_of(group_id=f"3-{number}")
+            with pytest.raises(EnvironmentFailed):
+                await rig.producer.produce(flight)
+            rig.producer.remember_error(flight.claim.task, "bad")
+    remembered = (rig.producer._last_errors, rig.producer._failed_episodes)
+    assert [list(notes) for notes in remembered] == [["3-2", "3-3"]] * 2
 
 
 async def test_episode_without_a_call_is_a_failure_and_no_reward():
