@@ -44,7 +44,7 @@ class TokenText:
             if BROKEN not in piece and text.startswith(piece, ends[-1]):
                 ends.append(ends[-1] + len(piece))
                 continue
-            run = self._run_ends(token_ids[len(ends) - 1 :][:MAX_RUN], text, ends[-1])
+            run = self._run_ends(token_ids[len(ends) - 1 : len(ends) - 1 + MAX_RUN], text, ends[-1])
             if not run:
                 return []
             ends += run

@@ -33,7 +33,7 @@ class FileInitInfo(WeightTransferInitInfo):
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     weights_file: str  # absolute path of a safetensors file that the worker can read, HF names
-    names: list[str] | None = None  # the tensors to load; None: all of the file
+    names: list[str]  # the tensors to load
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -57,9 +57,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         tensors = self._open(update_info.weights_file)
-        names = tensors.keys() if update_info.names is None else update_info.names
         # Views of the mapped file: a layer's loaders copy them once it is complete.
-        self.model.load_weights((name, tensors.get_tensor(name)) for name in names)
+        self.model.load_weights((name, tensors.get_tensor(name)) for name in update_info.names)
 
     def _open(self, weights_file: str) -> Any:
         """Return the open file. The first call of an update reads its header, and only then touches the layers."""

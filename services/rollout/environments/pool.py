@@ -46,7 +46,7 @@ class EnvironmentProcesses:
             if process.is_reusable:
                 self._idle.append(process)
             else:
-                await process.kill()
+                await process.child.kill()
 
     async def _take(self, program: Program) -> EnvironmentProcess:
         """Return a process for this program; idle ones of others make way for it."""
@@ -54,10 +54,10 @@ class EnvironmentProcesses:
             process = self._idle.pop()
             if process.is_reusable and process.program == program:
                 return process
-            await process.kill()
+            await process.child.kill()
         return await EnvironmentProcess.start(program)
 
     async def close(self) -> None:
         """Kill idle processes; those at work are killed with the tasks that wait for them."""
         while self._idle:
-            await self._idle.pop().kill()
+            await self._idle.pop().child.kill()

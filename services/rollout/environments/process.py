@@ -55,7 +55,7 @@ class EnvironmentProcess:
 
     def __init__(self, child: ChildProcess, program: Program) -> None:
         self.program = program
-        self._child = child
+        self.child = child
         self._num_requests = 0
         self._is_spoilt = True  # until all episodes of a request have ended well enough
 
@@ -67,7 +67,7 @@ class EnvironmentProcess:
 
     @property
     def is_reusable(self) -> bool:
-        return self._child.is_alive and not self._is_spoilt
+        return self.child.is_alive and not self._is_spoilt
 
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         """Play all episodes. Where the process dies or does not answer, it is spoilt, and what had not ended has
@@ -92,7 +92,7 @@ class EnvironmentProcess:
         not_loaded = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
         is_loaded = self._num_requests > 1
         try:
-            await self._child.send(as_message(request, self._num_requests))
+            await self.child.send(as_message(request, self._num_requests))
             if not is_loaded:
                 answer = await self._receive(LOAD_S)
                 if isinstance(answer, Failed):
@@ -115,10 +115,7 @@ class EnvironmentProcess:
         return None
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:
-        return await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
-
-    async def kill(self) -> None:
-        await self._child.kill()
+        return await receive_answer(self.child, ANSWER, self._num_requests, timeout_s, CODE)
 
 
 def as_message(request: PlayRequest, number: int) -> dict[str, Any]:

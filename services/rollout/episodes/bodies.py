@@ -87,7 +87,7 @@ WITHOUT_EFFECT = {
     "return_token_ids",
 }
 # These fields are accepted only with these values, which ask for what the server does in any case.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -98,6 +98,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "stop": ([],),
     "ignore_eos": (False,),
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL_SAMPLING | {
     "n": (1,),
     "stream": (False,),
     "top_logprobs": (0,),
@@ -107,7 +109,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_mode": ("tokens",),
     "priority": (0,),
 }
-SAMPLING = {"temperature", "seed", "stop_token_ids", "best_of", *list(NEUTRAL)[: list(NEUTRAL).index("n")]}
+SAMPLING = {"temperature", "seed", "stop_token_ids", "best_of", *NEUTRAL_SAMPLING}
 
 B = TypeVar("B", ChatBody, GenerateBody)
 

@@ -240,7 +240,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or method. Nobody has looked for a key, so the connection is not kept."""
+    """Answer an unknown path or method. The key was not checked, so the connection is not kept."""
     assert isinstance(error, HTTPException)
     return Response(error.detail, error.status_code, {**(error.headers or {}), "Connection": "close"})
 

@@ -51,7 +51,7 @@ class RewardProcess:
 
     def __init__(self, child: ChildProcess, limits: Limits) -> None:
         self.limits = limits
-        self._child = child
+        self.child = child
         self._num_requests = 0
 
     @classmethod
@@ -64,10 +64,6 @@ class RewardProcess:
             raise RewardUnavailable("crashed", f"no scoring process could be started: {error}") from error
         return cls(child, limits)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._child.is_alive
-
     async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
         """Score the responses at `indexes` into `scores`. Raises RewardError at the first that has no score."""
         self._num_requests += 1
@@ -79,7 +75,7 @@ class RewardProcess:
             "responses": [request.responses[index] for index in indexes],
         }
         with living(indexes[0], "the scoring process did not take the request"):
-            await self._child.send(message)
+            await self.child.send(message)
         with living(indexes[0], f"importing {request.name} took longer than {LOAD_S:g} s"):
             if not isinstance(await self._receive(LOAD_S, indexes[0]), Loaded):
                 raise OutOfStep(CODE)
@@ -91,14 +87,11 @@ class RewardProcess:
             scores[index] = Score(answer.reward, answer.parts)
 
     async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored:
-        answer = await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
+        answer = await receive_answer(self.child, ANSWER, self._num_requests, timeout_s, CODE)
         if not isinstance(answer, Failed):
             return answer
         failure = RewardUnavailable if answer.kind == "memory" else RewardRefused
         raise failure(answer.kind, answer.message, index)
-
-    async def kill(self) -> None:
-        await self._child.kill()
 
 
 @contextmanager
@@ -135,24 +128,24 @@ class RewardPool:
                 is_reusable = True
                 raise
             finally:  # a cancelled request leaves a process half way: that one is killed, too
-                if is_reusable and process.is_alive:
+                if is_reusable and process.child.is_alive:
                     self._idle.append(process)
                 else:
-                    await process.kill()
+                    await process.child.kill()
 
     async def _take(self, limits: Limits) -> RewardProcess:
-        for process in [each for each in self._idle if not each.is_alive]:
+        for process in [each for each in self._idle if not each.child.is_alive]:
             self._idle.remove(process)
-            await process.kill()
+            await process.child.kill()
         for process in reversed(self._idle):
             if process.limits == limits:
                 self._idle.remove(process)
                 return process
         while len(self._idle) >= self._max_idle:
-            await self._idle.pop(0).kill()
+            await self._idle.pop(0).child.kill()
         return await RewardProcess.start(limits)
 
     async def close(self) -> None:
         """Kill idle processes; those at work are killed with the tasks that wait for them."""
         while self._idle:
-            await self._idle.pop().kill()
+            await self._idle.pop().child.kill()

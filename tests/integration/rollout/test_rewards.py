@@ -322,7 +322,7 @@ async def test_start_of_a_scoring_process_imports_nothing_heavy():
         await process.score(request("4", name="exact", context={"answer": "4"}), [0], scores)
         assert scores[0].reward == 1.0
     finally:
-        await process.kill()
+        await process.child.kill()
 
 
 async def test_users_own_folder_named_services_is_not_ours(scorer, monkeypatch, tmp_path):
@@ -347,7 +347,7 @@ from services.rollout.rewards.outcome import RewardRequest
 from services.rollout.rewards.pool import Limits, RewardProcess
 async def main():
     process = await RewardProcess.start(Limits(600.0, 512))
-    print(process._child.pid, flush=True)
+    print(process.child.pid, flush=True)
     await process.score(RewardRequest("behave", {}, {}, ["spin"], 600, 512, 1), [0], {})
 asyncio.run(main())
 """
