@@ -16,6 +16,7 @@ from services.rollout.settings import RewardServiceSettings
 logger = logging.getLogger(__name__)
 
 LAST_MOMENT_S = 0.5  # a call fails this long before the group's deadline, before it would be cancelled
+SHORTEST_TRY_S = 0.25  # a repetition with less time would only hide the reason of the try before
 
 
 class Scorer:
@@ -40,12 +41,13 @@ class Scorer:
 
     async def score(self, request: RewardRequest, deadline: float) -> list[Score]:
         """Return one score per response, in order. Raises RewardError once a response has failed `max_attempts` times,
-        or when the next try would begin after the deadline (of the event loop's clock).
+        or when the next try would have no time before the deadline (of the event loop's clock).
 
         A call that does not reach its service does not count as an attempt: it is repeated until the deadline.
         """
         deadline -= LAST_MOMENT_S
         source, now = self.source(request.name, request.options), asyncio.get_running_loop().time
+        last_start = deadline - SHORTEST_TRY_S
         scores: dict[int, Score] = {}
         num_tries: Counter[int | None] = Counter()
         num_failures = 0
@@ -59,10 +61,10 @@ class Scorer:
                 num_failures += 1
                 num_tries[error.index] += error.kind != UNREACHABLE
                 delay_s = delay_after(num_failures) + error.retry_after_s
-                if num_tries[error.index] >= request.max_attempts or now() + delay_s >= deadline:
+                if num_tries[error.index] >= request.max_attempts or now() + delay_s >= last_start:
                     raise
                 await asyncio.sleep(delay_s)
-                if now() >= deadline:  # it took longer, on a busy machine; a try without time would hide the reason
+                if now() >= last_start:  # it took longer, on a busy machine
                     raise
         return [scores[index] for index in range(len(request.responses))]
 

@@ -511,11 +511,14 @@ async def test_call_ends_at_once_when_the_core_is_killed(call: str, tmp_path: Pa
 START_AND_SLEEP = """
 import asyncio, sys
 from pathlib import Path
+from services.rollout.engines.vllm_core import CoreContext
 from services.rollout.engines.vllm_engine import VllmEngine
+from vllm.v1.engine import utils
 
 async def main():
     engine = VllmEngine(cpu_cores="0", kv_cache_gib=0.25)
     await engine.start(Path(sys.argv[1]), 0)
+    assert utils.get_mp_context is CoreContext, "the core is not forked"
     sys.stdout.write("started\\n")
     sys.stdout.flush()
     await asyncio.sleep(600)
@@ -533,7 +536,7 @@ async def test_killed_rollout_leaves_no_vllm_process(tmp_path: Path) -> None:
     while (line := await rollout.stdout.readline()) != b"started\n":
         assert line, "the rollout ended before its engine had started"
     processes = psutil.Process(rollout.pid).children(recursive=True)
-    assert len(processes) == 1, "only the engine core: had it not been forked, Python would run a tracker beside it"
+    assert len(processes) == 2, "the engine core, and Python's tracker of its shared memory"
     rollout.kill()
     await rollout.wait()
     deadline = time.monotonic() + 20
