@@ -339,7 +339,7 @@ async def test_job_that_lost_its_trainer_may_wait_for_a_busy_one(ledger, pool):
     await trainer_seen(ledger, pool, ago_s=0)
     job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 0.2})
     await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
-    await asyncio.sleep(SEVERAL_LOOKS_S)
+    await asyncio.sleep(3.0)  # several looks, and more than the deadline
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     await trainer_seen(ledger, pool, ago_s=600)
     fields = await reaches(ledger, job_id, JobState.FAILED)
