@@ -32,7 +32,6 @@ class GradientSum:
         self._witness: RolloutGroup | None = None  # the first group with responses
         self._is_first_pass = opened.num_updates_done == 0  # the next pass is the first of the iteration
         policy.optimizer.drop_gradients()
-        policy.optimizer.gradients()  # all are allocated before the passes, so that none lies between activations
         stats.tally = Tally()
 
     def add(self, groups: list[RolloutGroup]) -> None:
@@ -90,6 +89,9 @@ class GradientSum:
     def _add_rows(self, packed: list[list[Part]], weight: float = 1.0) -> None:
         num_passes = self._lockstep(len(packed))
         self._stats.add_micro_batch(num_passes)
+        # All are allocated before the first pass, so that none lies between activations; and not earlier, because
+        # engines on this machine load the new version until then.
+        self._policy.optimizer.gradients()
         for row in packed:
             self.rows.append(row)
             self._add_row(row, weight)

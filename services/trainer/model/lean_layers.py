@@ -1,12 +1,14 @@
-"""Layers that keep less for the backward pass, and compute again what is cheap.
+"""Layers that need less memory in the backward pass, and compute again what is cheap.
 
     RMS norm     w * (x * r), r = 1 / sqrt(mean(x^2) + eps)     keeps x and r; transformers' keeps x r, too, and in
                                                                 bfloat16 also x in float32
     gated MLP    down(silu(gate) * up)                          keeps gate and up; transformers' two more like these
+    embedding    w[tokens]                                      adds to the gradient's rows of these tokens; PyTorch's
+                                                                makes another gradient, of the whole vocabulary
 
-The results are those of transformers' own layers, bit for bit; gradients may be rounded otherwise. A layer is replaced
-only where a small copy of it, with random weights, has the same results: no list of model names is consulted. The trial
-of the architecture (`passes/trial.py`) compares the gradients of the whole model. Measured in
+The results are those of transformers' own layers, bit for bit; gradients may be rounded otherwise. A norm or an MLP is
+replaced only where a small copy of it, with random weights, has the same results: no list of model names is consulted.
+The trial of the architecture (`passes/trial.py`) compares the gradients of the whole model. Measured in
 docs/decisions/2026-11-27-norms-and-mlps-keep-less.md.
 """
 
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 from torch.nn.utils import skip_init
 
 from services.trainer.model.errors import TRIAL_ERRORS
@@ -66,14 +68,50 @@ class LeanGatedMLP(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_product.mul_(up), gate), grad_up, grad_weight
 
 
+class EmbeddingRows(torch.autograd.Function):
+    """A function (weight [V, D], token ids [...], id without gradient) -> [..., D]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, weight: torch.Tensor, token_ids: torch.Tensor, padding_idx: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, token_ids)
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        return embedding(token_ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        weight, token_ids = ctx.saved_tensors
+        kept = kept_gradient(weight)
+        if kept is None:
+            added = torch.ops.aten.embedding_dense_backward(grads[0], token_ids, len(weight), ctx.padding_idx, False)
+            return added, None, None
+        of_tokens = grads[0].masked_fill((token_ids == ctx.padding_idx)[..., None], 0.0)
+        kept.index_add_(0, token_ids.flatten(), of_tokens.flatten(0, -2))
+        return None, None, None
+
+
+def kept_gradient(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor in which this parameter's gradient adds up, if there is one: a backward pass may add to it
+    itself and return no gradient, which saves the memory of another one."""
+    return weight.grad if weight.is_leaf else None
+
+
 def use_lean_layers(model: nn.Module) -> None:
-    """Give each RMS norm and gated MLP of a model in eval mode a class that keeps less, where the results are the same
-    bits."""
+    """Give the embedding, RMS norms and gated MLPs of a model in eval mode a class that needs less memory, where the
+    results are the same bits."""
     for module in model.modules():
+        if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            module.__class__ = LeanEmbedding
         for small_copy, lean_class in ((small_norm, lean_norm), (small_mlp, lean_mlp)):
             small = small_copy(module)
             if small is not None and has_same_results(small, lean := lean_class(type(module))):
                 module.__class__ = lean
+
+
+class LeanEmbedding(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return EmbeddingRows.apply(self.weight, input, self.padding_idx)
 
 
 def lean_norm(own: type[Any]) -> type[Any]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from services.trainer.model.lean_layers import kept_gradient
+
 BLOCK_ROWS = 1024  # rows for one matrix product: 1,024 x 50,000 x 2 bytes is 100 MB
 KEPT_BYTES = 512 << 20
 ROWS = 16  # rows of float32 at a time: 16 x 50,000 x 4 bytes is 3 MB
@@ -50,7 +52,7 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:  # type: ignore[override]
         hidden, weight, targets, *kept = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        grad_hidden, grad_weight, kept_grad = torch.empty_like(hidden), None, kept_gradient(weight)
         for index, block in enumerate(blocks(hidden)):
             if kept:
                 excess = kept[index]
@@ -59,8 +61,12 @@ class TargetLogprobs(torch.autograd.Function):
             scale_M1 = grads[0][block, None] / -ctx.temperature
             grad_hidden[block] = torch.mm(excess, weight) * scale_M1
             if ctx.needs_input_grad[1]:  # a frozen head (LoRA) has none
-                product = torch.mm(excess.T, (hidden[block] * scale_M1).to(hidden.dtype))
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+                factors = excess.T, (hidden[block] * scale_M1).to(hidden.dtype)
+                if kept_grad is not None:
+                    kept_grad.addmm_(*factors)
+                else:
+                    product = torch.mm(*factors)
+                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
         return grad_hidden, grad_weight, None, None
 
 

@@ -8,12 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from onbeat.cli import app
+from onbeat.config import OptimizerConfig
 from onbeat.hardware.processor import Hardware
 from services.rollout import memory_plan as rollout_plan
 from services.trainer import memory_plan
 from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
 from services.trainer.model.model import Passes, response_logprobs
+from services.trainer.model.optimizer import MasterAdamW
 from tests.broker_fixtures import job_body
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
@@ -29,8 +31,7 @@ def config_of(**sections):
 def real_pass_bytes(model):
     """What LiveBytes sees of the same groups in memory."""
     batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(memory_plan.drop_gradient)
+    MasterAdamW(model, OptimizerConfig()).gradients()
     with LiveBytes() as live:
         response_logprobs(model, batch, 1.0)[0].sum().backward()
     return live.peak

@@ -8,13 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitNetConfig, Gemma2Config, LlamaConfig, MistralConfig, Qwen3Config
 
-from onbeat.config import LoraConfig
+from onbeat.config import LoraConfig, OptimizerConfig
+from services.trainer.batch import pack
+from services.trainer.memory_plan import LiveBytes
 from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import response_logprobs
+from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.passes.trial import gap_of_gradients
-from tests.trainer_fixtures import tiny_config, tiny_model
+from tests.trainer_fixtures import make_group, tiny_config, tiny_model
 
 TOKEN_IDS = torch.arange(40)[None]
+LEAN = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm", "mlp"}
 
 
 def build(config, dtype):
@@ -66,14 +71,14 @@ def test_results_are_the_same_bits_and_gradients_nearly(config_class, dtype, tol
     lean = copy.deepcopy(own)
     use_lean_layers(lean)
     norms = {"q_norm", "k_norm"} if config_class is Qwen3Config else set()
-    assert lean_names(lean) == {"input_layernorm", "post_attention_layernorm", "norm", "mlp"} | norms
+    assert lean_names(lean) == LEAN | norms
     (expected, gradients), (found, lean_gradients) = run(own), run(lean)
     assert torch.equal(found, expected)
     assert gap_of_gradients(lean_gradients, gradients) < tolerance
 
 
 def test_a_model_that_is_set_up_for_training_has_them():
-    assert lean_names(tiny_model(tiny_config())) == {"input_layernorm", "post_attention_layernorm", "norm", "mlp"}
+    assert lean_names(tiny_model(tiny_config())) == LEAN
 
 
 def test_a_model_keeps_its_weights_and_can_be_freed():
@@ -128,6 +133,39 @@ def test_adapters_and_frozen_weights_get_the_same_gradients():
         assert torch.equal(found, expected)
         assert lean_gradients.keys() == gradients.keys()
         assert gap_of_gradients(lean_gradients, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("padding_idx", [None, 5])
+def test_an_embedding_adds_to_the_gradient_that_is_there(padding_idx):
+    """Tokens that occur twice count twice, and those of padding have no gradient."""
+    own = torch.nn.Embedding(16, 4, padding_idx)
+    lean = copy.deepcopy(own)
+    use_lean_layers(torch.nn.ModuleList([lean]))
+    token_ids = torch.tensor([[3, 5, 3], [7, 5, 1]])
+    upstream = torch.randn(2, 3, 4)
+    own(token_ids).backward(upstream)
+    lean(token_ids).backward(upstream)
+    assert is_lean(lean)
+    assert torch.equal(lean.weight.grad, own.weight.grad)
+    kept = lean.weight.grad
+    lean(token_ids).backward(upstream)
+    assert lean.weight.grad is kept
+    assert torch.allclose(kept, 2 * own.weight.grad)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_gradients_that_are_there_need_no_copy_of_their_size(is_tied):
+    """The gradient of embedding and head adds up in place over two passes, to what autograd itself adds up."""
+    model = tiny_model(tiny_config(vocab_size=20_000, hidden_size=128, tie_word_embeddings=is_tied), torch.float32)
+    whole = copy.deepcopy(model)
+    batch = pack([make_group("0-0", 10, [6, 4])], torch.device("cpu"), False)
+    gradients = MasterAdamW(model, OptimizerConfig()).gradients()
+    for _ in range(2):
+        with LiveBytes() as live:
+            response_logprobs(model, batch, 1.0)[0].sum().backward()
+    (2 * response_logprobs(whole, batch, 1.0)[0].sum()).backward()
+    assert gap_of_gradients(gradients, {name: p.grad for name, p in whole.named_parameters()}) < 1e-5
+    assert live.peak < gradients["model.embed_tokens.weight"].nbytes
 
 
 def test_a_pass_keeps_a_quarter_less():
