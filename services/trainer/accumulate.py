@@ -89,8 +89,8 @@ class GradientSum:
     def _add_rows(self, packed: list[list[Part]], weight: float = 1.0) -> None:
         num_passes = self._lockstep(len(packed))
         self._stats.add_micro_batch(num_passes)
-        # All are allocated before the first pass, so that none lies between activations; and not earlier, because
-        # engines on this machine load the new version until then.
+        # All are allocated before the first pass, so that none lies between activations; and not earlier, because an
+        # engine on this machine usually loads the new version until then.
         self._policy.optimizer.gradients()
         for row in packed:
             self.rows.append(row)

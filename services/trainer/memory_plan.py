@@ -116,7 +116,9 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     return {"device": held | in_pass, "host": published | checkpoint | program}
 
 
-def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int) -> Sizes:
+def measure_sizes(
+    config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int, num_ranks: int = 1
+) -> Sizes:
     """Measure a model without building it in memory. Raises ValueError as `add_adapters` does."""
     model = empty_model(config, model_config, passes)
     parameters = list(model.parameters())
@@ -124,7 +126,7 @@ def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_t
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
-        pass_bytes=tracked_pass(model, largest_row(config, prompt_tokens)),
+        pass_bytes=tracked_pass(model, largest_row(config, prompt_tokens), is_sharded=num_ranks > 1),
         num_layers=model_config.get_text_config().num_hidden_layers,
     )
 
@@ -145,13 +147,14 @@ def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
     return model
 
 
-def tracked_pass(model: Any, batch: MicroBatch) -> int:
-    """Return the most bytes that a forward and a backward pass hold besides the model and its gradients.
+def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool) -> int:
+    """Return the most bytes that a forward and a backward pass hold besides the model and its sum of gradients.
 
-    As in `MasterAdamW`: those of float32 parameters are there before the pass, and others go as soon as they are made.
+    That of a float32 parameter is there before the pass, which adds to it. A sharded parameter, and one of bfloat16,
+    gets a gradient of its own in each pass, which is added to the sum as soon as it is made.
     """
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32:
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
@@ -258,7 +261,7 @@ def main() -> None:
         model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))
         dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
         passes, _ = choose_passes(model_config, limit, torch.device("cpu"), dtype)
-        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"])
+        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"], request["num_ranks"])
     except ValueError as error:
         sys.exit(str(error))
     except TRIAL_ERRORS as error:

@@ -3,7 +3,8 @@
     RMS norm     w * (x * r), r = 1 / sqrt(mean(x^2) + eps)     keeps x and r; transformers' keeps x r, too, and in
                                                                 bfloat16 also x in float32
     gated MLP    down(silu(gate) * up)                          keeps gate and up; transformers' two more like these
-    embedding    w[tokens]                                      adds to the gradient's rows of these tokens; PyTorch's
+    embedding    w[tokens]                                      adds to the rows of these tokens in the sum of
+                                                                gradients, if that is there before the pass; PyTorch's
                                                                 makes another gradient, of the whole vocabulary
 
 The results are those of transformers' own layers, bit for bit; gradients may be rounded otherwise. A norm or an MLP is
@@ -86,14 +87,24 @@ class EmbeddingRows(torch.autograd.Function):
         if kept is None:
             added = torch.ops.aten.embedding_dense_backward(grads[0], token_ids, len(weight), ctx.padding_idx, False)
             return added, None, None
-        of_tokens = grads[0].masked_fill((token_ids == ctx.padding_idx)[..., None], 0.0)
-        kept.index_add_(0, token_ids.flatten(), of_tokens.flatten(0, -2))
+        ids, places = distinct(token_ids)
+        rows = torch.ops.aten.embedding_dense_backward(grads[0], places, len(ids), -1, False)
+        kept.index_add_(0, ids, rows.masked_fill_((ids == ctx.padding_idx)[:, None], 0.0))
         return None, None, None
 
 
+def distinct(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distinct ids [I], and for each token the place of its id among them. On the meta device, where a plan
+    of the memory has tokens without values, all are taken to be distinct."""
+    return (token_ids.flatten(), token_ids) if token_ids.is_meta else token_ids.unique(return_inverse=True)
+
+
 def kept_gradient(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor in which this parameter's gradient adds up, if there is one: a backward pass may add to it
-    itself and return no gradient, which saves the memory of another one."""
+    """Return the tensor in which this parameter's gradient adds up, if there is one: `backward` of a function may add
+    to it and return no gradient, which saves the memory of another one.
+
+    `torch.autograd.grad` and hooks of the weight get no gradient then. The trainer uses neither.
+    """
     return weight.grad if weight.is_leaf else None
 
 

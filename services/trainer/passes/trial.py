@@ -212,8 +212,10 @@ def forward(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def gradients_of(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Compute the gradient of a sum in which every token has a different weight."""
-    model.zero_grad()
+    """Compute the gradient of a sum in which every token has a different weight. As in the training of float32, it is
+    added to what is there before the pass."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     (logprobs * torch.linspace(-1.0, 1.0, len(logprobs))).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -28,7 +28,7 @@ async def test_a_try_without_enough_time_is_not_made(monkeypatch):
     monkeypatch.setattr(scorer, "delay_after", lambda num_failures: 0.04)
     monkeypatch.setattr(Scorer, "source", lambda self, name, options: source)
     tried = Scorer(1, {}, "rollout-1")
-    deadline = asyncio.get_running_loop().time() + LAST_MOMENT_S + 2 * SHORTEST_TRY_S
+    deadline = asyncio.get_running_loop().time() + LAST_MOMENT_S + 4 * SHORTEST_TRY_S
     with pytest.raises(RewardUnavailable, match="connection refused"):
         await tried.score(REQUEST, deadline)
     await tried.close()

@@ -14,7 +14,7 @@ from services.rollout import memory_plan as rollout_plan
 from services.trainer import memory_plan
 from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
-from services.trainer.model.model import Passes, response_logprobs
+from services.trainer.model.model import DTYPES, Passes, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
 from tests.broker_fixtures import job_body
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
@@ -29,7 +29,7 @@ def config_of(**sections):
 
 
 def real_pass_bytes(model):
-    """What LiveBytes sees of the same groups in memory."""
+    """What LiveBytes sees of the same groups in memory, besides the sum of gradients."""
     batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
     MasterAdamW(model, OptimizerConfig()).gradients()
     with LiveBytes() as live:
@@ -37,15 +37,23 @@ def real_pass_bytes(model):
     return live.peak
 
 
-@pytest.mark.parametrize(("num_layers", "width", "vocab_size"), [(6, 256, 256), (24, 512, 32_768)])
-def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_size) -> None:
-    """Also where the gradient of the embedding takes more than what a few layers keep."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_layers", "width", "vocab_size"), [(6, 256, 256), (12, 512, 32_768)])
+def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_size, dtype) -> None:
+    """Also where a gradient of the embedding, which only a pass in bfloat16 makes, takes more than what layers keep."""
     sizes = {"num_hidden_layers": num_layers, "hidden_size": width, "intermediate_size": 512}
     wide = tiny_config(**sizes, vocab_size=vocab_size)
-    sizes = measure_sizes(config_of(), wide, Passes(), PROMPT)
-    model = tiny_model(wide, torch.float32)
+    sizes = measure_sizes(config_of(model={"path": "x", "dtype": dtype}), wide, Passes(), PROMPT)
+    model = tiny_model(wide, DTYPES[dtype])
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
     assert sizes.pass_bytes == pytest.approx(real_pass_bytes(model), rel=0.1)
+
+
+def test_a_sharded_pass_makes_gradients_of_its_own() -> None:
+    """Those of a tied embedding: the head's and the embedding's, which are added to each other."""
+    wide = tiny_config(hidden_size=512, vocab_size=32_768, tie_word_embeddings=True)
+    alone, sharded = (measure_sizes(config_of(), wide, Passes(), PROMPT, num_ranks).pass_bytes for num_ranks in (1, 2))
+    assert sharded - alone > 0.9 * 32_768 * 512 * 4
 
 
 def test_rows_of_a_model_that_cannot_be_packed_are_planned_too() -> None:

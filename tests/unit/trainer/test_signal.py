@@ -208,6 +208,19 @@ def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
     assert len(train(goes_on, groups, tmp_path / "goes on")[1].commits) == 2
 
 
+def test_gradients_take_memory_from_the_first_pass_on():
+    """They are there before any activation, but not yet while an iteration waits for its first group."""
+    config, model = strict("grpo"), tiny_model(tiny_config(), torch.float32)
+    policy = Policy.create(model, config)
+    parameters, there = list(model.parameters()), []
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, IterationStats(0))
+    assert all(parameter.grad is None for parameter in parameters)
+    model.get_decoder().register_forward_pre_hook(lambda *args: there.extend(p.grad is not None for p in parameters))
+    gradient.add(mixed_iteration(0, {0}))
+    assert there
+    assert all(there)
+
+
 @pytest.mark.parametrize("uniform", [{0, 1, 2, 3}, {0, 1, 3}])
 def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
     passes = []

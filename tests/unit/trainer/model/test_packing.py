@@ -5,6 +5,7 @@ import torch
 from transformers import BertConfig, Gemma2Config, Gemma3Config, LlamaConfig, MistralConfig, Phi3Config
 
 from services.trainer.attention.tree import TreePlan
+from services.trainer.model import lean_layers, logprobs
 from services.trainer.model.model import Passes
 from services.trainer.passes.choice import choose_passes, try_kernel
 from services.trainer.passes.shrink import NOT_REACHED, REACHED, shrunken
@@ -134,3 +135,11 @@ def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
     passes, reason = choose(tiny_config(LlamaConfig))
     assert passes.attention == "sdpa"
     assert "packed rows differ" in reason
+
+
+@pytest.mark.parametrize("module", [lean_layers, logprobs], ids=["embedding", "head"])
+def test_the_trial_finds_a_gradient_that_gets_lost(monkeypatch, module):
+    """What is added to the sum of gradients in place, as in the training of float32."""
+    monkeypatch.setattr(module, "kept_gradient", torch.zeros_like)
+    with pytest.raises(ValueError, match="of the gradient"):
+        choose(tiny_config())
