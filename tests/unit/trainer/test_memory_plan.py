@@ -173,6 +173,16 @@ def test_the_command_shows_every_process(tmp_path: Path) -> None:
     assert plan["engine core"]["cache"] > 0
 
 
+def test_the_command_plans_sharded_passes_of_several_ranks(tmp_path: Path) -> None:
+    """They take more than those of one rank, by the gradient that the head makes."""
+    tiny_config(hidden_size=512, vocab_size=8192).save_pretrained(tmp_path / "model")
+    alone, sharded = (
+        json.loads(plan_of(tmp_path / "model", tmp_path, "--ranks", ranks, "--json").stdout)["trainer"]["activations"]
+        for ranks in ("1", "2")
+    )
+    assert sharded - alone > 0.9 * 8192 * 512 * 4
+
+
 def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
     shown = plan_of(tmp_path / "nothing", tmp_path)
     assert isinstance(shown.exception, ValueError)
