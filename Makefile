@@ -38,7 +38,7 @@ setup: $(STAMP)
 # A new lock is installed into what is there. What another platform or an interrupted set-up left is not kept.
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
-	test -e $@ || $(PYTHON) -I onbeat/disk_space.py .venv $(NEEDED_GB) "the packages in requirements/$(PLATFORM).lock"
+	test -e $@ || $(PYTHON) -I onbeat/machine/disk_space.py .venv $(NEEDED_GB) "the packages in requirements/$(PLATFORM).lock"
 	test -e $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
 	touch .venv/.for-$(PLATFORM)
@@ -96,7 +96,7 @@ gpu-check-rehearsal: $(REHEARSAL)/.setup gpu-check-wheels
 
 $(REHEARSAL)/.setup: requirements/gpu-check.lock
 	command -v $(PYTHON312) >/dev/null || { echo "no Python 3.12 here: make gpu-check-rehearsal PYTHON312=/path/to/python3.12"; exit 1; }
-	$(PYTHON) -I onbeat/disk_space.py $(REHEARSAL) 10 "PyTorch 2.11 with CUDA and its download"
+	$(PYTHON) -I onbeat/machine/disk_space.py $(REHEARSAL) 10 "PyTorch 2.11 with CUDA and its download"
 	$(PYTHON312) -m venv --clear $(REHEARSAL)
 	UV_NO_CACHE=1 $(REHEARSAL)/bin/python requirements/install.py requirements/gpu-check.lock
 	touch $@

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import save, temporary_folder
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from tests.chaos.storm import Strike, stormy
 
 AS_IF_NOTHING = "as if nothing had happened"

@@ -26,7 +26,7 @@ from harness import ROOT, medians, save, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
-from onbeat.types import Event, WorkerRecord
+from onbeat.contracts.records import Event, WorkerRecord
 from tests.containers.leftovers import new_project, remove_dead
 
 REPEATS = 3

@@ -20,10 +20,11 @@ import httpx
 from harness import save, temporary_folder
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import PublishedWeights, WeightUpdate
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from tests.broker_fixtures import broker_process
 from tests.conftest import own_redis
 

@@ -33,9 +33,9 @@ from harness import medians, save, temporary_folder
 from playwright.async_api import Browser, Page, async_playwright
 
 from onbeat.config import JobConfig
+from onbeat.contracts.states import JobState
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from tests.conftest import own_redis
 
 NUM_ITERATIONS, NUM_JOBS, LOADS, NUM_LIVE = 1000, 200, 7, 7

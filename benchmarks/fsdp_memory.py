@@ -34,10 +34,10 @@ from ledger_throughput import URL, redis_server
 from memory import children_of, command_of
 
 from onbeat.config import JobConfig
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from tests.tiny_models import build_tokenizer
 from tests.trainer_fixtures import job_config, make_group
 from tests.waiting import eventually

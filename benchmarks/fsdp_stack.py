@@ -23,9 +23,9 @@ from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
 from harness import save, temporary_folder
 from memory import Sampler, peak_of
 
+from onbeat.contracts.states import JobState
 from onbeat.local.supervisor import ServiceSpec
-from onbeat.memory import read_memory
-from onbeat.types import JobState
+from onbeat.machine.memory import read_memory
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 NUM_RANKS, NUM_ITERATIONS = 2, 3

@@ -16,8 +16,8 @@ from harness import save, temporary_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import PublishedWeights
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop

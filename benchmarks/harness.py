@@ -15,8 +15,8 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
-from onbeat.hardware.processor import read_processor
-from onbeat.temporary import private_folder
+from onbeat.machine.processor import read_processor
+from onbeat.process.temporary import private_folder
 from tests.temporary_files import temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent

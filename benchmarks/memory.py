@@ -24,7 +24,7 @@ from harness import ROOT, own_dtype, save, temporary_folder
 
 from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.stack import StackOptions
-from onbeat.memory import read_memory
+from onbeat.machine.memory import read_memory
 
 NUM_ITERATIONS, WARMUP = 6, 2
 SAMPLE_S = 0.25

@@ -21,7 +21,7 @@ from harness import RESULTS, ROOT, save, temporary_folder
 from memory import run, scarce_memory
 
 from onbeat.cli.plan import OTHERS_BYTES
-from onbeat.memory import read_memory
+from onbeat.machine.memory import read_memory
 
 GOAL = 0.1
 SPARE_BYTES = 5_000_000_000

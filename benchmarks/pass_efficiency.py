@@ -15,7 +15,7 @@ from harness import ROOT, own_dtype, quickstart_model, save, seconds
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
-from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.machine.malloc import KEEP_FREED
 from services.trainer.batch import pack
 from services.trainer.model.model import DTYPES, load_model, response_logprobs
 

@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # processes share few cores
 
 import grpc
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
 from onbeat.weights.server import CHUNK_BYTES, PayloadServer

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from onbeat import Client, JobConfig
-from onbeat.types import IterationUpdate, JobState
+from onbeat.contracts.records import IterationUpdate
+from onbeat.contracts.states import JobState
 
 QUICKSTART = Path(__file__).parent / "quickstart.toml"
 LEARNING_RATES = (2e-5, 1e-5)

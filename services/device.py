@@ -5,7 +5,7 @@ remedy.
 import logging
 from typing import Any
 
-from onbeat.hardware.processor import Bfloat16, Hardware, read_processor
+from onbeat.machine.processor import Bfloat16, Hardware, read_processor
 
 try:
     import torch

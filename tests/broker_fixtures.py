@@ -19,8 +19,10 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from onbeat.api_keys import Role, keys_to_edit, new_key
 from onbeat.config import JobConfig
+from onbeat.contracts.records import TrainerRecord, WorkerRecord
+from onbeat.contracts.states import EvaluationState, IterationState, Verdict
+from onbeat.process.api_keys import Role, keys_to_edit, new_key
 from onbeat.streams import keys
 from onbeat.streams.codec import (
     GroupFailure,
@@ -33,7 +35,6 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import EvaluationState, IterationState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings

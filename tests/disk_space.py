@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.disk_space import GB, shortage
+from onbeat.machine.disk_space import GB, shortage
 
 # Gigabytes, rounded up. A checkpoint of the quick start's model has 2.4, and three of them are there for a moment.
 SMALL_AREAS, SMALL_GB = frozenset({"unit", "fuzz", "manifests", "model"}), 1

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 
+from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.environments import Outcome, Session, Task
 from onbeat.streams.codec import Environment, Message, PromptTask, RolloutGroup, check_group
 from onbeat.streams.ledger import Claim
-from onbeat.types import EpisodeFailureKind as Kind
 from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionSpan
 from services.rollout.environments.child import is_of_network
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult

@@ -7,7 +7,7 @@ from pathlib import Path
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from onbeat.errors import VersionNotHeld, WeightsError
+from onbeat.contracts.errors import VersionNotHeld, WeightsError
 from onbeat.weights.client import Itinerary, ModelDescription
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Manifest, PayloadKey, Peer, Plan, Tensor

@@ -8,17 +8,11 @@ import contextlib
 import json
 import os
 
-from onbeat.errors import JobNotFound, LeaseLost
+from onbeat.contracts.errors import JobNotFound, LeaseLost
+from onbeat.contracts.records import PublishedWeights, WeightsRecord, WeightUpdate
+from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import (
-    IterationState,
-    JobState,
-    PublishedWeights,
-    Verdict,
-    WeightsRecord,
-    WeightUpdate,
-)
 from tests.broker_fixtures import LEASE_S, claim_all, commit, make_group
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.05"))

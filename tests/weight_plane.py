@@ -9,7 +9,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.pull import Pull
 from onbeat.weights.security import PLAIN, WireSecurity

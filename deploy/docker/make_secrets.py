@@ -13,7 +13,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from onbeat.api_keys import ApiKey, Role, digest_of, id_of, new_key, write_keys
+from onbeat.process.api_keys import ApiKey, Role, digest_of, id_of, new_key, write_keys
 
 ROOT = Path("/secrets")
 ADMIN = ROOT / "admin"

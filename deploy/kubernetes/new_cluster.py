@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from onbeat.api_keys import Role, new_key, write_keys
+from onbeat.process.api_keys import Role, new_key, write_keys
 
 HERE = Path(__file__).resolve().parent
 ACL_TEMPLATE = HERE.parent / "redis" / "users.acl.example"

@@ -9,7 +9,7 @@ import typer
 from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
-from onbeat.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError
 
 app = App(
     name="onbeat",

@@ -9,7 +9,7 @@ import typer
 
 from onbeat.cli import output
 from onbeat.cli.options import Broker, JobId
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.terminal.formatting import clip
 
 if TYPE_CHECKING:

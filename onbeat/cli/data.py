@@ -8,7 +8,7 @@ import typer
 
 from onbeat.cli.options import App, AsJson, Broker
 from onbeat.cli.output import print_records, when
-from onbeat.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError
 
 app = App("Upload, list and delete the data files of a broker.")
 

@@ -13,7 +13,7 @@ from onbeat.terminal.formatting import duration, number
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
-    from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Sample
+    from onbeat.contracts.records import EvaluationRecord, IterationRecord, JobRecord, Sample
 
 INTERRUPTED = 130
 
@@ -103,10 +103,10 @@ def get(broker: Broker, job_id: JobId) -> None:
 @app.command()
 def watch(broker: Broker, job_id: JobId) -> None:
     """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
+    from onbeat.contracts.states import JobState
     from onbeat.local.run import START_GRACE_S, terminations_as_interrupts
     from onbeat.terminal.follow import follow
     from onbeat.terminal.summary import print_summary
-    from onbeat.types import JobState
 
     console = make_console()
     stack = broker.find_stack()

@@ -36,7 +36,7 @@ def new(
     """Make a key and print it once: the file keeps only its hash. Brokers accept it within a second or two."""
     from datetime import timedelta
 
-    from onbeat.api_keys import Role, keys_to_edit, new_key
+    from onbeat.process.api_keys import Role, keys_to_edit, new_key
 
     key, entry = new_key(name, Role(role), timedelta(days=expires_days) if expires_days else None)
     with keys_to_edit(path) as keys:
@@ -49,7 +49,7 @@ def list_keys(path: KeysPath) -> None:
     """List the keys with their ids."""
     from datetime import UTC, datetime
 
-    from onbeat.api_keys import read_keys
+    from onbeat.process.api_keys import read_keys
 
     now = datetime.now(UTC)
     rows = []
@@ -67,7 +67,7 @@ def revoke(
     ],
 ) -> None:
     """Remove a key from the file. Brokers refuse it within a second or two."""
-    from onbeat.api_keys import keys_to_edit
+    from onbeat.process.api_keys import keys_to_edit
 
     with keys_to_edit(path) as keys:
         left = [key for key in keys if key.id != key_id]

@@ -17,7 +17,7 @@ from onbeat.terminal.formatting import number, printable, sparkline
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient, BrokerUnreachable
-    from onbeat.types import AuditReport, Diagnosis, IterationRecord
+    from onbeat.contracts.records import AuditReport, Diagnosis, IterationRecord
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entries to show.")]
 
@@ -133,7 +133,7 @@ def doctor(
 
 
 def explain_unreachable(error: "BrokerUnreachable", job_id: str | None) -> "Diagnosis":
-    from onbeat.types import Diagnosis, Finding
+    from onbeat.contracts.records import Diagnosis, Finding
 
     if job_id is not None and error.status == 503:  # the broker itself says what is wrong
         sentence = f"{error}; `onbeat doctor` without a job looks at Redis, too"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.state import StackState, resolve_data_dir, running_stack, why_ended
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import typer
 from onbeat.terminal.formatting import Column, printable, table_lines
 
 if TYPE_CHECKING:
-    from onbeat.types import Record
+    from onbeat.contracts.records import Record
 
 RecordT = TypeVar("RecordT", bound="Record")
 

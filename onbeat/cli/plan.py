@@ -33,7 +33,7 @@ def memory(
     It assumes that all responses reach their limit. `model.dtype = "auto"` is planned for this machine.
     """
     from onbeat.config import JobConfig
-    from onbeat.hardware.processor import read_processor
+    from onbeat.machine.processor import read_processor
 
     fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
     if fields["model"]["dtype"] == "auto":
@@ -70,8 +70,8 @@ def plan_of(service: str, request: dict[str, Any]) -> Any:
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
-    from onbeat.hardware.accelerators import MEMORY, ROLLOUTS_MEMORY
-    from onbeat.memory import read_memory
+    from onbeat.machine.accelerators import MEMORY, ROLLOUTS_MEMORY
+    from onbeat.machine.memory import read_memory
 
     lines = []
     for process, parts in plan.items():

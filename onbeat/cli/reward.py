@@ -14,7 +14,7 @@ from onbeat.terminal.formatting import clip, printable
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
-    from onbeat.rewards import RewardConfig
+    from onbeat.contracts.rewards import RewardConfig
 
 DATA_MEMORY_MB = 8192
 START_S = 60.0  # for the scoring process to start and import the reward
@@ -46,7 +46,7 @@ def try_reward(
     should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
-    from onbeat.rewards import HTTP_REWARD
+    from onbeat.contracts.rewards import HTTP_REWARD
 
     if job_id is not None:
         samples = broker.ask(lambda client: client.jobs.samples(job_id, limit=num_rows))

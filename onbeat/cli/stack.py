@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.state import resolve_data_dir, running_stack
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def view(
 def make_options(
     data_dir: Path | None, num_rollouts: int, engine: str, rollout_cores: str | None, trainer_cores: str | None
 ) -> "StackOptions":
-    from onbeat.hardware.cores import parse_cores
     from onbeat.local.stack import StackOptions, check_engine_name, plan_of
+    from onbeat.machine.cores import parse_cores
 
     check_engine_name(engine)
     options = StackOptions(

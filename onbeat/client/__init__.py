@@ -10,7 +10,7 @@ from onbeat.client.blocking import Client, Datasets, Jobs
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Series, Update
 from onbeat.client.transport import DEFAULT_URL, BrokerUnreachable
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
 
 __all__ = [
     "DEFAULT_URL",

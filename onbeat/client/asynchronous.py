@@ -5,7 +5,7 @@ from functools import cached_property
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, parse_list
 from onbeat.client.transport import Transport, checked_name, read_record
-from onbeat.types import Diagnosis, PoolStatus, WorkerRecord
+from onbeat.contracts.records import Diagnosis, PoolStatus, WorkerRecord
 
 
 class AsyncClient(Transport):

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from onbeat.client.asynchronous import AsyncClient
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Update
-from onbeat.loop_thread import LoopThread
+from onbeat.process.loop_thread import LoopThread
 
 P = ParamSpec("P")
 R = TypeVar("R")

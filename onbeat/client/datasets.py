@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from onbeat.client.jobs import Records, parse_list
 from onbeat.client.transport import Transport, part_of, read_record
-from onbeat.types import DATASETS_FOLDER, DatasetRecord
+from onbeat.contracts.records import DATASETS_FOLDER, DatasetRecord
 
 FILE_TYPES = ("jsonl", "parquet")
 CHUNK_BYTES = 1 << 20

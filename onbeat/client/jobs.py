@@ -9,7 +9,7 @@ from typing import Any
 
 from onbeat.client.transport import BrokerUnreachable, RecordT, Transport, checked_name, part_of, read_record
 from onbeat.config import JobConfig, apply_override
-from onbeat.types import (
+from onbeat.contracts.records import (
     MAX_LISTED_ITERATIONS,
     AuditReport,
     Diagnosis,
@@ -20,13 +20,13 @@ from onbeat.types import (
     IterationRecord,
     IterationUpdate,
     JobRecord,
-    JobState,
     MetricSeries,
     Record,
     Sample,
     Timeline,
     WeightsRecord,
 )
+from onbeat.contracts.states import JobState
 
 STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is resumed
 CREATE_S = 120.0  # the broker opens a job's data, and may have to download it

@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from onbeat.errors import ApiError, OnbeatError
-from onbeat.network import trust
-from onbeat.types import Record
+from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.records import Record
+from onbeat.process.network import trust
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from onbeat.section import PositiveInt, Section
+from onbeat.contracts.section import PositiveInt, Section
 
 
 class ReasoningGymData(Section):

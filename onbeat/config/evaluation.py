@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from onbeat.config.data import DataConfig
-from onbeat.rewards import OneOrSeveralRewards, RewardConfig
-from onbeat.section import Float, PositiveInt, Section
+from onbeat.contracts.rewards import OneOrSeveralRewards, RewardConfig
+from onbeat.contracts.section import Float, PositiveInt, Section
 
 MAX_HELD_OUT = 10_000  # prompts of an evaluation
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from onbeat.config.sections import JobSections
+from onbeat.contracts.rewards import LIST, TABLE
 from onbeat.objectives import INSTALLED
-from onbeat.rewards import LIST, TABLE
 
 PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")

@@ -14,8 +14,8 @@ from onbeat.config.rollout import MAX_PROMPTS
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
-from onbeat.rewards import RewardConfig, rewards_in
-from onbeat.section import IS_ACCEPTED
+from onbeat.contracts.rewards import RewardConfig, rewards_in
+from onbeat.contracts.section import IS_ACCEPTED
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # what `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250

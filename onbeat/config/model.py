@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from onbeat.section import Float, PositiveInt, Section
+from onbeat.contracts.section import Float, PositiveInt, Section
 
 
 class ModelConfig(Section):

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from onbeat.section import Float, Int, PositiveInt, Section
-from onbeat.types import MAX_TURNS
+from onbeat.contracts.records import MAX_TURNS
+from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
 MAX_PROMPTS = 10_000  # of an iteration
 

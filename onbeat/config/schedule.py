@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from onbeat.section import Float, PositiveFloat, PositiveInt, Section
+from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 MAX_NUM_ITERATIONS = 1_000_000
 

@@ -9,10 +9,10 @@ from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
 from onbeat.config.schedule import ScheduleConfig
 from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
 from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
+from onbeat.contracts.rewards import OneOrSeveralRewards
+from onbeat.contracts.section import Float, Int, Section
 from onbeat.objectives import AnyObjective
 from onbeat.objectives.grpo import GrpoObjective
-from onbeat.rewards import OneOrSeveralRewards
-from onbeat.section import Float, Int, Section
 
 
 class JobSections(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from onbeat.section import Int, PositiveInt, Section
+from onbeat.contracts.section import Int, PositiveInt, Section
 
 
 class CheckpointConfig(Section):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from onbeat.section import Float, Fraction, Int, PositiveInt, Section
+from onbeat.contracts.section import Float, Fraction, Int, PositiveInt, Section
 
 
 class OptimizerConfig(Section):

@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from onbeat.contracts.installed import REWARDS, load_installed
 from onbeat.environments.session import Message
 from onbeat.environments.types import Task
-from onbeat.installed import REWARDS, load_installed
 
 Reward = float | Mapping[str, float]
 Score = Callable[[str, dict[str, Any], dict[str, Any], str], Awaitable[Reward]]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from onbeat.contracts.installed import ENVIRONMENTS, REWARDS, load_installed
 from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import NO_REWARD, ToolsEnvironment, ToolsOptions
 from onbeat.environments.types import Environment
-from onbeat.installed import ENVIRONMENTS, REWARDS, load_installed
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:

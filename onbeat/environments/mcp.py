@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onbeat import confine
+from onbeat.contracts.installed import REWARDS, load_installed
 from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.session import Message, Session
 from onbeat.environments.tool_schema import Tool
 from onbeat.environments.tools import as_outcome, converse
 from onbeat.environments.types import Outcome, Task
-from onbeat.installed import REWARDS, load_installed
+from onbeat.process import confine
 
 INVALID_PARAMS = -32602  # JSON-RPC: the policy called the tool wrongly
 ANSWER_S = 60.0

@@ -16,8 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from onbeat import confine
-from onbeat.temporary import PrivateFolder, remove_dead
+from onbeat.process import confine
+from onbeat.process.temporary import PrivateFolder, remove_dead
 
 PREFIX = "onbeat-python-"
 MAX_OUTPUT_BYTES = 64 << 10  # of stdout and of stderr; the process is ended beyond it

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.stack import StackOptions, local_stack
 from onbeat.local.state import (
     LEFTOVERS_DEADLINE_S,

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from onbeat.confine import die_with_parent
+from onbeat.process.confine import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)  # blocked, and taken one by one while the guard waits

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.state import REDIS_FOLDER
 from onbeat.local.supervisor import ServiceSpec
 

@@ -16,14 +16,15 @@ from rich.console import Console
 from onbeat.client import AsyncClient
 from onbeat.client.datasets import DataFile, take_local_files
 from onbeat.config import JobConfig
-from onbeat.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.records import JobRecord
+from onbeat.contracts.states import JobState
 from onbeat.local.stack import StackOptions, describe_places, local_stack
 from onbeat.local.state import create_data_dir, running_stack
 from onbeat.terminal.follow import follow
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 from onbeat.terminal.top import find_active
-from onbeat.types import JobRecord, JobState
 
 PAUSE_DEADLINE_S = 10.0
 START_GRACE_S = 30.0  # for trainer and rollouts to import their libraries, and to say that they are there

@@ -17,16 +17,16 @@ from socket import gethostname
 
 import httpx
 
-from onbeat.errors import OnbeatError
-from onbeat.hardware.accelerators import available_devices, device_environments
-from onbeat.hardware.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
-from onbeat.hardware.malloc import KEEP_FREED
-from onbeat.hardware.processor import read_processor
-from onbeat.installed import ENGINES
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.installed import ENGINES
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.state import StackLock, StackState, create_data_dir, this_machine
 from onbeat.local.supervisor import ServiceSpec, Supervisor
-from onbeat.temporary import PrivateFolder
+from onbeat.machine.accelerators import available_devices, device_environments
+from onbeat.machine.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
+from onbeat.machine.malloc import KEEP_FREED
+from onbeat.machine.processor import read_processor
+from onbeat.process.temporary import PrivateFolder
 
 log = logging.getLogger(__name__)
 

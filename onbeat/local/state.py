@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 
 DEFAULT_DATA_DIR = ".onbeat"
 OWNER_LOCK, CHILDREN_LOCK = "stack.lock", "children.lock"

@@ -21,8 +21,8 @@ from pydantic import (
     WrapValidator,
 )
 
+from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.objectives.base import Objective
-from onbeat.section import IS_ACCEPTED
 
 GROUP = "onbeat.objectives"
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Float
 from onbeat.objectives.base import LossInputs, TokenLoss
 from onbeat.objectives.grpo import GrpoObjective
-from onbeat.section import Float
 
 
 class CispoObjective(GrpoObjective):

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Float
 from onbeat.objectives.grpo import GrpoObjective
-from onbeat.section import Float
 
 
 class DapoObjective(GrpoObjective):

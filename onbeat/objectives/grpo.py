@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Float
 from onbeat.objectives.base import LossInputs, PolicyObjective, Tensor, TokenLoss
-from onbeat.section import Float
 
 EPS = 1e-4
 

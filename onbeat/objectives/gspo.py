@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Float
 from onbeat.objectives.base import LossInputs, Normalization, TokenLoss, ratio_of
 from onbeat.objectives.grpo import GrpoObjective
-from onbeat.section import Float
 
 
 class GspoObjective(GrpoObjective):

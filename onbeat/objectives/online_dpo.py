@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from onbeat.contracts.section import Float
 from onbeat.objectives.base import Logprobs, Loss, Objective, Responses, Tensor
 from onbeat.objectives.base.kl import kl_estimate
-from onbeat.section import Float
 
 
 class OnlineDpoObjective(Objective):

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onbeat.completions import ChatFailed, CompletionRequest
+from onbeat.contracts.completions import ChatFailed, CompletionRequest
+from onbeat.contracts.records import Record
 from onbeat.streams.keys import JobKeys
-from onbeat.types import Record
 
 MAX_WAIT_S = 60  # an unclaimed request is dropped after this time
 WANTED_S = 30  # an answer counts as wanted for this long after its broker's last read

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
+from onbeat.contracts.records import MAX_TURNS
+from onbeat.contracts.states import EpisodeFailureKind
 from onbeat.rollout.v1.rollout_pb2 import (
     Environment,
     GroupFailure,
@@ -25,7 +27,6 @@ from onbeat.rollout.v1.rollout_pb2 import (
     Turn,
     VersionSpan,
 )
-from onbeat.types import MAX_TURNS, EpisodeFailureKind
 
 __all__ = [  # the generated messages that other modules import from here
     "Environment",

@@ -24,7 +24,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from onbeat.network import OptionalFile, check_certificate, read_file, trust
+from onbeat.process.network import OptionalFile, check_certificate, read_file, trust
 
 MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
 PASSWORD_FILE = "ONBEAT_REDIS_PASSWORD_FILE"

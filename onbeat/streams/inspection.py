@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from pydantic_core import from_json
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import Event
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.logs import to_event
 from onbeat.streams.ledger.scripts import as_text, group_states
-from onbeat.types import Event
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000

@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import EvaluationRecord, IterationRecord
 from onbeat.streams.inspection import IterationHashes, iteration_hashes
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationRecord, IterationRecord
 
 Fields = dict[str, str]
 

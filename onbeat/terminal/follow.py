@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 from rich.console import Console
 
 from onbeat.client import AsyncClient
+from onbeat.contracts.records import Event
 from onbeat.terminal.formatting import printable
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
 from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
-from onbeat.types import Event
 
 MAX_NOTICES_OF_A_KIND = 5
 NOTICE_KINDS = frozenset(

@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from statistics import median
 
 from onbeat.client import AsyncClient
-from onbeat.terminal.report import num_tokens
-from onbeat.types import (
+from onbeat.contracts.records import (
     Diagnosis,
     EvaluationRecord,
-    EvaluationState,
     Event,
     Finding,
     IterationRecord,
-    IterationState,
     JobRecord,
-    JobState,
     WorkerRecord,
 )
+from onbeat.contracts.states import EvaluationState, IterationState, JobState
+from onbeat.terminal.report import num_tokens
 
 YOUNG_S = 10.0  # a problem that began later may end by itself: services that start together look for each other
 LONG_WAIT_S = 20.0  # waiting for less time, or for less than an iteration takes, is normal

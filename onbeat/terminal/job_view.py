@@ -8,11 +8,12 @@ from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from onbeat.response_stats import rewards_of_sets
+from onbeat.contracts.records import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, WorkerRecord
+from onbeat.contracts.response_stats import rewards_of_sets
+from onbeat.contracts.states import JobState
 from onbeat.terminal.formatting import duration, number, printable, shortened, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.report import num_tokens
-from onbeat.types import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
 
 LABEL_WIDTH = 11
 NEWEST_HEARTBEAT_S = 5.0  # a live pool's newest heartbeat is not older

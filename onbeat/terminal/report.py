@@ -7,10 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from onbeat.advice import advice_for
 from onbeat.client import AsyncClient
-from onbeat.errors import OnbeatError
-from onbeat.types import EvaluationRecord, EvaluationState, IterationRecord, IterationState, JobRecord, WeightsRecord
+from onbeat.contracts.advice import advice_for
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
+from onbeat.contracts.states import EvaluationState, IterationState
 
 
 async def build_report(client: AsyncClient, job_id: str) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from onbeat.client import AsyncClient, Series
+from onbeat.contracts.records import Sample
 from onbeat.terminal.report import build_report
 from onbeat.terminal.summary import audit_text, examples, total_rows
-from onbeat.types import Sample
 
 WIDTH, HEIGHT, PAD = 320, 120, 6  # of a curve, in pixels
 MAX_POINTS = 400  # of a curve; more are thinned out

@@ -9,13 +9,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from onbeat.client import AsyncClient
-from onbeat.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.records import Sample
 from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
 from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
-from onbeat.types import Sample
 
 NUM_EXAMPLES = 3
 

@@ -11,12 +11,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from onbeat.client import AsyncClient
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.records import MAX_LISTED_JOBS, IterationRecord, JobRecord, PoolStatus, WorkerRecord
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.terminal.formatting import Column, duration, number, printable, table_lines
 from onbeat.terminal.job_view import heartbeat_time, is_silent
 from onbeat.terminal.live import LATE_S, live_view, look_until, press_of_q
 from onbeat.terminal.report import num_tokens
-from onbeat.types import MAX_LISTED_JOBS, IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
 NUM_NEWEST = 200  # jobs of any state in the first request

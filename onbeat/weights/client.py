@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from onbeat.errors import VersionNotHeld, WeightsError
+from onbeat.contracts.errors import VersionNotHeld, WeightsError
 from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message

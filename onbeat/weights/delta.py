@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 
 Buffer: TypeAlias = Any  # bytes, memoryview, mmap, an array: contiguous, at any alignment. PEP 688 comes with 3.12
 Bytes: TypeAlias = npt.NDArray[np.uint8]

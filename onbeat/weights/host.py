@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.delta import Encoding
 from onbeat.weights.server import Payload
 from onbeat.weights.wire import Manifest, PayloadKey, Plan

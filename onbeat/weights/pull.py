@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.client import Connections, Itinerary, WeightsClient
 from onbeat.weights.host import HostWeights

@@ -22,8 +22,8 @@ import grpc
 import grpc.aio
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from onbeat.errors import WeightsError
-from onbeat.network import OptionalFile, check_certificate, host_of, is_loopback, read_file, trust
+from onbeat.contracts.errors import WeightsError
+from onbeat.process.network import OptionalFile, check_certificate, host_of, is_loopback, read_file, trust
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server, join_address
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, PayloadKey, Plan, data_message, plan_message, read_key

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.v1.weights_pb2 import Entry, Peer, Step, Tensor
 

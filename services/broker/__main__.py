@@ -12,8 +12,8 @@ import uvicorn
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from onbeat.logging import configure
-from onbeat.settings import read_settings, warn_of_misspelt
+from onbeat.process.logging import configure
+from onbeat.process.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss, public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app

@@ -2,11 +2,12 @@
 
 import json
 
+from onbeat.contracts.records import AuditReport
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import decode_group, do_rewards_differ, payload_digest, span_versions
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
-from onbeat.types import AuditReport, IterationState, JobState
 
 MAX_ROUNDS = 100  # a running job continues to write while its log is read
 

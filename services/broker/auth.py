@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
+from onbeat.process.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 
 logger = logging.getLogger(__name__)
 

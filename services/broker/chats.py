@@ -5,12 +5,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from onbeat.completions import ChatFailed, CompletionRequest
-from onbeat.errors import JobNotFound
+from onbeat.contracts.completions import ChatFailed, CompletionRequest
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import JobRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.chat import FIRST, Chats, Reply
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobRecord, JobState
 from services.broker.settings import Settings
 from services.broker.views.records import job_record
 

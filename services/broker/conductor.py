@@ -15,9 +15,9 @@ import time
 
 from redis.exceptions import ClusterDownError, ReadOnlyError, RedisError, ResponseError
 
-from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.contracts.errors import IllegalTransition, JobNotFound
+from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.broker.datasets.process import DatasetProcess
 from services.broker.watcher import JobWatcher
 

@@ -12,12 +12,12 @@ from itertools import accumulate
 from statistics import fmean, pstdev
 
 from onbeat.config import HeldOutSet, JobConfig
-from onbeat.response_stats import ResponseStats, more_parts, parts_of, rewards_of_sets
+from onbeat.contracts.response_stats import ResponseStats, more_parts, parts_of, rewards_of_sets
+from onbeat.contracts.states import EvaluationState
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.evaluations import Scores
 from onbeat.streams.records import Fields, following_evaluation, read_evaluations
-from onbeat.types import EvaluationState
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, read_held_out

@@ -10,9 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from onbeat.contracts.records import WeightsRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, WeightsRecord
 
 REPLACED = "replaced"  # these are counted by an outcome, too
 OUTCOMES = {

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onbeat.api_keys import ApiKey
-from onbeat.network import is_loopback
+from onbeat.process.api_keys import ApiKey
+from onbeat.process.network import is_loopback
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
 from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, is_upload, required_role
 from services.broker.metrics import Meters, known_method

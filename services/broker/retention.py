@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from onbeat.errors import JobNotFinal, JobNotFound
+from onbeat.contracts.errors import JobNotFinal, JobNotFound
+from onbeat.contracts.states import JobState
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.broker.doctor.explain import ARRIVAL_S, queued_at
 from services.broker.watcher import fail_if_nobody_comes
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from onbeat.api_keys import read_keys
-from onbeat.network import check_certificate, is_loopback, trust
+from onbeat.process.api_keys import read_keys
+from onbeat.process.network import check_certificate, is_loopback, trust
 from onbeat.streams.connection import RedisSettings
 
 HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"

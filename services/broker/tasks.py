@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import Any
 
 from onbeat.config import EnvironmentConfig, HeldOutSet, JobConfig
-from onbeat.rewards import RewardConfig
-from onbeat.seeds import seed_of
+from onbeat.contracts.rewards import RewardConfig
+from onbeat.contracts.seeds import seed_of
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem

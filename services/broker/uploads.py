@@ -18,8 +18,8 @@ from typing import IO
 
 from starlette.exceptions import HTTPException
 
-from onbeat.disk_space import GB, free_bytes
-from onbeat.types import DATASETS_FOLDER, DatasetRecord
+from onbeat.contracts.records import DATASETS_FOLDER, DatasetRecord
+from onbeat.machine.disk_space import GB, free_bytes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 UPLOADING = ".upload-"

@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
-from onbeat.errors import IllegalTransition, StreamLost
+from onbeat.contracts.errors import IllegalTransition, StreamLost
+from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
 from services.broker.doctor.explain import (

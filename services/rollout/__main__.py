@@ -10,9 +10,9 @@ import sys
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.hardware.cores import run_on_cores
-from onbeat.logging import configure
-from onbeat.settings import read_settings, warn_of_misspelt
+from onbeat.machine.cores import run_on_cores
+from onbeat.process.logging import configure
+from onbeat.process.settings import read_settings, warn_of_misspelt
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger

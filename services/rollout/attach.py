@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobNotFound, WeightsError
+from onbeat.contracts.errors import JobNotFound, WeightsError
+from onbeat.contracts.records import WeightUpdate
 from onbeat.streams.chat import Chats
-from onbeat.types import WeightUpdate
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull

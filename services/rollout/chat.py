@@ -19,8 +19,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from onbeat.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
-from onbeat.errors import WeightsError
+from onbeat.contracts.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
+from onbeat.contracts.errors import WeightsError
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask

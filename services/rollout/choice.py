@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig
-from onbeat.types import WorkerRecord
+from onbeat.contracts.records import WorkerRecord
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
+from onbeat.contracts.states import Verdict
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engines.interface import Engine, VersionMismatch
 from services.rollout.engines.registry import CANCEL_DEADLINE_S, EngineBroken, EngineDied

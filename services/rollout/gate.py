@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.pull import Pull
 from onbeat.weights.wire import Manifest
 from services.rollout.engines.arrivals import names_to_load

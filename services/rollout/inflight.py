@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from onbeat.contracts.records import EpisodeWait
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
-from onbeat.types import EpisodeWait
 
 if TYPE_CHECKING:
     from services.rollout.episodes.runner import GroupPlay

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from onbeat.hardware.processor import read_processor
+from onbeat.machine.processor import read_processor
 from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes, num_cached_seqs
 
 SERVICE_BYTES = 625_000_000  # the service without weights and tokenizers: it has imported vLLM

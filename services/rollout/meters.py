@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from onbeat.types import WeightUpdate
+from onbeat.contracts.records import WeightUpdate
 
 Interval = tuple[float, float]  # start and end, seconds
 

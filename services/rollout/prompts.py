@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onbeat.model_config import context_tokens
+from onbeat.contracts.model_config import context_tokens
 from onbeat.streams.codec import PromptTask
 from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from onbeat.errors import VersionNotHeld, WeightsError
+from onbeat.contracts.errors import VersionNotHeld, WeightsError
 from onbeat.weights.client import Connections, ModelDescription, WeightsClient
 from onbeat.weights.host import HostWeights
 from onbeat.weights.pull import Attempt, Pull

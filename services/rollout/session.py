@@ -6,9 +6,9 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from onbeat.errors import JobNotFound, WeightsError
-from onbeat.temporary import private_folder
-from onbeat.types import JobState
+from onbeat.contracts.errors import JobNotFound, WeightsError
+from onbeat.contracts.states import JobState
+from onbeat.process.temporary import private_folder
 from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory
 from services.rollout.claim_loop import Assignment, Ends
 from services.rollout.engines.registry import EngineBroken

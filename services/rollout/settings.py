@@ -11,8 +11,8 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
-from onbeat.health import HealthSettings
+from onbeat.machine.accelerators import ROLLOUTS_MEMORY
+from onbeat.process.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
 

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
-from onbeat.hardware.malloc import give_back_freed
-from onbeat.hardware.processor import Hardware
-from onbeat.memory import read_memory
+from onbeat.contracts.records import WorkerRecord
+from onbeat.contracts.states import JobState
+from onbeat.machine.malloc import give_back_freed
+from onbeat.machine.memory import read_memory
+from onbeat.machine.processor import Hardware
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, WorkerRecord
 from services.rollout.attach import EngineFactory, SourceFactory
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.claim_loop import Assignment

@@ -20,17 +20,17 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
-from onbeat.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.hardware.cores import run_on_cores
-from onbeat.hardware.malloc import give_back_freed
-from onbeat.hardware.processor import Hardware
-from onbeat.logging import configure
-from onbeat.loop_thread import LoopThread
-from onbeat.settings import read_settings, warn_of_misspelt
+from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.contracts.states import JobState
+from onbeat.machine.cores import run_on_cores
+from onbeat.machine.malloc import give_back_freed
+from onbeat.machine.processor import Hardware
+from onbeat.process.logging import configure
+from onbeat.process.loop_thread import LoopThread
+from onbeat.process.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from onbeat.weights.security import TLS_CA, TLS_CERT
 from services.device import choose_device, describe_device
 from services.trainer.device import give_back_cache, make_deterministic

@@ -11,7 +11,7 @@ from dataclasses import astuple, replace
 
 import torch
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
 from services.trainer.iteration import OpenIteration

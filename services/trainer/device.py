@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from onbeat.hardware.cores import cpu_quota, divide, physical_cores, run_on_cores
+from onbeat.machine.cores import cpu_quota, divide, physical_cores, run_on_cores
 
 # Backends of torch.distributed, by the type of the ranks' devices: tensors on the host go over gloo.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}

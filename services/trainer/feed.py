@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup, decode_group
-from onbeat.types import JobState
 from services.trainer.batch import cost
 from services.trainer.job.interface import TrainingJob
 from services.trainer.model.sharding import deal

@@ -10,7 +10,7 @@ updates it must not be much larger.
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup, check_logprobs, span_versions
 
 # Number of iterations on updated weights that are compared: in the first, every rollout may have just started.

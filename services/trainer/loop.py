@@ -24,10 +24,10 @@ from dataclasses import replace
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed
-from onbeat.response_stats import ResponseStats
+from onbeat.contracts.errors import JobFailed
+from onbeat.contracts.response_stats import ResponseStats
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup
-from onbeat.types import JobState
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState

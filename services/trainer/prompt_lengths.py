@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from onbeat.confine import die_with_parent
+from onbeat.process.confine import die_with_parent
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 

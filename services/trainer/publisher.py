@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 
 from onbeat.config import BoundedSchedule, JobConfig
-from onbeat.errors import JobFailed
-from onbeat.hardware.malloc import give_back_if_scarce
-from onbeat.response_stats import more_parts
+from onbeat.contracts.errors import JobFailed
+from onbeat.contracts.records import PublishedWeights
+from onbeat.contracts.response_stats import more_parts
+from onbeat.machine.malloc import give_back_if_scarce
 from onbeat.streams.codec import used_digest
-from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.saver import CheckpointSaver
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit, TrainingJob

@@ -19,12 +19,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.objectives import check_installed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, JobState
 from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import make_deterministic, pin_cores

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
+from onbeat.machine.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import check_installed
 from services.trainer.chat_template import check_chat_template
 from services.trainer.checkpoints.saver import shortage_warning

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from onbeat.health import HealthSettings
+from onbeat.process.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from onbeat.types import MAX_TRAINER_SPANS
+from onbeat.contracts.records import MAX_TRAINER_SPANS
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from onbeat.contracts.response_stats import ResponseStats
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
-from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
 from services.trainer.episode import CACHED_FRAC, episode_sums

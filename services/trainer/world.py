@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from services.trainer.device import BACKENDS, device_of_rank
 
 CPU = torch.device("cpu")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from playwright.async_api import Locator, Page
 
+from onbeat.contracts.records import TrainerRecord, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, TrainerRecord, WorkerRecord
 from tests.broker_fixtures import create_job, serving
 from tests.browser.seeding import WORKERS, Content, seed_job
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import PublishedWeights, WeightUpdate
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from tests.broker_fixtures import LEASE_S, job_body
 
 WORKERS = ("rollout-0", "rollout-1")

@@ -15,7 +15,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
 from onbeat.config import JobConfig
-from onbeat.types import MAX_LISTED_ITERATIONS
+from onbeat.contracts.records import MAX_LISTED_ITERATIONS
 
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from onbeat.api_keys import Role
+from onbeat.contracts.states import JobState
+from onbeat.process.api_keys import Role
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from tests.broker_fixtures import Broker, Keys
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job

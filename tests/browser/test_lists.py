@@ -5,7 +5,7 @@ import re
 
 from playwright.async_api import Page, Route, expect
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.broker_fixtures import commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.test_form import write
 

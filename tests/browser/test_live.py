@@ -4,7 +4,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from playwright.async_api import Page, expect
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.broker_fixtures import (
     claim_all,
     commit,

@@ -2,8 +2,9 @@
 
 from playwright.async_api import Page, Route, expect
 
+from onbeat.contracts.records import WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
-from onbeat.types import JobState, WorkerRecord
 from tests.broker_fixtures import Broker, beat, create_job, started_job
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.async_api import Page, expect
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 

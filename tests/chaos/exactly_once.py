@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
+from onbeat.contracts.states import JobState
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import load_model

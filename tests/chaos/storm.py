@@ -21,11 +21,11 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from onbeat.client import BrokerUnreachable
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import JobState
 from onbeat.local.redis_server import free_port
 from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import JobKeys
-from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
 from tests.chaos.proxy import Proxy
 from tests.e2e.stack import RunningStack, running, tiny_job

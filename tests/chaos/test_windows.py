@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from onbeat.client import BrokerUnreachable
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import EvaluationState, JobState
 from onbeat.local.redis_server import free_port
 from onbeat.local.stack import missing_answer
 from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.types import EvaluationState, JobState
 from tests.chaos.die_at import Orders
 from tests.chaos.exactly_once import accepted_at, check_exactly_once
 from tests.e2e.stack import RunningStack, running, tiny_job

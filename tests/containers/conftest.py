@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from onbeat.client import BrokerUnreachable, Client
-from onbeat.errors import ApiError
-from onbeat.types import IterationState, JobState
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import IterationState, JobState
 from tests import waiting
 from tests.containers.leftovers import remove_dead
 

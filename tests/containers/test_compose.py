@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from onbeat.client import Client
-from onbeat.errors import ApiError
-from onbeat.types import JobState
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import JobState
 from tests.conftest import free_port
 from tests.containers.conftest import ROOT, Images, check_succeeded, checked, run, wait_until, wait_until_served
 from tests.containers.leftovers import UPGRADED, new_project

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from onbeat.client import DEFAULT_URL
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.docs.pages import ROOT
 from tests.e2e.stack import RunningStack, running, tiny_job
 from tests.tiny_models import write_tied_model

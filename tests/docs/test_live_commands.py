@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from onbeat.cli import main
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.docs.checks import parse_onbeat, shown_files
 from tests.docs.conftest import Workplace
 from tests.docs.exceptions import PARSED_ONLY

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from services.rollout.settings import Settings as RolloutSettings
 from tests.docs.pages import blocks_of, text_of
 from tests.docs.test_snippets import quickstart_with

@@ -11,7 +11,7 @@ import pytest
 
 from onbeat.client import Client
 from onbeat.config import JobConfig
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.docs.conftest import Workplace
 from tests.docs.exceptions import NOT_A_JOB
 from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_names

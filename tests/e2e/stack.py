@@ -15,12 +15,12 @@ import psutil
 from redis import Redis
 
 from onbeat.client import BrokerUnreachable, Client
-from onbeat.errors import ApiError
-from onbeat.hardware.cores import available_cores
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.records import JobRecord
 from onbeat.local.stack import StackOptions, local_stack, service_specs
 from onbeat.local.state import running_stack
 from onbeat.local.supervisor import ServiceSpec, Supervisor
-from onbeat.types import JobRecord
+from onbeat.machine.cores import available_cores
 from services.trainer.replay import replay as replay_iteration
 from services.trainer.settings import Settings
 from tests.tiny_models import write_tied_model

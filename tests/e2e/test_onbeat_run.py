@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.hardware.processor import read_processor
+from onbeat.machine.processor import read_processor
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS_AND_TIMES = ["prompt_tokens", "response_tokens", "wall_s", "generate_s", "train_s", "weight_sync_s", "tpspd"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.e2e.stack import RunningStack, replay, running, tiny_job
 from tests.installed import install
 from tests.tiny_models import write_qwen3_moe_model

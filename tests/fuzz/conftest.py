@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import PublishedWeights, WeightUpdate, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, PublishedWeights, WeightUpdate, WorkerRecord
 from tests.broker_fixtures import broker_process, commit, drain_evaluation, job_body, start_training, wait_open
 from tests.conftest import own_redis
 

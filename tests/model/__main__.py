@@ -6,7 +6,7 @@ import time
 
 import redis
 
-from onbeat.temporary import private_folder
+from onbeat.process.temporary import private_folder
 from tests.conftest import own_redis
 from tests.model.bounds import LARGE
 from tests.model.search import Search

@@ -8,7 +8,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from onbeat.errors import LeaseLost
+from onbeat.contracts.errors import LeaseLost
+from onbeat.contracts.states import JobState, Verdict
 from onbeat.streams.codec import (
     PromptTask,
     Response,
@@ -19,7 +20,6 @@ from onbeat.streams.codec import (
     used_digest,
 )
 from onbeat.streams.keys import ROLLOUT_GROUP
-from onbeat.types import JobState, Verdict
 from tests.model.bounds import Bounds
 from tests.model.invariants import Violation, does_count
 from tests.model.store import EXPIRED_MS, JOB, KEYS, LEASE_S, NUM_GROUPS, State, Store, View

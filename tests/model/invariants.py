@@ -5,10 +5,10 @@
 
 from typing import Any
 
-from onbeat.errors import IllegalTransition, LeaseLost
+from onbeat.contracts.errors import IllegalTransition, LeaseLost
+from onbeat.contracts.states import JOB_MOVES, IterationState, JobState, Verdict
 from onbeat.streams.audit import Audit, AuditViolation, Entry
 from onbeat.streams.codec import decode_group, span_versions
-from onbeat.types import JOB_MOVES, IterationState, JobState, Verdict
 from tests.model.store import JOB, NUM_GROUPS, Outcome, State, View
 
 

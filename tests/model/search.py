@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import redis
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.model.actors import Actors, Checkpoint, World, first_world
 from tests.model.bounds import Bounds
 from tests.model.invariants import Violation, check_call

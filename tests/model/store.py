@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from tests.model.bounds import Bounds

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Float, Section
 from onbeat.objectives.base.inputs import Tensor, ratio_of
-from onbeat.section import Float, Section
 
 
 class TruncatedImportance(Section):

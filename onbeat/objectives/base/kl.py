@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from onbeat.contracts.section import IS_ACCEPTED, Float, Section
 from onbeat.objectives.base.inputs import Tensor, ratio_of
-from onbeat.section import IS_ACCEPTED, Float, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 

@@ -12,10 +12,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from onbeat.contracts.section import Section
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
 from onbeat.objectives.base.kl import KlConfig, kl_estimate
-from onbeat.section import Section
 
 Normalization = Annotated[
     Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],

@@ -5,6 +5,7 @@ Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that d
 
 from redis.asyncio import Redis
 
+from onbeat.contracts.records import TrainerRecord, WorkerRecord
 from onbeat.streams import keys
 from onbeat.streams.ledger.evaluations import Evaluations
 from onbeat.streams.ledger.iterations import Iterations
@@ -16,7 +17,6 @@ from onbeat.streams.ledger.rollout_side import Claim, RolloutSide
 from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.streams.ledger.trainer_side import TrainerSide
 from onbeat.streams.ledger.versions import Versions
-from onbeat.types import TrainerRecord, WorkerRecord
 
 __all__ = ["Claim", "Extension", "Ledger"]
 

@@ -9,10 +9,11 @@ nothing in the streams that a trainer reads.
 import json
 from collections.abc import Sequence
 
+from onbeat.contracts.records import Sample
+from onbeat.contracts.states import EvaluationState
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.scripts import GROUPS_AT_ONCE, LedgerPart
-from onbeat.types import EvaluationState, Sample
 
 Scores = dict[str, float]
 

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Container, Sequence
 
-from onbeat.errors import GroupsTrimmed
+from onbeat.contracts.errors import GroupsTrimmed
+from onbeat.contracts.states import IterationState
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.scripts import GROUPS_AT_ONCE, LedgerPart
 from onbeat.streams.stream_ids import order
-from onbeat.types import IterationState
 
 TRACED_S = 86_400  # a record of traces that no broker reads or writes expires, also that of a job just deleted
 

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onbeat.contracts.states import JobState
 from onbeat.streams import keys
-from onbeat.types import JobState
 
 FINAL = [state for state in JobState if state.is_final]
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onbeat.errors import CannotResume, IllegalTransition, JobDeleted, JobNotFinal, JobNotFound, LeaseLost
+from onbeat.contracts.errors import CannotResume, IllegalTransition, JobDeleted, JobNotFinal, JobNotFound, LeaseLost
+from onbeat.contracts.states import JOB_MOVES, JobState
 from onbeat.streams import keys
 from onbeat.streams.codec import payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.job_lists import FINAL, JobLists
 from onbeat.streams.ledger.scripts import LedgerPart, load_script
-from onbeat.types import JOB_MOVES, JobState
 
 UNLINKED_AT_ONCE = 100  # iterations
 DELETED_ID_S = 86_400

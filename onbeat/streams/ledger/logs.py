@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
+from onbeat.contracts.records import Event
 from onbeat.streams import audit
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import LedgerPart, as_text
 from onbeat.streams.stream_ids import time_of
-from onbeat.types import Event
 
 UNREADABLE_EVENT = "event.unreadable"
 

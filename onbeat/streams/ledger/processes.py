@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from onbeat.contracts.records import TrainerRecord, WorkerRecord
 from onbeat.streams.ledger.scripts import LedgerPart
-from onbeat.types import TrainerRecord, WorkerRecord
 
 FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
 

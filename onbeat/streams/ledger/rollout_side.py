@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from onbeat.errors import StreamLost
+from onbeat.contracts.errors import StreamLost
+from onbeat.contracts.states import Verdict
 from onbeat.streams.codec import (
     PromptTask,
     RolloutGroup,
@@ -19,7 +20,6 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import LedgerPart, load_script
-from onbeat.types import Verdict
 
 
 @dataclass(frozen=True)

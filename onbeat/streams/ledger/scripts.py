@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
-from onbeat.errors import LeaseLost
+from onbeat.contracts.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 

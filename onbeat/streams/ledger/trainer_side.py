@@ -6,13 +6,13 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from onbeat.errors import LeaseLost, StreamLost
+from onbeat.contracts.errors import LeaseLost, StreamLost
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
 from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.streams.ledger.versions import diverged
-from onbeat.types import JobState
 
 
 class TrainerSide(LedgerPart):

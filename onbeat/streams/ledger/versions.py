@@ -2,10 +2,10 @@
 
 import json
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
+from onbeat.contracts.records import PublishedWeights, WeightsRecord, WeightUpdate
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import LedgerPart
-from onbeat.types import PublishedWeights, WeightsRecord, WeightUpdate
 
 
 class Versions(LedgerPart):

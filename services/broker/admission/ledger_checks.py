@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.models import Complaint
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from onbeat.config import JobConfig
-from onbeat.model_config import context_tokens, text_config
+from onbeat.contracts.model_config import context_tokens, text_config
 from services.broker.datasets.hub import HUB_ID
 
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}

@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.streams.ledger.job_lists import JobLists
 
 ANYBODY = "anybody"  # the submitter of all jobs if there are no API keys

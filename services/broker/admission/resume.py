@@ -4,10 +4,10 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
-from onbeat.errors import CannotResume
+from onbeat.contracts.errors import CannotResume
+from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Extension, Ledger
 from onbeat.streams.records import following_evaluation
-from onbeat.types import JobState
 from services.broker.admission.review import Admission, JobRefused
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
-from onbeat.errors import OnbeatError
-from onbeat.installed import ENVIRONMENTS, REWARDS
-from onbeat.rewards import HTTP_REWARD, RewardConfig
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
+from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
 from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from onbeat.config.explain import MAX_SHOWN
-from onbeat.rewards import RewardConfig
+from onbeat.contracts.rewards import RewardConfig
 from services.broker.datasets import PromptItem
 
 CHILD = "services.rollout.rewards.child"

@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
-from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
-from onbeat.errors import JobNotFound
-from onbeat.hangup import unless_left
+from onbeat.contracts.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
+from onbeat.contracts.errors import JobNotFound
+from onbeat.process.hangup import unless_left
 from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
 from services.broker.api.problems import CLIENT_LEFT, documented, explain_redis

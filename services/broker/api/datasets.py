@@ -8,8 +8,9 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from onbeat.contracts.records import DatasetRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.inspection import existing_jobs
-from onbeat.types import DatasetRecord, JobState
 from services.broker.api.context import Broker, Context
 from services.broker.api.problems import documented
 from services.broker.uploads import NAME

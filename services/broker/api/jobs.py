@@ -9,15 +9,10 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
-from onbeat.errors import IllegalTransition, JobNotFound
-from onbeat.section import IS_ACCEPTED
-from onbeat.streams.inspection import existing_jobs
-from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
-from onbeat.types import (
+from onbeat.contracts.errors import IllegalTransition, JobNotFound
+from onbeat.contracts.records import (
     MAX_LISTED_ITERATIONS,
     MAX_LISTED_JOBS,
     AuditReport,
@@ -25,11 +20,16 @@ from onbeat.types import (
     Event,
     IterationRecord,
     JobRecord,
-    JobState,
     MetricSeries,
     WeightsRecord,
     WorkerRecord,
 )
+from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.contracts.states import JobState
+from onbeat.process.api_keys import ApiKey
+from onbeat.streams.inspection import existing_jobs
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from services.broker.admission.quota import ANYBODY
 from services.broker.admission.resume import resume_over
 from services.broker.api.context import Broker

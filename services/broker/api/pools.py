@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
+from onbeat.contracts.records import PoolStatus
+from onbeat.contracts.states import JobState
 from onbeat.streams.inspection import existing_jobs, stream_lengths
-from onbeat.types import JobState, PoolStatus
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 

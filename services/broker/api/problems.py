@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
-from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
+from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.models import Complaint
 from services.broker.admission.quota import QuotaExceeded

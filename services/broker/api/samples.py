@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from onbeat.contracts.records import GroupDetail, GroupSummary, Sample
 from onbeat.streams.inspection import group_advantages
-from onbeat.types import GroupDetail, GroupSummary, Sample
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from onbeat.advice import NUM_RECENT, advice_for
+from onbeat.contracts.advice import NUM_RECENT, advice_for
+from onbeat.contracts.records import Timeline
+from onbeat.contracts.states import IterationState
 from onbeat.streams.records import read_iterations
-from onbeat.types import IterationState, Timeline
 from services.broker.api.context import Broker
 from services.broker.api.jobs import CURSOR, JobId, read_job
 from services.broker.api.problems import documented

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from services.broker.admission.models import Complaint
 
 MEDIA_TYPE = "application/toml"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.state import REDIS_FOLDER, STATE_DRAFT, STATE_FILE
 
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from onbeat.config import HubData
-from onbeat.types import DATASETS_FOLDER
+from onbeat.contracts.records import DATASETS_FOLDER
 from services.broker.datasets import DatasetError, is_secret
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import RowData
-from onbeat.types import DATASETS_FOLDER
+from onbeat.contracts.records import DATASETS_FOLDER
 from services.broker.datasets import DatasetError, PromptItem
 
 COUNTER = "services.trainer.prompt_lengths"

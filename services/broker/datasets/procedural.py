@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from onbeat.config import ReasoningGymData
-from onbeat.task_options import find_code
+from onbeat.contracts.task_options import find_code
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}

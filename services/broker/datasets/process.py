@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from onbeat.config import HubData
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 
 logger = logging.getLogger(__name__)

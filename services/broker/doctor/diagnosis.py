@@ -7,12 +7,13 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import SILENT_S, Diagnosis, Finding, ProcessRecord, TrainerRecord, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
 from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, ProcessRecord, TrainerRecord, WorkerRecord
 from services.broker.doctor.explain import RECENT_S, count, explain_job, explain_refused_read
 from services.broker.doctor.memory import explain_memory
 

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
+from onbeat.contracts.records import SILENT_S, Event, Finding, TrainerRecord
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import time_of
-from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation

@@ -12,10 +12,11 @@ from statistics import fmean, variance
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
-from onbeat.response_stats import parts_of
+from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
+from onbeat.contracts.response_stats import parts_of
+from onbeat.contracts.states import EvaluationState, IterationState
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_evaluations, read_iterations
-from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRecord, IterationState
 
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onbeat.types import Finding, HostMemory, ProcessRecord
+from onbeat.contracts.records import Finding, HostMemory, ProcessRecord
 
 GB = 1e9
 LOW_SHARE, LOW_BYTES = 0.05, 1e9  # the smaller of the two is little

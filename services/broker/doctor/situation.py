@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import Event, Finding, TrainerRecord, WorkerRecord
 from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from redis.exceptions import RedisError
 
-from onbeat.errors import JobNotFound
-from onbeat.network import is_loopback
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import Event
+from onbeat.contracts.states import JobState
+from onbeat.process.network import is_loopback
 from onbeat.streams.inspection import existing_jobs, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
-from onbeat.types import Event, JobState
 from services.broker.metrics import Meters
 from services.broker.settings import Settings
 from services.broker.tracing.tree import read_trace, trace_id

@@ -23,9 +23,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
 from onbeat import __version__
+from onbeat.contracts.records import Event, IterationRecord, Span
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, read_iterations
-from onbeat.types import Event, IterationRecord, Span
 from services.broker.views.spans import (
     TRAINER,
     AcceptedGroup,

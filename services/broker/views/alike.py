@@ -15,12 +15,12 @@ from typing import NamedTuple
 from blake3 import blake3
 from pydantic_core import from_json
 
+from onbeat.contracts.records import GroupSummary
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries, stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before
-from onbeat.types import GroupSummary
 from services.broker.views.records import group_order
 
 MAX_JOBS = 4  # the jobs queried last

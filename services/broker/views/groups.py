@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from onbeat.errors import GroupsTrimmed
+from onbeat.contracts.errors import GroupsTrimmed
+from onbeat.contracts.records import GroupDetail, GroupSummary, Sample, Token
+from onbeat.contracts.states import EvaluationState
 from onbeat.streams.codec import Response, RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import read_evaluations
-from onbeat.types import EvaluationState, GroupDetail, GroupSummary, Sample, Token
 from services.broker.views.alike import Alike, summary_of
 from services.broker.views.records import group_samples, read_evaluation_samples
 

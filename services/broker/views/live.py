@@ -21,12 +21,13 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import Event, IterationUpdate
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams import inspection
 from onbeat.streams.inspection import EVENTS_AT_ONCE
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metrics_point, read_iterations
-from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from services.broker.doctor.diagnosis import diagnosis
 from services.broker.doctor.explain import explain_job
 from services.broker.views.records import job_record, place_in_queue

@@ -13,10 +13,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from onbeat.contracts.records import EpisodeTurn, JobRecord, Sample, WeightsRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
-from onbeat.types import EpisodeTurn, JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 

@@ -12,13 +12,13 @@ import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import pairwise
 
+from onbeat.contracts.records import Event, GroupSummary, Span
 from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before, order, time_of
-from onbeat.types import Event, GroupSummary, Span
 from services.broker.views.alike import summary_of
 
 TRAINER = "trainer"

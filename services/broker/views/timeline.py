@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import Lane, Span, Timeline
 from onbeat.streams.inspection import iteration_hashes, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import first_iteration
-from onbeat.types import Lane, Span, Timeline
 from services.broker.views.spans import (
     TRAINER,
     commit_before,

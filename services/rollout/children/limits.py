@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from onbeat.confine import MEBIBYTE, lower_limits
+from onbeat.process.confine import MEBIBYTE, lower_limits
 
 LOAD_S = 120.0  # start of Python and import of the foreign code: not counted as its work
 MAX_FILE_BYTES = 256 * MEBIBYTE  # size of one file

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.machine.malloc import KEEP_FREED
 from services.rollout.children.limits import LOAD_S, MAX_ANSWER_BYTES, MAX_OUTPUT_BYTES
 
 STDERR_TAIL_BYTES = 2000

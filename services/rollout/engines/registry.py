@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from onbeat.hardware.processor import Hardware, read_processor
-from onbeat.installed import ENGINES, load_installed
+from onbeat.contracts.installed import ENGINES, load_installed
+from onbeat.machine.processor import Hardware, read_processor
 from services.rollout.engines.interface import Engine
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
+from onbeat.machine.accelerators import ROLLOUTS_MEMORY
 from services.rollout.engines.arrivals import (
     Arrivals,
     TensorShapes,

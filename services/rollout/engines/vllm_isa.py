@@ -1,5 +1,5 @@
 """A vLLM platform plug-in that names no platform: it makes vLLM choose its CPU kernels within the limits that PyTorch
-and oneDNN are given (onbeat/hardware/processor.py). vLLM itself looks at the processor only, and would compute with
+and oneDNN are given (onbeat/machine/processor.py). vLLM itself looks at the processor only, and would compute with
 AVX-512 kernels beside a PyTorch that was told to stay with AVX2.
 
 It is an entry point of `vllm.platform_plugins`, because those are called in each process before kernels are loaded.
@@ -7,7 +7,7 @@ It is an entry point of `vllm.platform_plugins`, because those are called in eac
 
 import os
 
-from onbeat.hardware.processor import NO_AVX512, NO_BFLOAT16, is_limited
+from onbeat.machine.processor import NO_AVX512, NO_BFLOAT16, is_limited
 
 AVX512_PROBES = ("_is_avx512_supported", "_is_vnni_supported")
 BFLOAT16_PROBES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")

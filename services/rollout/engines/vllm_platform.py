@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
-from onbeat.hardware.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
-from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.machine.accelerators import ROLLOUTS_MEMORY
+from onbeat.machine.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
+from onbeat.machine.malloc import KEEP_FREED
 
 GIB = 1024**3
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from onbeat.hardware.malloc import give_back_if_scarce
+from onbeat.machine.malloc import give_back_if_scarce
 from services.rollout.engines import vllm_kernels
 from services.rollout.engines.vllm_core import end_with_parent
 

@@ -27,10 +27,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from traceback import walk_tb
 from typing import Any, TextIO
 
-from onbeat.confine import die_with_parent
 from onbeat.environments import Environment, Outcome, Session, Task
 from onbeat.environments.final_reward import SCORE
 from onbeat.environments.load import load_environment
+from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import (
     MAX_ANSWER_BYTES,
     MAX_MESSAGE,

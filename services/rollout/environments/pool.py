@@ -2,9 +2,9 @@
 
 import asyncio
 
-from onbeat.confine import MEBIBYTE
-from onbeat.memory import read_memory
-from onbeat.types import EpisodeFailureKind
+from onbeat.contracts.states import EpisodeFailureKind
+from onbeat.machine.memory import read_memory
+from onbeat.process.confine import MEBIBYTE
 from services.rollout.environments.process import EnvironmentProcess
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
+from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.environments import Outcome
-from onbeat.types import EpisodeFailureKind as Kind
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess

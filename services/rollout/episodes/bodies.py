@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from pydantic_core import from_json
 
-from onbeat.completions import ChatFailed
+from onbeat.contracts.completions import ChatFailed
 from onbeat.environments import Message
 
 T = TypeVar("T")

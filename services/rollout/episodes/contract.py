@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from onbeat.contracts.states import EpisodeFailureKind
 from onbeat.environments import Outcome, Task
-from onbeat.types import EpisodeFailureKind
 
 
 class EpisodeAccess(NamedTuple):

@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from onbeat.completions import ChatFailed
+from onbeat.contracts.completions import ChatFailed
+from onbeat.contracts.records import EpisodeWait
+from onbeat.contracts.seeds import seed_of
 from onbeat.environments import Message
-from onbeat.seeds import seed_of
 from onbeat.streams.codec import PromptTask
-from onbeat.types import EpisodeWait
 from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
 from services.rollout.episodes.recorder import Call

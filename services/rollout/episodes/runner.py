@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from onbeat.contracts.records import EpisodeWait
+from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.environments import Outcome, Task
 from onbeat.streams.codec import PromptTask, Response
-from onbeat.types import EpisodeFailureKind as Kind
-from onbeat.types import EpisodeWait
 from services.rollout import meters
 from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult, Program
 from services.rollout.episodes.episode import Episode, Generate, GroupContext

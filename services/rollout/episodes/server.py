@@ -19,8 +19,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from onbeat.completions import ChatFailed
-from onbeat.hangup import unless_left
+from onbeat.contracts.completions import ChatFailed
+from onbeat.process.hangup import unless_left
 from services.rollout import meters
 from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.engines.registry import EngineBroken

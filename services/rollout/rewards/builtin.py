@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from onbeat.task_options import find_code
+from onbeat.contracts.task_options import find_code
 from services.rollout.rewards.answers_as_code import score_as_text
 
 Context = dict[str, Any]

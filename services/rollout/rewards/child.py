@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onbeat.confine import die_with_parent
-from onbeat.installed import REWARDS, load_installed
+from onbeat.contracts.installed import REWARDS, load_installed
+from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import LOAD_S, MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 

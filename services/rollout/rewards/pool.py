@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from onbeat.rewards import MAX_REWARDS
+from onbeat.contracts.rewards import MAX_REWARDS
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from onbeat.rewards import HTTP_REWARD
+from onbeat.contracts.rewards import HTTP_REWARD
 from services.rollout import meters
 from services.rollout.retries import delay_after
 from services.rollout.rewards.outcome import UNREACHABLE, RewardError, RewardRequest, Score, ServiceMissing

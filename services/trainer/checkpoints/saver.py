@@ -5,8 +5,8 @@ import math
 import time
 
 from onbeat.config import JobConfig
-from onbeat.disk_space import GB, shortage
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
+from onbeat.machine.disk_space import GB, shortage
 from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
 from services.trainer.job.interface import TrainingJob
 from services.trainer.model.lora import published_sizes

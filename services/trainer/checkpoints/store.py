@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from services.trainer.model.tensor_files import HostShards, Tensors, read_tensors
 from services.trainer.world import ALONE, PeerLost, World
 

@@ -4,8 +4,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from onbeat.contracts.records import PublishedWeights
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup
-from onbeat.types import JobState, PublishedWeights
 from services.trainer.spans import Span
 from services.trainer.stats import Advantages
 from services.trainer.weights.store import Snapshot

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import LeaseLost, OnbeatError
-from onbeat.loop_thread import LoopThread
+from onbeat.contracts.errors import LeaseLost, OnbeatError
+from onbeat.contracts.states import JobState
+from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.watchdog import Watchdog
 

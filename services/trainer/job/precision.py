@@ -12,8 +12,8 @@ Rollouts that are not there yet do not count: one that joins later computes in t
 from collections.abc import Mapping
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed
-from onbeat.hardware.processor import Hardware
+from onbeat.contracts.errors import JobFailed
+from onbeat.machine.processor import Hardware
 from onbeat.streams.ledger import Ledger
 from services.trainer.settings import Settings
 

@@ -5,11 +5,11 @@ import logging
 
 from redis.exceptions import RedisError
 
-from onbeat.loop_thread import LoopThread
-from onbeat.memory import read_memory
+from onbeat.contracts.records import TrainerRecord
+from onbeat.machine.memory import read_memory
+from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
-from onbeat.types import TrainerRecord
 from services.trainer.trackers import installed_trackers
 
 logger = logging.getLogger(__name__)

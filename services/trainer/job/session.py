@@ -4,9 +4,10 @@ import time
 from collections.abc import Container
 from typing import Any
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
+from onbeat.contracts.records import PublishedWeights
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.codec import RolloutGroup
-from onbeat.types import IterationState, JobState, PublishedWeights
 from onbeat.weights.host import host_id
 from onbeat.weights.security import join_address, reachable_host
 from onbeat.weights.wire import Peer

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from onbeat.config import OptimizerConfig
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from services.trainer.device import has_fused_adamw
 from services.trainer.model.rounding import spread_masters
 from services.trainer.world import buckets

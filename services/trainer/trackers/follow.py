@@ -22,9 +22,9 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import LeaseLost, OnbeatError
+from onbeat.contracts.errors import LeaseLost, OnbeatError
+from onbeat.contracts.states import JobState
 from onbeat.streams.best_effort import best_effort
-from onbeat.types import JobState
 from services.trainer.job.interface import CannotServe, Stopped
 from services.trainer.job.lease import Lease
 from services.trainer.trackers.points import Cursor, Point, read_points

@@ -3,9 +3,10 @@
 from dataclasses import asdict, dataclass
 from heapq import merge
 
+from onbeat.contracts.records import EvaluationRecord, IterationRecord
+from onbeat.contracts.states import IterationState
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metrics_point, read_evaluations, read_iterations
-from onbeat.types import EvaluationRecord, IterationRecord, IterationState
 
 MAX_ITERATIONS = 200  # per read; the next read continues from there
 

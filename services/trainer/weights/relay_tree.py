@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from onbeat.network import host_of, is_loopback
+from onbeat.process.network import host_of, is_loopback
 from onbeat.weights.wire import PayloadKey, Peer
 
 UNSPECIFIED = ("0.0.0.0", "::")  # what a server that listens everywhere may report

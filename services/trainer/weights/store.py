@@ -16,7 +16,7 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from onbeat.config import JobConfig
-from onbeat.hardware.cores import available_cores
+from onbeat.machine.cores import available_cores
 from onbeat.weights import delta
 from onbeat.weights.host import full_plan
 from onbeat.weights.server import Payload

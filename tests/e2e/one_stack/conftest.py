@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from onbeat.contracts.states import EvaluationState, JobState
 from onbeat.terminal.report import make_report
-from onbeat.types import EvaluationState, JobState
 from tests.e2e.stack import replay, tiny_job
 
 NUM_ITERATIONS, MAX_STALENESS = 6, 2

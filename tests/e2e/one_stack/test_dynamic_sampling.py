@@ -1,6 +1,6 @@
 """Dynamic sampling on a real stack: groups of equal rewards are replaced while others are still generated."""
 
-from onbeat.types import JobState
+from onbeat.contracts.states import JobState
 from tests.e2e.stack import replay, tiny_job
 
 NUM_PROMPTS, MAX_PROMPTS = 4, 24

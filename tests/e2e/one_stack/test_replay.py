@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from onbeat.errors import OnbeatError
-from onbeat.hardware.cores import available_cores
+from onbeat.contracts.errors import OnbeatError
+from onbeat.machine.cores import available_cores
 from onbeat.streams.codec import decode_group
 from onbeat.streams.keys import JobKeys
 from tests.conftest import free_port

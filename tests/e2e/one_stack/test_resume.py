@@ -4,9 +4,9 @@ import uuid
 
 import pytest
 
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
-from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
 from tests.e2e.stack import RunningStack, replay, tiny_job
 from tests.waiting import wait_until

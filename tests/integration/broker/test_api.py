@@ -10,11 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from onbeat.contracts.records import PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
 from services.broker import metrics
 from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention

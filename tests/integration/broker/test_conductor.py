@@ -14,14 +14,15 @@ import pytest_asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.config import JobConfig, ReasoningGymData
-from onbeat.errors import StreamLost
-from onbeat.hardware.processor import Hardware
+from onbeat.contracts.errors import StreamLost
+from onbeat.contracts.records import Event, TrainerRecord, WorkerRecord
+from onbeat.contracts.states import EvaluationState, IterationState, JobState, Verdict
+from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.inspection import newest_events
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import EvaluationState, Event, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
 from services.broker import watcher
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec

@@ -11,8 +11,8 @@ from pathlib import Path, PurePath
 import httpx
 import pytest
 
-from onbeat.api_keys import Role
 from onbeat.config import JobConfig
+from onbeat.process.api_keys import Role
 from onbeat.streams.ledger import Ledger
 from services.broker.api import dashboard
 from tests.broker_fixtures import Keys

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.client import AsyncClient
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads

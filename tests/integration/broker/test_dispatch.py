@@ -1,9 +1,9 @@
 """The order in which prompts go out: the longest first, as far as an earlier epoch tells; nothing else differs."""
 
+from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from tests.broker_fixtures import claim_all, commit, failed_group, make_group, started_job, wait_open
 
 LENGTHS = {"say 0": 3, "say 1": 40, "say 2": 7, "say 3": 25, "say 4": 12}  # tokens of a response, by prompt

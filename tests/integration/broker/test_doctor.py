@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from onbeat.config import JobConfig
-from onbeat.loop_thread import LoopThread
+from onbeat.contracts.records import EpisodeWait, Finding, HostMemory, TrainerRecord, WorkerRecord
+from onbeat.contracts.states import JobState
+from onbeat.process.loop_thread import LoopThread
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EpisodeWait, Finding, HostMemory, JobState, TrainerRecord, WorkerRecord
 from services.broker.doctor.diagnosis import diagnose, examine_pools, explain_silence
 from services.broker.doctor.explain import ARRIVAL_S, explain_job
 from services.trainer.feed import GroupFeed

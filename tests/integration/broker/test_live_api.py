@@ -19,21 +19,20 @@ import pytest_asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.client import AsyncClient
-from onbeat.errors import ApiError
-from onbeat.streams import inspection
-from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.logs import AuditLog
-from onbeat.types import (
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.records import (
     Diagnosis,
     Event,
-    IterationState,
     IterationUpdate,
     JobRecord,
-    JobState,
     PublishedWeights,
     Timeline,
     WeightUpdate,
 )
+from onbeat.contracts.states import IterationState, JobState
+from onbeat.streams import inspection
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.logs import AuditLog
 from services.broker.views import live
 from services.broker.views import timeline as timeline_module
 from services.broker.views.live import JobStreams

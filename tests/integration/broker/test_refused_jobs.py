@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import describe_wrong_job
-from onbeat.rewards import RewardConfig
+from onbeat.contracts.records import TrainerRecord
+from onbeat.contracts.rewards import RewardConfig
 from onbeat.streams.ledger import Ledger
-from onbeat.types import TrainerRecord
 from services.broker.admission.models import review_model
 from services.broker.admission.review import MAX_TRIALS
 from services.broker.admission.rewards import review_on_data

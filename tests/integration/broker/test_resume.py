@@ -6,9 +6,9 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
-from onbeat.errors import CannotResume, LeaseLost
+from onbeat.contracts.errors import CannotResume, LeaseLost
+from onbeat.contracts.states import JobState
 from onbeat.streams import keys
-from onbeat.types import JobState
 from services.broker.retention import Retention
 from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, tasks_for, train
 from tests.waiting import eventually

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError
 
-from onbeat.completions import CompletionRequest, Message
-from onbeat.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
+from onbeat.contracts.completions import CompletionRequest, Message
+from onbeat.contracts.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
+from onbeat.contracts.records import PublishedWeights, WeightUpdate
+from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from onbeat.streams.chat import Chats
 from onbeat.streams.codec import PromptTask
@@ -20,7 +22,6 @@ from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.job_lists import FINAL
-from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
 from services.trainer.replay import read_record

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from onbeat.client import AsyncClient
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
+from onbeat.contracts.states import EvaluationState, Verdict
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.logs import AuditLog
-from onbeat.types import EvaluationState, Verdict
 from services.broker.retention import Retention
 from services.broker.views import alike as alike_module
 from services.broker.views import groups as groups_module

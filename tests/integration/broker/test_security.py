@@ -20,11 +20,11 @@ import pytest
 from pydantic import ValidationError
 from starlette.routing import Route
 
-from onbeat.api_keys import Role, keys_to_edit, new_key, read_keys, write_keys
 from onbeat.cli import main as onbeat_main
 from onbeat.client import AsyncClient, BrokerUnreachable, Client
-from onbeat.errors import ApiError
+from onbeat.contracts.errors import ApiError
 from onbeat.local.supervisor import ServiceSpec, Supervisor
+from onbeat.process.api_keys import Role, keys_to_edit, new_key, read_keys, write_keys
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 
+from onbeat.contracts.records import WeightUpdate
+from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, WeightUpdate
 from services.broker.metrics import Meters
 from services.broker.settings import Settings
 from services.broker.tracing import exporter as tracing

@@ -8,13 +8,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from onbeat.api_keys import Role
-from onbeat.hardware.processor import Hardware
+from onbeat.contracts.states import JobState
+from onbeat.machine.processor import Hardware
+from onbeat.process.api_keys import Role
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.broker.app import create_app
 from services.broker.conductor import NUM_NEXT, Conductor
 from services.broker.datasets.process import DatasetProcess

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.confine import MEBIBYTE
+from onbeat.contracts.records import HostMemory
 from onbeat.environments import Outcome, Task
-from onbeat.types import HostMemory
+from onbeat.process.confine import MEBIBYTE
 from services.rollout.children.process import ChildProcess
 from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
@@ -26,7 +26,7 @@ ENVIRONMENTS = '''
 import asyncio, json, os, resource, signal, subprocess, sys, threading, time
 import httpx
 from pathlib import Path
-from onbeat import confine
+from onbeat.process import confine
 from onbeat.environments import Outcome
 from onbeat.environments.final_reward import reward_of_answer
 

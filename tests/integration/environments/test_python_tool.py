@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.confine import SOCKET_CALLS, landlock_version
 from onbeat.environments import python_tool
 from onbeat.environments.python_tool import run_python
+from onbeat.process.confine import SOCKET_CALLS, landlock_version
 from tests.waiting import eventually, wait_until_gone
 
 CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urp", "true"], check=False).returncode == 0

@@ -10,8 +10,8 @@ import openai
 import torch
 from transformers import AutoTokenizer
 
+from onbeat.contracts.records import WorkerRecord
 from onbeat.streams.ledger import Ledger
-from onbeat.types import WorkerRecord
 from onbeat.weights.client import WeightsClient
 from services.rollout.engines.transformers_engine import Draft, TransformersEngine
 from tests.broker_fixtures import Server, serving

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import JobConfig
-from onbeat.hardware.processor import Hardware
+from onbeat.contracts.states import IterationState, JobState, Verdict
+from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, JobState, Verdict
 from onbeat.weights.host import host_id
 from onbeat.weights.wire import Peer
 from services.rollout.__main__ import root_cause

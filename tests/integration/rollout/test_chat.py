@@ -15,12 +15,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
 
-from onbeat.api_keys import Role
-from onbeat.completions import CompletionRequest
+from onbeat.contracts.completions import CompletionRequest
+from onbeat.contracts.states import JobState
+from onbeat.process.api_keys import Role
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.broker import chats as broker_chats
 from services.rollout import chat as rollout_chat
 from services.rollout.engines.interface import ChatSampling, Sampling

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
-from onbeat.hardware.processor import read_processor
+from onbeat.machine.processor import read_processor
 from services.rollout.engines import vllm_engine
 from services.rollout.engines.arrivals import BadWeightFile, read_shapes, whole_modules
 from services.rollout.engines.interface import (

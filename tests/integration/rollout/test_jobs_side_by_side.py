@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.rollout import puller
 from services.rollout import worker as rollout_worker
 from tests.broker_fixtures import submit

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from onbeat.rewards import RewardConfig
+from onbeat.contracts.rewards import RewardConfig
 from onbeat.streams.codec import Reward
 from services.broker.admission.review import RewardUse, review_reward
 from services.rollout import claim_loop

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.machine.malloc import KEEP_FREED
 from services.rollout.children.limits import MAX_FILE_BYTES, NICENESS
 from services.rollout.rewards.child import MAX_OPEN_FILES
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score

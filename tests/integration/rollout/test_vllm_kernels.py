@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from onbeat.hardware.processor import read_processor
+from onbeat.machine.processor import read_processor
 
 CALLS = """
 import torch

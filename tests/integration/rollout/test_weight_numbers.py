@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from onbeat.types import WeightUpdate
+from onbeat.contracts.records import WeightUpdate
 from tests.integration.rollout.rollout_rig import Rig
 from tests.rollout_fakes import FakeEngine, manifest_of
 

@@ -10,11 +10,12 @@ import time
 
 import pytest
 
-from onbeat.hardware.processor import Hardware
+from onbeat.contracts.records import WorkerRecord
+from onbeat.contracts.states import EvaluationState, JobState
+from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.rollout import claim_loop, puller, session
 from services.rollout.engines.registry import EngineDied
 from services.rollout.worker import FIND_JOB_S

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from onbeat.errors import JobNotFound
+from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.states import JobState
 from onbeat.streams.audit import Audit, AuditViolation, Entry
 from onbeat.streams.codec import encode_group, payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.broker.auditor import run_audit
 from tests.broker_fixtures import (
     claim_all,

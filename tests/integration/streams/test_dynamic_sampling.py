@@ -5,11 +5,12 @@ That this holds in any order of calls is checked in tests/model.
 
 import pytest
 
+from onbeat.contracts.records import IterationRecord
+from onbeat.contracts.states import IterationState, Verdict
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.streams.records import read_iterations
-from onbeat.types import IterationRecord, IterationState, Verdict
 from services.broker.auditor import run_audit
 from services.trainer.replay import read_record
 from tests.broker_fixtures import (

@@ -11,22 +11,14 @@ import pytest
 from redis.exceptions import DataError
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from onbeat.errors import JobFailed, LeaseLost
+from onbeat.contracts.errors import JobFailed, LeaseLost
+from onbeat.contracts.records import SILENT_S, PublishedWeights, WeightsRecord, WeightUpdate, WorkerRecord
+from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import group_states
-from onbeat.types import (
-    SILENT_S,
-    IterationState,
-    JobState,
-    PublishedWeights,
-    Verdict,
-    WeightsRecord,
-    WeightUpdate,
-    WorkerRecord,
-)
 from tests.broker_fixtures import (
     beat,
     claim_all,

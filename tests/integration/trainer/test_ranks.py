@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
-from onbeat.hardware.cores import available_cores
+from onbeat.contracts.states import JobState
+from onbeat.machine.cores import available_cores
 from onbeat.streams.codec import PromptTask
-from onbeat.types import JobState
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.wire import Peer
 from services.rollout.puller import WeightsPuller

@@ -7,9 +7,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onbeat.config import JobConfig
+from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
-from onbeat.types import JobState
 from services.trainer.job.lease import ClaimedJob
 from services.trainer.trackers.follow import LeasedJob, tracking
 from tests.broker_fixtures import run_iteration, started_job

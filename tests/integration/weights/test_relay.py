@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
 from onbeat.weights import pull as pull_module

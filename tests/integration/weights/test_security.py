@@ -16,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import security as module
 from onbeat.weights.security import (
     PLAIN,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from onbeat.config import JobConfig
-from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRecord, IterationState
+from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
+from onbeat.contracts.states import EvaluationState, IterationState
 from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
 from tests.broker_fixtures import job_body
 

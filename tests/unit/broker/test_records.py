@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import FOREIGN_KEYS, explain_errors, named_by
-from onbeat.logging import configure
+from onbeat.process.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.inspection import IterationHashes
 from onbeat.streams.records import (

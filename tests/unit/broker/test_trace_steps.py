@@ -2,7 +2,7 @@
 
 import pytest
 
-from onbeat.types import Span
+from onbeat.contracts.records import Span
 from services.broker.tracing.tree import find_steps, update_of
 from services.trainer.loop import shares
 from tests.trainer_fixtures import job_config

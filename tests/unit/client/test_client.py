@@ -17,8 +17,9 @@ from onbeat.client.blocking import Datasets
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import StreamMessage, Transport, parse_answer
 from onbeat.config import apply_override
-from onbeat.errors import ApiError, OnbeatError
-from onbeat.types import Event, IterationUpdate, JobState, WorkerRecord
+from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.records import Event, IterationUpdate, WorkerRecord
+from onbeat.contracts.states import JobState
 from tests.broker_fixtures import job_body
 from tests.broker_thread import BrokerThread
 

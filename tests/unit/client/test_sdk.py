@@ -17,7 +17,7 @@ import asyncio
 
 from onbeat import AsyncClient, Client, JobConfig
 from onbeat.client import ApiError, BrokerUnreachable, Series, Update
-from onbeat.types import GroupDetail, IterationUpdate, JobRecord, Sample
+from onbeat.contracts.records import (GroupDetail, IterationUpdate, JobRecord, Sample)
 
 
 def look(client: Client) -> list[Sample]:

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.states import JobState
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack, state_path
-from onbeat.types import JobState
 from tests.broker_fixtures import job_body, start_training
 from tests.broker_thread import BrokerThread
 from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch

@@ -21,10 +21,7 @@ import pytest
 
 from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
-from onbeat.errors import OnbeatError
-from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
-from onbeat.hardware.malloc import KEEP_FREED
-from onbeat.hardware.processor import read_processor
+from onbeat.contracts.errors import OnbeatError
 from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.redis_server import choose_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
@@ -38,6 +35,9 @@ from onbeat.local.state import (
     running_stack,
 )
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor, inherited_environment
+from onbeat.machine.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.machine.malloc import KEEP_FREED
+from onbeat.machine.processor import read_processor
 from tests.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -302,7 +302,7 @@ def test_variables_of_services_elsewhere_are_not_inherited(monkeypatch: pytest.M
 def test_run_begins_with_what_it_computes_on(tmp_path, monkeypatch, devices, build, places):
     monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr("onbeat.local.stack.physical_cores", lambda cores: cores)
-    monkeypatch.setattr("onbeat.hardware.accelerators.version", lambda package: build)
+    monkeypatch.setattr("onbeat.machine.accelerators.version", lambda package: build)
     monkeypatch.setenv("ONBEAT_DEVICE", "auto" if devices else "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices or "")
     assert describe_places(StackOptions(tmp_path)).endswith(places.replace("PROCESSOR", str(read_processor())))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.objectives import check_installed
 from onbeat.objectives.base import LossInputs
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
@@ -11,7 +12,6 @@ from onbeat.objectives.base.kl import KlConfig, kl_estimate
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.objectives.gspo import GspoObjective
 from onbeat.objectives.rloo import RlooObjective
-from onbeat.section import IS_ACCEPTED
 
 
 def test_grpo_clips_only_where_the_surrogate_would_gain():

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services.rollout.claim_loop import RETRY_DELAY_S, Assignment, ClaimLoop, Ends, Pause, is_groups_fault

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Peer
 from services.rollout import gate as gate_module

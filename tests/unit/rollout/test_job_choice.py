@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.config import JobConfig
-from onbeat.types import WorkerRecord
+from onbeat.contracts.records import WorkerRecord
 from services.rollout.choice import Candidate, choose_job, find_move
 from tests.broker_fixtures import job_body
 

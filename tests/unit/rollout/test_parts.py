@@ -182,7 +182,7 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
             prepared.append(device)
 
     entries = [SimpleNamespace(name="narrow", load=lambda: Narrow), SimpleNamespace(name="plain", load=lambda: object)]
-    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: entries)
+    monkeypatch.setattr("onbeat.contracts.installed.entry_points", lambda group: entries)
     engine = create_engine("narrow", dtype="float32", cpu_cores="0")
     assert isinstance(engine, Narrow)
     assert engine.dtype == "float32"

@@ -2,8 +2,9 @@
 
 import pytest
 
+from onbeat.contracts.records import MAX_TURNS
+from onbeat.contracts.states import EpisodeFailureKind
 from onbeat.streams.codec import Response, RolloutGroup, Turn, VersionSpan, check_content, check_group
-from onbeat.types import MAX_TURNS, EpisodeFailureKind
 
 FIRST = {"num_shared": 2, "num_sampled": 2, "num_characters": 2}
 NEXT = {"parent": 0, "num_shared": 4, "observed_token_ids": [7], "num_sampled": 1, "num_characters": 1}

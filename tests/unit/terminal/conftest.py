@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from onbeat.cli import main
-from onbeat.types import Finding
+from onbeat.contracts.records import Finding
 from services.broker.doctor.diagnosis import diagnosis
 from tests.broker_thread import BrokerThread
 

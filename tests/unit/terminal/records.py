@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onbeat.types import EvaluationRecord, IterationRecord
+from onbeat.contracts.records import EvaluationRecord, IterationRecord
 
 
 def evaluation_record(evaluation: int, is_done: bool = True) -> EvaluationRecord:

@@ -13,15 +13,15 @@ from unittest.mock import AsyncMock, Mock
 import httpx
 import pytest
 
-from onbeat.completions import ChatFailed
 from onbeat.config import JobConfig, apply_override
-from onbeat.errors import OnbeatError
+from onbeat.contracts.completions import ChatFailed
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import Finding
 from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
-from onbeat.types import Finding
 from tests.broker_fixtures import started_job
 from tests.broker_thread import BrokerThread
 from tests.scripted_trainer import CHECKPOINT

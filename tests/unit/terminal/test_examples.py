@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from onbeat.contracts.records import EpisodeTurn, Sample
 from onbeat.terminal.summary import print_examples
-from onbeat.types import EpisodeTurn, Sample
 from tests.unit.terminal.conftest import FakeTerminal
 
 CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"

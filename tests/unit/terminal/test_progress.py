@@ -8,21 +8,21 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from onbeat.client import BrokerUnreachable
-from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, Printer
-from onbeat.terminal.formatting import Column, printable, table_lines
-from onbeat.terminal.job_progress import JobProgress, trainer_activity
-from onbeat.terminal.job_view import JobView, plain_line
-from onbeat.terminal.live import look_until
-from onbeat.types import (
+from onbeat.contracts.records import (
     Diagnosis,
     EvaluationRecord,
     Event,
     Finding,
     IterationRecord,
     JobRecord,
-    JobState,
     WorkerRecord,
 )
+from onbeat.contracts.states import JobState
+from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, Printer
+from onbeat.terminal.formatting import Column, printable, table_lines
+from onbeat.terminal.job_progress import JobProgress, trainer_activity
+from onbeat.terminal.job_view import JobView, plain_line
+from onbeat.terminal.live import look_until
 from tests.unit.terminal.records import evaluation_record, iteration_record
 from tests.unit.terminal.test_report import JOB
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from onbeat.errors import OnbeatError
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import IterationRecord, JobRecord, WeightsRecord
 from onbeat.terminal.report import check_report_path, make_report, write_report
 from onbeat.terminal.summary import print_rows, total_rows
-from onbeat.types import IterationRecord, JobRecord, WeightsRecord
 from tests.scripted_trainer import weights_record
 from tests.unit.terminal.conftest import FakeTerminal
 from tests.unit.terminal.records import evaluation_record, iteration_record

@@ -7,10 +7,10 @@ from unittest.mock import AsyncMock
 import pytest
 from starlette.exceptions import HTTPException
 
-from onbeat.errors import GroupsTrimmed
+from onbeat.contracts.errors import GroupsTrimmed
+from onbeat.contracts.records import Sample
 from onbeat.local.stack import StackOptions, service_specs
 from onbeat.terminal.report_page import curve_of, page_of
-from onbeat.types import Sample
 from tests.unit.terminal.conftest import Command
 
 HOSTILE = "</table><script>alert('x')</script>"

@@ -12,9 +12,10 @@ import time
 import pytest
 
 from onbeat.client import AsyncClient
+from onbeat.contracts.records import Finding, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from onbeat.terminal.top import take_overview
-from onbeat.types import Finding, JobState, WorkerRecord
 from tests.broker_fixtures import started_job
 from tests.broker_thread import BrokerThread
 from tests.conftest import free_port

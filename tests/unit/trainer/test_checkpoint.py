@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from services.trainer.checkpoints import store as checkpoint
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.model.lora import published_sizes, published_tensors

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
 from services.trainer.iteration import NUM_PROBED, OpenIteration

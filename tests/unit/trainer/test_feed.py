@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from services.trainer import feed as feeds
 from services.trainer.batch import cost
 from services.trainer.feed import GroupFeed

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onbeat.disk_space import GB
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
+from onbeat.machine.disk_space import GB
 from services.trainer.checkpoints import saver
 from services.trainer.checkpoints import store as checkpoint
 from services.trainer.checkpoints.saver import checkpoint_bytes, shortage_warning

@@ -8,8 +8,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from onbeat.loop_thread import LoopThread
-from onbeat.types import EvaluationState, JobState
+from onbeat.contracts.states import EvaluationState, JobState
+from onbeat.process.loop_thread import LoopThread
 from services.trainer.job import session
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.session import JobSession

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from onbeat.cli import app
 from onbeat.config import OptimizerConfig
-from onbeat.hardware.processor import Hardware
+from onbeat.machine.processor import Hardware
 from services.rollout import memory_plan as rollout_plan
 from services.trainer import memory_plan
 from services.trainer.batch import pack

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import do_rewards_differ
 from services.trainer.accumulate import GradientSum

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from onbeat.types import MAX_TRAINER_SPANS
+from onbeat.contracts.records import MAX_TRAINER_SPANS
 from services.trainer.spans import Span, merged, to_record
 from tests.trainer_fixtures import job_config, recorded_iterations, train
 

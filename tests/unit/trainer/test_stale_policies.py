@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
 from services.trainer.iteration import OpenIteration

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onbeat.errors import JobFailed, LeaseLost
-from onbeat.types import EvaluationRecord
+from onbeat.contracts.errors import JobFailed, LeaseLost
+from onbeat.contracts.records import EvaluationRecord
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.trackers import follow, points
 from services.trainer.trackers.follow import open_tracker

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onbeat.errors import JobFailed
+from onbeat.contracts.errors import JobFailed
+from onbeat.contracts.response_stats import MAX_PARTS
+from onbeat.contracts.states import JobState
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
-from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
-from onbeat.types import JobState
 from services.trainer import loop
 from services.trainer import stats as stats_module
 from services.trainer.accumulate import GradientSum

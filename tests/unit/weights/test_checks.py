@@ -11,7 +11,7 @@ import pytest
 import torch
 from xxhash import xxh3_128_digest
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights.client import Itinerary
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import PayloadKey, Peer, Step, Tensor

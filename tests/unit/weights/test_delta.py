@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.delta import Encoding, apply, encode
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from xxhash import xxh3_128_digest
 
-from onbeat.errors import WeightsError
+from onbeat.contracts.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.delta import Encoding
 from onbeat.weights.host import HostWeights, check_plan, full_plan

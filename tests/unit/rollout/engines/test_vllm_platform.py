@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.machine.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout.engines import registry, vllm_engine, vllm_platform
 from services.rollout.engines.vllm_engine import VllmEngine
@@ -154,7 +154,8 @@ class OnDevice:
 
 
 def install_engine(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    monkeypatch.setattr("onbeat.installed.entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
+    entries = [SimpleNamespace(name="mine", load=load)]
+    monkeypatch.setattr("onbeat.contracts.installed.entry_points", lambda group: entries)
 
 
 def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from onbeat.contracts.seeds import seed_of
 from onbeat.environments import EpisodeOver, Outcome, SessionError
-from onbeat.seeds import seed_of
 from services.rollout import producer as producer_module
 from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module

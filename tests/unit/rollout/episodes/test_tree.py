@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.completions import ChatFailed
+from onbeat.contracts.completions import ChatFailed
+from onbeat.contracts.seeds import seed_of
 from onbeat.environments import Outcome
-from onbeat.seeds import seed_of
 from onbeat.streams.codec import Environment, PromptTask, RolloutGroup, check_group, check_token_lengths
 from services.rollout.engines.interface import GeneratedResponse, VersionSpan
 from services.rollout.episodes.bodies import ChatBody, GenerateBody

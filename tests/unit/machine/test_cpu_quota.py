@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from onbeat.hardware.cores import available_cores, cpu_quota, physical_cores, run_on_cores
+from onbeat.machine.cores import available_cores, cpu_quota, physical_cores, run_on_cores
 from services.trainer import device
 
 

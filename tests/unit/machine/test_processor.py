@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from onbeat.hardware.processor import read_processor
+from onbeat.machine.processor import read_processor
 
 FLAGS = {
     "laptop": "fma avx2 avx_vnni",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from onbeat.loop_thread import LoopThread
+from onbeat.process.loop_thread import LoopThread
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_failure_that_no_caller_waits_for_is_logged(background: LoopThread, capl
 
 
 def test_close_does_not_wait_for_a_coroutine_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.loop_thread.CLOSE_S", 0.2)
+    monkeypatch.setattr("onbeat.process.loop_thread.CLOSE_S", 0.2)
     thread, is_there = LoopThread("client"), threading.Event()
 
     async def stay() -> None:

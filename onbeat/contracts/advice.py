@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 
-from onbeat.types import IterationRecord
+from onbeat.contracts.records import IterationRecord
 
 NUM_RECENT, MIN_RECENT = 10, 3  # iterations that it is based on; the first one of a job is left out
 WORTH = 0.1  # share of the time that one additional device must save

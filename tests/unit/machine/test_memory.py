@@ -2,8 +2,8 @@
 
 import pytest
 
-from onbeat.memory import read_memory
-from onbeat.types import HostMemory, TrainerRecord, WorkerRecord
+from onbeat.contracts.records import HostMemory, TrainerRecord, WorkerRecord
+from onbeat.machine.memory import read_memory
 from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
 
 MEMINFO = (

@@ -2,8 +2,9 @@
 
 import pytest
 
-from onbeat.advice import Work, advice_for, advise, measure_work
-from onbeat.types import IterationRecord, IterationState
+from onbeat.contracts.advice import Work, advice_for, advise, measure_work
+from onbeat.contracts.records import IterationRecord
+from onbeat.contracts.states import IterationState
 
 
 def record(number: int, wall_s: float, rollout_idle: float, trainer_idle: float, devices: int) -> IterationRecord:

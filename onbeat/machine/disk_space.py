@@ -1,4 +1,4 @@
-"""Free disk space. It is also a program that needs no installation: `python -I onbeat/disk_space.py FOLDER GB WHAT`."""
+"""Free disk space. A program, too, without installation: `python -I onbeat/machine/disk_space.py FOLDER GB WHAT`."""
 
 import os
 import shutil

@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-from onbeat.types import HostMemory
+from onbeat.contracts.records import HostMemory
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.temporary import MARK, PrivateFolder, private_folder
+from onbeat.process.temporary import MARK, PrivateFolder, private_folder
 
 PREFIX = "onbeat-x-"
 OWNER = """
 import sys, time
 from pathlib import Path
-from onbeat.temporary import PrivateFolder
+from onbeat.process.temporary import PrivateFolder
 folder = PrivateFolder(sys.argv[1], Path(sys.argv[2]))
 (folder.path / "inside").mkdir()
 (folder.path / "inside" / "file").write_text("left")
@@ -88,7 +88,7 @@ def test_an_interrupted_sweep_is_finished_by_the_next(parent: Path, monkeypatch:
         (folder.path / name).mkdir()
     folder.leave()
     with monkeypatch.context() as patch:
-        patch.setattr("onbeat.temporary.subprocess.run", lambda command, **_: os.rmdir(folder.path / "a"))
+        patch.setattr("onbeat.process.temporary.subprocess.run", lambda command, **_: os.rmdir(folder.path / "a"))
         PrivateFolder(PREFIX, parent).remove()
     assert folder.path.exists()
     PrivateFolder(PREFIX, parent).remove()

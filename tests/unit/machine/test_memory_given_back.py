@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.hardware import malloc
-from onbeat.hardware.malloc import KEEP_FREED
-from onbeat.types import HostMemory
+from onbeat.contracts.records import HostMemory
+from onbeat.machine import malloc
+from onbeat.machine.malloc import KEEP_FREED
 from services.rollout.children.process import ChildProcess
 from services.rollout.engines.vllm_platform import engine_environment
 
@@ -17,7 +17,7 @@ FREE_TENSORS = """
 import sys
 from pathlib import Path
 import torch
-from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
+from onbeat.machine.malloc import give_back_freed, give_back_large_at_once
 
 def held_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

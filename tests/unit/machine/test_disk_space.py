@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from onbeat.disk_space import GB, main, shortage
+from onbeat.machine.disk_space import GB, main, shortage
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def usage(free: float):
@@ -23,7 +23,7 @@ def test_message_names_folder_free_and_needed_space(tmp_path, monkeypatch):
 
 
 def test_make_asks_before_anything_is_installed(tmp_path, monkeypatch, capsys):
-    command = [sys.executable, "-I", str(ROOT / "onbeat" / "disk_space.py"), str(tmp_path), "0", "packages"]
+    command = [sys.executable, "-I", str(ROOT / "onbeat" / "machine" / "disk_space.py"), str(tmp_path), "0", "packages"]
     assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
     monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))
     assert main([str(tmp_path), "5", "packages"]) == 1

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from onbeat.section import Float, Int, PositiveInt, Section
+from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
 MAX_REWARDS = 8
 HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name

@@ -7,7 +7,7 @@ free memory above 4 GiB. All threads use one arena: those of other threads than 
 
 import ctypes
 
-from onbeat.memory import read_memory
+from onbeat.machine.memory import read_memory
 
 KEEP_FREED = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.hardware import accelerators
-from onbeat.hardware.accelerators import KINDS, available_devices, device_environments, rollout_devices
 from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
+from onbeat.machine import accelerators
+from onbeat.machine.accelerators import KINDS, available_devices, device_environments, rollout_devices
 from services.trainer.device import VISIBLE_DEVICES
 
 CUDA, ASCEND, MEMORY = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ONBEAT_GPU_MEMORY_UTILIZATION"

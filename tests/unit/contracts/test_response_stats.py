@@ -2,7 +2,7 @@
 
 import pytest
 
-from onbeat.response_stats import MAX_PARTS, ResponseStats, more_parts
+from onbeat.contracts.response_stats import MAX_PARTS, ResponseStats, more_parts
 from onbeat.streams.codec import Response
 
 

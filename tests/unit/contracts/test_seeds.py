@@ -1,4 +1,4 @@
-from onbeat.seeds import seed_of
+from onbeat.contracts.seeds import seed_of
 
 
 def test_seeds_differ_by_place_and_fit_31_bits() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic_settings import BaseSettings
 
-from onbeat.settings import CLOSE, warn_of_misspelt
+from onbeat.process.settings import CLOSE, warn_of_misspelt
 from services.broker.__main__ import main as run_broker
 from services.broker.settings import Settings as BrokerSettings
 from services.rollout.__main__ import main as run_rollout
@@ -15,7 +15,7 @@ from services.rollout.settings import Settings as RolloutSettings
 from services.trainer.__main__ import main as run_trainer
 from services.trainer.settings import Settings as TrainerSettings
 
-COMPOSE = Path(__file__).parents[2] / "compose.yaml"
+COMPOSE = Path(__file__).parents[3] / "compose.yaml"
 WRONG = [
     (run_broker, "broker", "ONBEAT_PORT", "http", "ONBEAT_PORT: Input should be a valid integer"),
     (run_trainer, "trainer", "ONBEAT_LEASE_S", "soon", "ONBEAT_LEASE_S: Input should be a valid number"),

@@ -9,8 +9,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from onbeat import health as health_module
-from onbeat.health import HealthSettings
+from onbeat.process import health as health_module
+from onbeat.process.health import HealthSettings
 from tests.conftest import free_port
 
 

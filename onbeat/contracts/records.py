@@ -1,0 +1,382 @@
+"""The records that cross process boundaries as JSON: of jobs, iterations, groups, workers and what is shown of them."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from onbeat.contracts.states import EvaluationState, IterationState, JobState
+
+# A trainer or rollout sends a heartbeat every 2 s. After this much silence it is taken for dead or cut off.
+SILENT_S = 10.0
+
+
+MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
+MAX_TURNS = 1_024  # calls of the policy in an episode
+MAX_LISTED_JOBS = 500  # in one answer: other requests wait while a list is read and written
+MAX_LISTED_ITERATIONS = 10_000  # or policy versions, in one answer
+DATASETS_FOLDER = "datasets"  # of uploaded files, in the broker's data folder
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the known fields that are short enough to show."""
+        for name, value in super().__repr_args__():
+            if value is not None and value != {}:
+                yield name, value.value if isinstance(value, StrEnum) else value
+
+
+class JobRecord(Record):
+    """A job as REST shows it. Times are Unix seconds by the Redis clock."""
+
+    id: str
+    name: str
+    pool: str
+    state: JobState
+    error: str | None = None
+    created_at: float
+    queued_at: float | None = None  # when it was resumed, after it had been over
+    started_at: float | None = None  # of a resumed job: so that the time from then on is what it has worked
+    finished_at: float | None = None
+    num_iterations: int
+    first_iteration: int = 0  # of a fork: the iterations before are those of the job whose checkpoint it started from
+    num_opened: int = 0  # iterations whose prompts are or were out, counted from 0
+    next_iteration: int = 0  # first iteration that is not committed
+    policy_version: int | None = None  # newest published
+    dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
+    queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
+    config: dict[str, Any] = Field(repr=False)
+
+
+class IterationRecord(Record):
+    """An iteration. Names are those of the report; a value is None until it is known. Durations are in seconds."""
+
+    iteration: int
+    state: IterationState
+    policy_version: int
+    num_groups: int
+    num_accepted: int = 0
+    num_replaced: int = 0  # accepted, but with equal rewards or none, so that another prompt came in its place
+    num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with different rewards are missing
+    num_failed_groups: int = 0
+    num_stale: int = 0
+    num_duplicate: int = 0
+    num_lost: int = 0  # submissions without the lease
+    opened_at: float
+    engine_ready_at: float | None = None  # when the first rollout served this version
+    first_accepted_at: float | None = None
+    drained_at: float | None = None
+    committed_at: float | None = None
+    num_responses: int | None = None
+    prompt_tokens: int | None = None  # counted once per response
+    response_tokens: int | None = None
+    num_training_devices: int | None = None
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    wall_s: float | None = None  # from the previous commit (or the opening, for the first), without pauses and queues
+    generate_s: float | None = None  # first engine ready -> all groups accepted
+    first_group_s: float | None = None  # first engine ready -> first group accepted
+    train_s: float | None = None  # trainer busy: micro-batches and the step
+    weight_sync_s: float | None = None  # commit that published this version -> first engine ready on it
+    rollout_idle_frac: float | None = None
+    trainer_idle_frac: float | None = None
+    staleness_max: int | None = None  # policy version trained minus the oldest version of any token
+    mismatch_mean: float | None = None  # |trainer_logprobs - rollout_logprobs| per token
+    mismatch_max: float | None = None
+    tpspd: float | None = None  # (prompt + response tokens) / wall_s / (training devices + rollouts that submitted)
+    metrics: dict[str, float] = Field(default={}, repr=False)  # everything else, `area/name`
+
+
+class PublishedWeights(Record):
+    """A trainer's numbers on a policy version that it publishes."""
+
+    full_bytes: int
+    delta_bytes: int | None = None  # from the version published before; None: only the full copy is served
+    encode_s: float  # of the threads that make digests and delta, all together, beside the optimizer
+    publish_s: float  # from the start of the optimizer step to the announcement
+
+
+class WeightUpdate(Record):
+    """A rollout's report of its move to a policy version. The durations of the three parts overlap."""
+
+    received_bytes: int  # over the network, failed tries included; 0 when read from this machine's memory
+    sources: list[str] = []  # addresses of the trainer and of other rollouts
+    pull_s: float  # last try: from the manifest to the last verified tensor
+    apply_s: float  # decoding and verifying, summed over shards
+    load_s: float  # loading into the engine, including waits for tensors
+    # From the optimizer step's start to the engine open; None: it joined with this version, or had served a newer one.
+    open_s: float | None = None
+    held_s: float | None = None  # from the last verified tensor to the engine open; None: not reported
+    num_faults: int = 0  # problems on the way that were overcome
+
+
+class DatasetRecord(Record):
+    """An uploaded data file. A job names it by `path`. `sha256` is None for a file that was copied there."""
+
+    name: str
+    path: str
+    num_bytes: int
+    sha256: str | None = None
+    uploaded_at: float
+
+
+class WeightsRecord(Record):
+    """A policy version on its way from the trainer to the rollouts. A value that was not reported is None."""
+
+    policy_version: int
+    full_bytes: int | None = None
+    delta_bytes: int | None = None
+    encode_s: float | None = None
+    publish_s: float | None = None
+    rollouts: dict[str, WeightUpdate] = {}  # by worker id: those that have served it
+
+
+class EvaluationRecord(Record):
+    """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
+
+    evaluation: int  # due after this many iterations
+    state: EvaluationState
+    policy_version: int | None = None  # None: it could not be opened
+    num_groups: int = 0
+    num_accepted: int = 0
+    num_failed_groups: int = 0  # not scored
+    opened_at: float | None = None
+    ended_at: float | None = None
+    message: str = ""  # the score in words, or the reason why it FAILED
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    pass_at_k: float | None = None  # share of prompts of whose k > 1 responses one has a reward of solved_at or more
+    response_tokens_mean: float | None = None
+    truncated_frac: float | None = None  # responses cut at max_response_tokens
+    metrics: dict[str, float] = Field(default={}, repr=False)  # everything else, such as `reward/PART_mean`
+
+
+class AuditReport(Record):
+    """A comparison of the audit log with the ledger and the streams."""
+
+    is_clean: bool
+    violation: str | None = None  # the first one
+    num_entries: int
+    num_groups: int  # accepted, each once
+    num_commits: int
+    num_contents: int  # groups whose stored content has the digest of the log
+    num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable
+    head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
+
+
+class EpisodeTurn(Record):
+    """One call of the policy in an episode: the new messages, and the answer."""
+
+    continues: int | None = None  # the turn that came before it in its history; None: the prompt alone
+    is_fork: bool = False  # its history was rewritten: it shares only the beginning of that turn, or of the prompt
+    messages: list[dict[str, Any]] = []  # the new ones (at first: behind the prompt), from the environment; not trained
+    text: str  # sampled, and trained
+    num_observed_tokens: int  # in its prompt, behind what it shares with the turns before
+    num_cached_tokens: int = 0  # of its prompt, that the engine did not compute again; 0 also where it is not known
+    num_tokens: int  # sampled; those of an episode follow one another in the response
+    finish_reason: str
+    call_id: str = ""
+    reward: float | None = None  # that the environment gave to this call; not trained
+    waited_s: float = 0.0  # in the environment, since the call before
+    generate_s: float = 0.0
+
+
+class Sample(Record):
+    """A response for people to read. For a response of an evaluation, `iteration` is the number of the evaluation."""
+
+    iteration: int
+    group_id: str
+    index: int = 0  # in its group
+    policy_version: int
+    prompt: str
+    response: str
+    reward: float
+    reward_parts: dict[str, float] = {}
+    advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
+    num_tokens: int
+    finish_reason: str
+    turns: list[EpisodeTurn] = []  # of an episode; empty: one response to the prompt
+
+
+class Token(Record):
+    """A sampled token."""
+
+    id: int
+    text: str | None  # its part of the response, "" where it ends within a character; None: unknown
+    logprob: float  # the rollout's, under the tempered distribution
+
+
+class GroupDetail(Record):
+    """A prompt with all its responses, and the engine's data about every token."""
+
+    iteration: int
+    group_id: str
+    policy_version: int
+    worker_id: str
+    prompt: str
+    num_prompt_tokens: int
+    generate_s: float
+    score_s: float
+    failure: str = ""  # reason why there are no responses
+    responses: list[Sample]  # [G]
+    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
+
+
+class GroupSummary(Record):
+    """A group with the same prompt as another one."""
+
+    iteration: int
+    group_id: str
+    policy_version: int
+    num_responses: int
+    reward_mean: float | None = None  # None: without responses
+
+
+class Event(Record):
+    """An event of a job. Events are ordered by `id`, which is the cursor for the next read."""
+
+    id: str
+    time: float
+    kind: str  # "job.state", "iteration.opened", "group.stale", "worker.joined", ...
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class HostMemory(Record):
+    """The memory of the machine or container that a process is in."""
+
+    name: str  # of the machine
+    available_bytes: int
+    total_bytes: int
+
+
+class EpisodeWait(Record):
+    """An episode that waits for its environment, at the moment of a heartbeat."""
+
+    group_id: str
+    episode: int
+    waits_for: str  # in words, such as: tool `search`
+    waited_s: float
+    left_s: float | None = None  # until the episode is given up; None: its environment is still being loaded
+
+
+class ProcessRecord(Record):
+    """The last heartbeat of a trainer or of a rollout replica."""
+
+    id: str
+    job_id: str | None = None
+    # a trainer: "idle" (asks for jobs) | "training" | "stopped"
+    # a rollout: "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
+    state: str
+    last_seen_at: float = 0.0  # by the Redis clock, when it was written
+    host: HostMemory | None = None
+
+    def silence_s(self, now: float) -> float:
+        """Return the seconds since the heartbeat. `now` is by the Redis clock."""
+        return max(0.0, now - self.last_seen_at)
+
+    def is_alive(self, now: float) -> bool:
+        """Return whether the process has neither stopped nor become silent."""
+        return self.state != "stopped" and self.silence_s(now) < SILENT_S
+
+
+class WorkerRecord(ProcessRecord):
+    """A rollout replica's last heartbeat."""
+
+    doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
+    waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
+    policy_version: int | None = None
+    num_in_flight: int = 0
+    num_devices: int = 1
+    tokens_per_s: float | None = None
+    lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
+    hardware: str = ""  # processor or accelerator that it computes on
+    bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
+    unsuited_for: list[str] = []  # ids of the pool's jobs that it cannot serve, as of its last look
+
+
+class TrainerRecord(ProcessRecord):
+    """A trainer's last heartbeat."""
+
+    trackers: list[str] | None = None  # types of trackers that are installed there; None: not reported
+
+
+class Finding(Record):
+    """A sentence of the doctor, with the same facts as fields."""
+
+    sentence: str
+    is_problem: bool = False
+    job_id: str | None = None
+    who: str = ""  # id of the trainer, rollout or job that it is about, or "redis", "broker"
+    waits_for: str = ""
+    since_s: float | None = None
+    next: str = ""  # what happens after the wait
+    deadline_s: float | None = None  # until it happens
+    key: str = ""  # of the job's configuration, to change for better learning
+
+
+class IterationUpdate(Record):
+    """An iteration that has changed, as live streams send it."""
+
+    record: IterationRecord
+    point: dict[str, float] = {}  # its values in the series of metrics, once it is committed
+
+
+class Span(Record):
+    """A span of time with what was done in it. `start` and `end` are Unix seconds by the Redis clock."""
+
+    lane: str  # id of the rollout, or "trainer"
+    # "generate" | "score" | "environment" | "pull" | "load"; of the trainer "wait" | "micro_batch" | "optimizer" |
+    # "publish" | "checkpoint"
+    kind: str
+    start: float
+    end: float
+    iteration: int  # of "pull" and "load": the policy version
+    group_id: str | None = None
+
+
+class Lane(Record):
+    """The trainer or a rollout, over the time of the timeline."""
+
+    id: str
+    # Share of the time in which a rollout generates nothing, or the trainer waits; None: unknown.
+    idle_frac: float | None = None
+
+
+class Timeline(Record):
+    """A record of what trainer and rollouts did during some iterations. Times are Unix seconds by the Redis clock."""
+
+    start: float  # when the first of the iterations was opened
+    end: float  # when the last of them was committed, or now
+    iterations: list[int]
+    lanes: list[Lane]  # the trainer first
+    spans: list[Span] = Field(repr=False)  # by start
+    advice: str | None = None  # on which side should have more or fewer devices; None: too few measurements
+
+
+class PoolStatus(Record):
+    """The work that waits in a pool, and the processes that are alive in it."""
+
+    pool: str
+    num_jobs: int = 0  # pending, running, paused or being cancelled
+    num_prompts: int = 0  # of running jobs: prompts whose groups are not accepted yet
+    num_unclaimed_prompts: int = 0  # those without a rollout
+    num_trainers: int  # seen within the last 10 s
+    num_rollouts: int
+
+
+class MetricSeries(Record):
+    """The curves of a job: `area/name` -> [(iteration, value), ...]; for `eval/name`, (evaluation, value)."""
+
+    metrics: dict[str, list[tuple[int, float]]]
+
+
+class Diagnosis(Record):
+    """The findings of the doctor, most important first. `is_healthy`: none of them is a problem."""
+
+    is_healthy: bool
+    findings: list[Finding]

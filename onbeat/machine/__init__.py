@@ -1,0 +1,1 @@
+"""Facts about this machine: processor, cores, accelerators, allocator, memory, disk space."""
