@@ -1,1 +1,1 @@
-"""What services, clients and job files must agree on: states, records, errors, the base of a job's sections."""
+"""The agreements of services, clients and job files: states, records, errors, the base of a job's sections."""

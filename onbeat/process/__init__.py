@@ -1,1 +1,1 @@
-"""What every process needs: settings, logging, probes, an event loop in a thread, limits, temporary folders, keys."""
+"""The basics of every process: settings, logging, probes, event loop, limits, temporary folders, API keys."""
