@@ -80,7 +80,7 @@ test-unit: setup
 
 bench: setup
 	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency lean_layers memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tree_packing gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
-		PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/$$name.py || exit 1; done
+		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # For a machine with an NVIDIA GPU, within 9 minutes and without a network: PyTorch, transformers and this checkout are
 # enough, with the packages of gpu-check-wheels. PARTS='attention step' runs those alone.
@@ -107,7 +107,7 @@ model: setup
 
 # Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
 chaos: setup
-	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos.py
 
 # The references from the code, then the site into site/.
 docs: setup

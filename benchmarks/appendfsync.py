@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-from harness import save
+from harness import command_line, save, start
 from ledger_throughput import REPEATS, latency, median_of_runs, redis_server, throughput
 
 NUM_TOKENS, NUM_GROUPS = 256, 2000
@@ -38,4 +38,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import transformers
-from harness import RESULTS, save
+from harness import RESULTS, command_line, save, start
 
 from tests.architectures import all_rows, measure
 
@@ -29,9 +29,11 @@ def prepare_process() -> None:
 
 
 def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("rows", nargs="*", help="first and last row, or beginnings of names; default: all")
+    arguments = start(parser).rows
     prepare_process()
     rows = every = list(all_rows())
-    arguments = sys.argv[1:]
     is_kept = all(argument.isdigit() for argument in arguments)
     if is_kept and arguments:
         rows = rows[int(arguments[0]) : int(arguments[1])]

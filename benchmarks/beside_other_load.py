@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness import medians, own_dtype, run_job, save
+from harness import command_line, medians, own_dtype, run_job, save, start
 
 NUM_ITERATIONS, WARMUP, GOAL = 8, 2, 2.5
 FIELDS = ("wall_s", "train_s", "generate_s", "weight_sync_s")
@@ -53,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

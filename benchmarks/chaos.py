@@ -6,7 +6,6 @@ fault to the job's next progress (a group accepted or an iteration committed), b
 it exits 1 when a storm did harm.
 """
 
-import argparse
 import logging
 import sys
 import time
@@ -14,7 +13,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 
 from onbeat.contracts.errors import OnbeatError
 from tests.chaos.storm import Strike, stormy
@@ -60,12 +59,12 @@ def by_kind_and_target(strikes: list[Strike]) -> dict[str, dict[str, float | Non
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(range(1, 15)), help="with the reference engine")
     parser.add_argument("--faults", type=int, default=18, help="of each of them")
     parser.add_argument("--vllm-seeds", type=int, nargs="*", default=[101, 102, 103])
     parser.add_argument("--vllm-faults", type=int, default=8)
-    arguments = parser.parse_args()
+    arguments = start(parser)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("tests.chaos.storm").setLevel(logging.INFO)
     result = {}

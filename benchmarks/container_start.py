@@ -22,7 +22,7 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
-from harness import ROOT, medians, save, termination_as_exit
+from harness import ROOT, command_line, medians, save, start, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
@@ -291,4 +291,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

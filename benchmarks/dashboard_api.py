@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import PublishedWeights, WeightUpdate
@@ -237,4 +237,5 @@ async def run(num_iterations: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     save("dashboard_api", asyncio.run(run(NUM_ITERATIONS)))

@@ -29,7 +29,7 @@ from dashboard_api import (
     report,
     write_jobs,
 )
-from harness import medians, save, temporary_folder
+from harness import command_line, medians, save, start, temporary_folder
 from playwright.async_api import Browser, Page, async_playwright
 
 from onbeat.config import JobConfig
@@ -213,4 +213,5 @@ async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     save("dashboard_page", asyncio.run(run(NUM_ITERATIONS, LOADS)))

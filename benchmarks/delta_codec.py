@@ -14,7 +14,7 @@ from collections import Counter
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from harness import save, seconds
+from harness import command_line, save, seconds, start
 from weights_peer import shapes
 
 from onbeat.weights.delta import Encoding, apply, encode
@@ -106,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_environments import TEMPLATE, install
-from harness import ROOT, own_dtype, quickstart_model, run_job, save, temporary_folder
+from harness import ROOT, command_line, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 from vs_trl import compare, copy_without_end, run_trl
 
 NUM_TOKENS, NUM_TURNS = 16, 3
@@ -80,4 +80,5 @@ def main(sizes: Sizes) -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main(Sizes(8, 8, 8))

@@ -6,12 +6,11 @@
 The goal: a visibly rising reward within ten minutes on two cores.
 """
 
-import argparse
 import json
 import statistics
 from typing import Any
 
-from harness import own_dtype, run_job, save
+from harness import command_line, own_dtype, run_job, save, start
 
 EXAMPLES = ("game", "tools")
 WINDOW = 5  # iterations
@@ -34,10 +33,10 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = command_line(__doc__)
     parser.add_argument("names", nargs="*", help=f"default: {' '.join(EXAMPLES)}")
     parser.add_argument("--show", action="store_true", help="write no result")
-    arguments = parser.parse_args()
+    arguments = start(parser)
     found = {name: run(name) for name in arguments.names or EXAMPLES}
     if arguments.show:
         print(json.dumps(found, indent=2))

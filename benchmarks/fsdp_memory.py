@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, save, temporary_folder
+from harness import RESULTS, ROOT, command_line, save, start, temporary_folder
 from ledger_throughput import URL, redis_server
 from memory import children_of, command_of
 
@@ -174,9 +174,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:] not in [[name] for name in CASES]:
-        raise SystemExit(f"usage: python benchmarks/fsdp_memory.py {'|'.join(CASES)}")
-    name = sys.argv[1]
+    parser = command_line(__doc__)
+    parser.add_argument("case", choices=CASES)
+    name = start(parser).case
     with temporary_folder() as folder:
         result = measure(CASES[name], folder)
     if name == "small":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 from memory import Sampler, peak_of
 
 from onbeat.contracts.states import JobState
@@ -100,9 +100,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:] not in [[name] for name in STACKS]:
-        raise SystemExit(f"usage: python benchmarks/fsdp_stack.py {'|'.join(STACKS)}")
-    (name,) = sys.argv[1:]
+    parser = command_line(__doc__)
+    parser.add_argument("stack", choices=STACKS)
+    name = start(parser).stack
     with temporary_folder() as folder:
         result = run(STACKS[name], folder)
     save("fsdp_stack" if name == "bfloat16" else f"fsdp_stack_{name}", result)

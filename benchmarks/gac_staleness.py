@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
@@ -201,4 +201,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

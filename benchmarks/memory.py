@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, own_dtype, save, temporary_folder
+from harness import ROOT, command_line, own_dtype, save, start, temporary_folder
 
 from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.stack import StackOptions
@@ -169,8 +169,10 @@ def measure_both(dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    if chosen := sys.argv[1:]:
-        print(json.dumps({dtype: measure_both(dtype) for dtype in chosen}, indent=2))
+    parser = command_line(__doc__)
+    parser.add_argument("dtype", nargs="?", choices=["float32", "bfloat16"], help="measure it alone, and only show it")
+    if dtype := start(parser).dtype:
+        print(json.dumps({dtype: measure_both(dtype)}, indent=2))
         return
     own = own_dtype()
     dtypes = sorted({"float32", own})  # a pass of the other would take minutes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_memory import write_model
-from harness import RESULTS, ROOT, save, temporary_folder
+from harness import RESULTS, ROOT, command_line, save, start, temporary_folder
 from memory import run, scarce_memory
 
 from onbeat.cli.plan import OTHERS_BYTES
@@ -80,10 +80,15 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("cases", nargs="*", help=f"default: {' '.join(CASES)}")
+    names = start(parser).cases
+    if unknown := sorted(set(names) - set(CASES)):
+        parser.error(f"unknown: {', '.join(unknown)}; cases are {', '.join(CASES)}")
     file = RESULTS / "memory_plan.json"
-    known = json.loads(file.read_text())["cases"] if sys.argv[1:] and file.is_file() else {}
+    known = json.loads(file.read_text())["cases"] if names and file.is_file() else {}
     with temporary_folder() as folder:
-        for name in sys.argv[1:] or CASES:
+        for name in names or CASES:
             known[name] = compare(name, folder)
             save_cases({each: known[each] for each in CASES if each in known})
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 from groups import make_group
-from harness import ROOT, own_dtype, quickstart_model, save, seconds
+from harness import ROOT, command_line, own_dtype, quickstart_model, save, seconds, start
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
@@ -67,4 +67,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -12,7 +12,7 @@ The runs alternate, so that a drift of the machine's speed affects both.
 import statistics
 from typing import Any
 
-from harness import medians, run_job, save
+from harness import command_line, medians, run_job, save, start
 
 NUM_ITERATIONS, WARMUP, NUM_ROUNDS = 8, 2, 2
 # All groups are trained and all responses have the same length, so that both modes do the same work in every iteration.
@@ -58,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

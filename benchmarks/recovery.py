@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -255,4 +255,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

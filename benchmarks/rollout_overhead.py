@@ -5,6 +5,7 @@ it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds a
 learning rate is so small that the weights stay the same in bfloat16: both generate from the same policy.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import ROOT, quickstart_model, run_job, save, temporary_folder
+from harness import ROOT, command_line, quickstart_model, run_job, save, start, temporary_folder
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
 
@@ -79,6 +80,11 @@ def plain_vllm(model: str, output: Path) -> None:
 
 
 def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--plain-vllm", nargs=2, help=argparse.SUPPRESS)
+    if arguments := start(parser).plain_vllm:
+        plain_vllm(arguments[0], Path(arguments[1]))
+        return
     model = str(quickstart_model())
     service: list[float] = []
     plain: list[float] = []
@@ -86,7 +92,13 @@ def main() -> None:
         service += through_the_service()
         with temporary_folder() as folder:
             output = folder / "rates.json"
-            command = [sys.executable, str(ROOT / "benchmarks" / "rollout_overhead.py"), model, str(output)]
+            command = [
+                sys.executable,
+                str(ROOT / "benchmarks" / "rollout_overhead.py"),
+                "--plain-vllm",
+                model,
+                str(output),
+            ]
             subprocess.run(command, check=True, timeout=900)
             plain += json.loads(output.read_text())
     save(
@@ -105,7 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        plain_vllm(sys.argv[1], Path(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from groups import alternate, counted_operations, make_group, one_by_one, packed
-from harness import quickstart_model, save
+from harness import command_line, quickstart_model, save, start
 
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import pack
@@ -93,4 +93,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -5,13 +5,12 @@ same task, model, cores, limits of tokens and reward, in the dtype in which it l
 it has had `--times` as long as Onbeat's median. vLLM is not available to it.
 """
 
-import argparse
 import itertools
 import statistics
 import time
 from typing import Any
 
-from harness import ROOT, own_dtype, quickstart_model, run_job, save, temporary_folder
+from harness import ROOT, command_line, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 from vs_trl import run_trl
 
 from onbeat.config import JobConfig
@@ -75,10 +74,10 @@ def train_with_trl(dtype: str, limit_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--times", type=float, default=8.0, help="TRL's time, as a multiple of Onbeat's; 0: no TRL")
-    arguments = parser.parse_args()
+    arguments = start(parser)
     dtype = own_dtype()
     runs = [run_onbeat(seed) for seed in arguments.seeds]
     reached = [run["seconds_to_reward"] for run in runs if run["seconds_to_reward"] is not None]

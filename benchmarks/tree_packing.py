@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from groups import alternate, counted_operations, packed, separate_paths
-from harness import save
+from harness import command_line, save, start
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.streams.codec import Response, RolloutGroup, Turn
@@ -143,4 +143,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -103,4 +103,6 @@ def main(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 8:
+        raise SystemExit(f"{__doc__}\nIt is started by time_to_reward.py and vs_trl.py.")
     main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6], Path(sys.argv[7]), *map(float, sys.argv[8:]))

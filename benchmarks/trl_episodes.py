@@ -58,4 +58,6 @@ def main(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 8:
+        raise SystemExit(f"{__doc__}\nIt is started by episodes.py.")
     main(sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7], *map(Path, sys.argv[8:10]))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, medians, own_dtype, quickstart_model, run_job, save, temporary_folder
+from harness import ROOT, command_line, medians, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
 NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
@@ -89,4 +89,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

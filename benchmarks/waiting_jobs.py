@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from dashboard_api import JOB, broker, measure_requests, processor_s
-from harness import save, temporary_folder
+from harness import command_line, save, start, temporary_folder
 
 from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
@@ -94,4 +94,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     sys.exit(main())

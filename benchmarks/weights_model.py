@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from harness import RESULTS
+from harness import RESULTS, command_line, start
 
 from onbeat.weights.server import CHUNK_BYTES, CHUNKS_A_PAYLOAD, MIN_CHUNK_BYTES
 
@@ -200,4 +200,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from harness import save, seconds, temporary_folder
+from harness import command_line, save, seconds, start, temporary_folder
 from weights_peer import BARE_METHOD, JOB, Answer, Process, Puller
 from xxhash import xxh3_128_digest
 
@@ -188,4 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -12,7 +12,6 @@ link are limited by a token bucket. Namespaces disappear with the run, also afte
     sudo python benchmarks/weights_relay.py --rates 1000 500
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -24,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
-from harness import save
+from harness import command_line, save, start
 from weights_peer import Answer, Process
 
 NUM_PULLERS = 8
@@ -227,11 +226,11 @@ def summary(rounds: dict[str, list[float]]) -> Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rates", type=int, nargs="*", default=[1000, 500], help="of the links, in Mbit/s")
     parser.add_argument("--delta-rates", type=int, nargs="*", default=[100], help="the same, for the delta alone")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = start(parser)
     if os.geteuid() != 0:
         raise SystemExit("this benchmark makes network namespaces and limits their links: run it as root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -5,7 +5,7 @@ Goals: a delta is at most 5% of the bytes at learning rate 1e-6 and 10% at 1e-5;
 
 import statistics
 
-from harness import medians, run_job, save
+from harness import command_line, medians, run_job, save, start
 
 NUM_ITERATIONS = 8
 LEARNING_RATES = (1e-6, 1e-5, 2e-5)  # the last is the quick start's own
@@ -34,4 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start(command_line(__doc__))
     main()

@@ -1,0 +1,48 @@
+"""The benchmarks start by their path, from any folder, with a help that says how long they take."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+STARTED_BY_OTHERS = {"trl_baseline", "trl_episodes", "weights_peer"}  # processes of other benchmarks
+SCRIPTS = sorted(
+    path for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text() and path.stem not in STARTED_BY_OTHERS
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_benchmark_reads_its_command_line(script: Path) -> None:
+    calls = [node.func.id for node in ast.walk(ast.parse(script.read_text())) if is_plain_call(node)]
+    assert "start" in calls
+    assert "command_line" in calls
+
+
+def is_plain_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+@pytest.mark.parametrize("name", ["ledger_throughput", "dashboard_api", "recovery"])
+def test_benchmark_starts_from_any_folder(name: str, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
+    help_page = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert help_page.returncode == 0, help_page.stderr
+    assert "how long it takes" in help_page.stdout or "minutes" in help_page.stdout
+
+
+def test_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import harness
+
+    monkeypatch.setattr(sys, "argv", ["ledger_throughput.py"])
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.51, 0.0, 0.0))
+    harness.start(harness.command_line("help"))
+    assert "the load of this machine is 0.51" in capsys.readouterr().err
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 9.0, 9.0))
+    harness.start(harness.command_line("help"))
+    assert capsys.readouterr().err == ""
