@@ -18,12 +18,18 @@ INTRODUCTION = """# The command line
 `onbeat COMMAND --help` shows the same in a terminal. The exit code is 0 for success, 1 for a failure, 2 for wrong usage
 or a wrong job, and 130 after an interruption."""
 
+IN_A_TERMINAL = Path(__file__).with_name("in_a_terminal.txt")  # what the commands show, with links as of docs/reference
+
 KINDS = {int: "number", float: "number", Path: "path"}
 
 
 def page() -> str:
     root = typer.main.get_command(app)
-    parts = [generated_note("onbeat/cli/"), INTRODUCTION]
+    parts = [
+        generated_note("onbeat/cli/ and docs/generate/in_a_terminal.txt"),
+        INTRODUCTION,
+        IN_A_TERMINAL.read_text().strip(),
+    ]
     for path, command in commands(root, ("onbeat",)):
         parts += [f"## `{' '.join(path)}`", help_of(command), usage(path, command), parameters(command)]
     return join(*parts)

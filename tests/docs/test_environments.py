@@ -12,6 +12,7 @@ from tests.episode_rig import playing
 from tests.scripted_session import ScriptedSession, calls, says
 
 PAGE = "docs/environments.md"
+PAGES = (PAGE, "docs/environment-adapters.md", "docs/agents.md")
 TASK = Task([{"role": "user", "content": "When did Emma appear?"}], "When did Emma appear?", "1815", seed=1)
 
 
@@ -26,7 +27,7 @@ def names_of(page: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written() -> dict[str, Any]:
-    return names_of(PAGE)
+    return {name: value for page in PAGES for name, value in names_of(page).items()}
 
 
 async def play(target: Any, *answers: dict[str, Any]) -> tuple[Outcome, ScriptedSession]:
@@ -67,7 +68,7 @@ def test_servers_of_the_page_are_environments(written):
 
 @pytest.mark.parametrize(("num_calls", "reward"), [(1, 1.0), (2, 0.9)])
 async def test_class_for_trl_and_onbeat_is_played_for_its_reward(num_calls, reward):
-    letters = names_of("docs/coming-from-agents.md")["Letters"]
+    letters = names_of("docs/agents.md")["Letters"]
     task = Task([{"role": "user", "content": "How many r?"}], "How many r?", "3")
     session = ScriptedSession(*[calls("count", {"word": "strawberry", "letter": "r"})] * num_calls, says("Three."))
     outcome = await build_environment(letters, {}).run(task, session)

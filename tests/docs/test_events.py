@@ -1,4 +1,4 @@
-"""Each kind of event that the code emits is in the table of docs/live.md."""
+"""Each kind of event that the code emits is in the table of docs/observability.md."""
 
 import re
 
@@ -12,5 +12,5 @@ def test_every_kind_of_event_is_described() -> None:
     of_both = {name for file in sources for name in re.findall(r"emit\(kind \.\. '(\.[a-z]+)'", file.read_text())}
     emitted |= {kind + name for kind in ("iteration", "evaluation") for name in of_both}
     assert {"iteration.opened", "job.state", "worker.joined"} <= emitted
-    table = text_of("docs/live.md").partition("### Events")[2].partition("\n## ")[0]
+    table = text_of("docs/observability.md").partition("### Events")[2].partition("\n## ")[0]
     assert emitted - set(re.findall(r"`([a-z]+\.[a-z_]+)`", table)) == set()

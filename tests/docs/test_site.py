@@ -44,3 +44,8 @@ def test_site_and_plain_page_have_equal_lists_tables_and_blocks(site: Path, page
     built = (site / Path(page).relative_to("docs").with_suffix(".html")).read_text()
     article = built.partition("<article")[2].partition("</article>")[0]
     assert Counter(re.findall(r"<(li|table|pre)\b", article)) == plain
+
+
+def test_navigation_fits_one_screen() -> None:
+    entries = re.findall(r"^ +- .*\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert 20 < len(entries) <= 30
