@@ -10,11 +10,14 @@ STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
-# Tests that mostly keep one core busy or wait. The others start engines and whole stacks.
-SMALL_TESTS := $(addprefix tests/,unit/ docs/ fuzz/ manifests/ model/ $(addprefix integration/,broker/ environments/ streams/ weights/))
+# Tests are chosen by their markers, which pyproject.toml describes.
+QUICK := not (slow or alone or rare or container or browser or gpu)
+HERE := not (rare or container or browser or gpu)# needs no container engine, no browser and no second environment
 SIDE_BY_SIDE := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 REHEARSAL := .venv-gpu-check
-PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
+PYTHON312 ?= $(shell requirements/find-python.sh 3.12)
+OTHER_PYTHON ?= $(or $(shell requirements/find-python.sh 3.13),$(PYTHON312))
+OTHER := .venv-other-python
 NEEDED_GB ?= $(if $(filter cuda,$(PLATFORM)),12,5)# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
 # ISA=avx2 or ISA=avx512: use no newer instructions than these, to imitate an older processor.
@@ -31,7 +34,7 @@ else ifneq ($(ISA),)
 $(error ISA=$(ISA): use avx2 or avx512)
 endif
 
-.PHONY: setup images engine run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
+.PHONY: setup images engine run check test test-all test-rest test-avx2 test-other-python lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
 
 setup: $(STAMP)
 
@@ -63,20 +66,43 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# What to run before each commit: minutes.
+check: lint
+	$(SIDE_BY_SIDE) -m "$(QUICK)"
+
+# Everything that proves the product on this machine: real Redis, gRPC, PyTorch and vLLM.
 test: setup
 ifdef TESTS
 	$(BIN)/pytest $(TESTS)
 else
-	$(SIDE_BY_SIDE) $(SMALL_TESTS)
-	$(BIN)/pytest $(filter-out $(SMALL_TESTS) tests/integration/ %__pycache__/,$(wildcard tests/*/ tests/integration/*/))
+	$(SIDE_BY_SIDE) -m "$(HERE) and not alone"
+	$(BIN)/pytest -m "$(HERE) and alone"
 endif
 
-# The engines' numbers and the quick start as on a processor that has AVX2 alone.
+# Also containers, pods, a browser, storms, an older processor, another Python, and the check for GPUs without one.
+test-all: lint test test-rest test-other-python gpu-check-rehearsal
+
+# What test-all has besides `test` in the same environment.
+test-rest: setup
+	$(SIDE_BY_SIDE) -m "rare and not alone and not gpu"
+	$(BIN)/pytest -m "(rare or container or browser) and alone"
+	if grep -q avx512f /proc/cpuinfo; then $(MAKE) test-avx2; fi
+
+# The engines' numbers and the quick start as on a processor that has AVX2 alone; such a one has just done the same.
 test-avx2:
 	$(MAKE) test ISA=avx2 TESTS='tests/integration/rollout/test_engines.py tests/e2e/test_onbeat_run.py -k "fresh or logprobs or quick_start"'
 
-test-unit: setup
-	$(SIDE_BY_SIDE) tests/unit
+# The packages of the lock and the tests of `check`, on another Python.
+test-other-python: $(OTHER)/.setup
+	$(OTHER)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "$(QUICK)"
+
+$(OTHER)/.setup: requirements/$(PLATFORM).lock requirements/dev.lock
+	test -n "$(OTHER_PYTHON)" || { echo "no Python 3.12 or 3.13 here: make test-other-python OTHER_PYTHON=/path/to/python3.13"; exit 1; }
+	$(PYTHON) -I onbeat/machine/disk_space.py $(OTHER) $(NEEDED_GB) "the packages in requirements/$(PLATFORM).lock"
+	$(OTHER_PYTHON) -m venv --clear $(OTHER)
+	$(OTHER)/bin/python requirements/install.py requirements/$(PLATFORM).lock requirements/dev.lock
+	$(OTHER)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 bench: setup
 	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency lean_layers memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tree_packing gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
@@ -95,7 +121,7 @@ gpu-check-rehearsal: $(REHEARSAL)/.setup gpu-check-wheels
 	CUDA_VISIBLE_DEVICES= $(REHEARSAL)/bin/python -m benchmarks.gpu_check $(PARTS) $(if $(RESULTS),--folder $(RESULTS))
 
 $(REHEARSAL)/.setup: requirements/gpu-check.lock
-	command -v $(PYTHON312) >/dev/null || { echo "no Python 3.12 here: make gpu-check-rehearsal PYTHON312=/path/to/python3.12"; exit 1; }
+	test -n "$(PYTHON312)" || { echo "no Python 3.12 here: make gpu-check-rehearsal PYTHON312=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -I onbeat/machine/disk_space.py $(REHEARSAL) 10 "PyTorch 2.11 with CUDA and its download"
 	$(PYTHON312) -m venv --clear $(REHEARSAL)
 	UV_NO_CACHE=1 $(REHEARSAL)/bin/python requirements/install.py requirements/gpu-check.lock
@@ -120,4 +146,4 @@ proto: setup
 		proto/onbeat/weights/v1/weights.proto proto/onbeat/rollout/v1/rollout.proto
 
 clean:
-	rm -rf .venv $(REHEARSAL) .wheels site
+	rm -rf .venv $(REHEARSAL) $(OTHER) .wheels site

@@ -46,6 +46,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(redirection.close)
 
 
+# Markers of all tests in a folder; the markers are described in pyproject.toml.
+FOLDERS = {
+    "browser": ("browser", "alone"),
+    "chaos": ("rare", "alone"),
+    "containers": ("container", "alone"),
+    "e2e": ("alone",),
+    "integration/broker": ("slow",),
+    "integration/rollout": ("alone",),
+    "integration/trainer": ("alone",),
+    "integration/weights": ("slow",),
+}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for folder, markers in FOLDERS.items():
+        if item.nodeid.startswith(f"tests/{folder}/"):
+            for marker in markers:
+                item.add_marker(marker)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         check_disk_space(session.items)

@@ -3,11 +3,9 @@
 # Programs that are not ours. Pages may use them; their options are not checked.
 FOREIGN_PROGRAMS = {
     "cat": "of the system",
-    "cd": "of the shell",
     "cp": "of the system",
     "echo": "of the system",
     "export": "of the shell",
-    "git": "version control",
     "kubectl": "of Kubernetes",
     "openssl": "makes certificates and random keys",
     "printf": "of the system",

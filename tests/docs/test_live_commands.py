@@ -16,6 +16,8 @@ from tests.docs.pages import page_names
 from tests.docs.shell import Command
 from tests.docs.test_commands import commands_of_page, path_of
 
+pytestmark = pytest.mark.slow
+
 JOB = re.compile(r"\$?\{?JOB\}?|job-[0-9a-f]{12}")
 # A job in this state is what the command wants; elsewhere the finished one does.
 WANTS = {

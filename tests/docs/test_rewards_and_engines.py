@@ -18,6 +18,8 @@ from tests.docs.pages import blocks_of, text_of
 from tests.docs.test_snippets import quickstart_with
 from tests.e2e.stack import tiny_job
 
+pytestmark = pytest.mark.slow
+
 RUN_S = 150.0
 
 

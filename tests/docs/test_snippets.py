@@ -17,6 +17,8 @@ from tests.docs.exceptions import NOT_A_JOB
 from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_names
 from tests.docs.test_live_commands import write_shown_files
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
 KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
 

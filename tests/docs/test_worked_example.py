@@ -5,7 +5,11 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.docs.pages import ROOT, blocks_of, text_of
+
+pytestmark = pytest.mark.slow
 
 PAGE = "docs/performance.md"
 

@@ -3,6 +3,7 @@
 import zlib
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -15,6 +16,8 @@ from services.broker.app import create_app
 from services.broker.settings import Settings
 from tests.fuzz import fuzzed
 from tests.fuzz.conftest import JOB_IDS, LiveBroker
+
+pytestmark = pytest.mark.slow
 
 GROUP_IDS = ("0-0", "0-1", "1-0", "9-9", "eval-0-0")  # accepted, waiting, of no iteration, of an evaluation
 

@@ -16,6 +16,8 @@ from tests.broker_fixtures import job_body
 from tests.fuzz import fuzzed
 from tests.fuzz.conftest import LiveBroker
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 PATIENCE_S = 0.2  # for an answer to what may be no whole request: a slow one is not seen, but its defect is logged
 JSON = "Content-Type: application/json"

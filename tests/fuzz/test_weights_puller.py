@@ -22,6 +22,8 @@ from onbeat.weights.wire import DTYPE_BYTES, SERVICE, Manifest, data_message
 from tests.fuzz import fuzzed
 from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, weights
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 Answers = dict[str, Iterable[bytes]]  # by method
 

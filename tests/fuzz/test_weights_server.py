@@ -15,6 +15,8 @@ from onbeat.weights.wire import SERVICE
 from tests.fuzz import fuzzed
 from tests.weight_plane import JOB, MIB, Plane, stepped, weights
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 REFUSED = {  # by a handler that has met what it has thought of
     grpc.StatusCode.NOT_FOUND,  # a version

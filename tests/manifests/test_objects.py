@@ -13,6 +13,8 @@ import yaml
 
 from tests.manifests.kustomize import KUBERNETES, Manifests, Pod, build, build_variant, selects, write_kustomization
 
+pytestmark = pytest.mark.slow
+
 # Each overlay as it is, and each component on an overlay that it is made for.
 VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir())] + [
     ("cpu", ("external-redis",)),

@@ -12,6 +12,8 @@ from tests.conftest import own_redis
 from tests.model.bounds import SMALL, Bounds
 from tests.model.search import Search
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:

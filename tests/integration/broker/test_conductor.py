@@ -55,6 +55,8 @@ from tests.broker_fixtures import (
 from tests.conftest import free_port, start_redis, unfinished
 from tests.waiting import eventually, until
 
+pytestmark = pytest.mark.slow
+
 SEVERAL_LOOKS_S = 0.4
 HARDWARE = Hardware("a test's processor", "", "native")
 

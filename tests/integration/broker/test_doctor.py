@@ -40,6 +40,8 @@ from tests.broker_fixtures import (
 from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 LATER_S = 30.0  # in which a slow machine gets anywhere
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.broker_fixtures import broker_process, job_body
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 1.0
 NEVER_S = 15.0
 HEADERS = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"

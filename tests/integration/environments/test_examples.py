@@ -17,6 +17,8 @@ from services.broker.datasets.child import open_dataset
 from tests.integration.environments.test_openenv import packages, serving
 from tests.scripted_session import ScriptedSession, calls, says
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["packages"]  # a fixture
 
 ROOT = Path(__file__).parents[3]

@@ -20,6 +20,8 @@ from tests.integration.environments.test_servers import is_listening
 from tests.scripted_session import ScriptedSession, says
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.rare
+
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "requirements/openenv.lock"
 TASK = Task([{"role": "user", "content": "Speak."}], "Speak.", "", seed=4)

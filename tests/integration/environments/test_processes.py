@@ -22,6 +22,8 @@ from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, Pl
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = '''
 import asyncio, json, os, resource, signal, subprocess, sys, threading, time
 import httpx

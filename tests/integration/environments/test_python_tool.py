@@ -16,6 +16,8 @@ from onbeat.environments.python_tool import run_python
 from onbeat.process.confine import SOCKET_CALLS, landlock_version
 from tests.waiting import eventually, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urp", "true"], check=False).returncode == 0
 HAS_LANDLOCK = landlock_version() >= 1
 

@@ -14,6 +14,8 @@ from services.rollout.prompts import PromptEncoder
 from services.trainer.prompt_lengths import tokenise
 from tests.tiny_models import build_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"prompt": "x" * size, "answer": "1"} for size in (5, 300, 20, 40, 500)]
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from onbeat.client import AsyncClient, Client, Jobs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import asyncio
@@ -58,6 +60,7 @@ def mypy(script: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.rare
 def test_user_script_passes_strict_types_and_a_wrong_one_fails(tmp_path: Path) -> None:
     assert "Success" in (said := mypy(SCRIPT, tmp_path)), said
     wrong = SCRIPT.replace("reward: float | None", "reward: str").replace("after=3", "behind=3")

@@ -26,7 +26,7 @@ def is_plain_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
-@pytest.mark.parametrize("name", ["ledger_throughput", "dashboard_api", "recovery"])
+@pytest.mark.parametrize("name", ["ledger_throughput", "dashboard_api"])
 def test_benchmark_starts_from_any_folder(name: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]

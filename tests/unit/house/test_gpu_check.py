@@ -10,6 +10,8 @@ from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.__main__ import Check, Part, run_all
 from benchmarks.gpu_check.versions import problem_of
 
+pytestmark = pytest.mark.slow
+
 REQUIREMENTS = Path(__file__).parents[3] / "requirements"
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rare
+
 INSTALL = Path(__file__).parents[3] / "requirements" / "install.py"
 PYTORCH = "https://download.pytorch.org/whl/cpu"
 UV = Path(sys.executable).with_name("uv")

@@ -31,6 +31,8 @@ from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
 from tests.scripted_trainer import CHECKPOINT
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 # The CLI with stand-ins for trainer and rollouts; also as the daemon of `up`, which it starts again in its own image.

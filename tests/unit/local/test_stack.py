@@ -40,6 +40,8 @@ from onbeat.machine.malloc import KEEP_FREED
 from onbeat.machine.processor import read_processor
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 # A service with a child in its own group and a grandchild that ran off into another session; their ids go to argv[1].

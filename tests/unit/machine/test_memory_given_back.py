@@ -13,6 +13,8 @@ from onbeat.machine.malloc import KEEP_FREED
 from services.rollout.children.process import ChildProcess
 from services.rollout.engines.vllm_platform import engine_environment
 
+pytestmark = pytest.mark.slow
+
 FREE_TENSORS = """
 import sys
 from pathlib import Path

@@ -7,6 +7,8 @@ import pytest
 
 from onbeat.machine.processor import read_processor
 
+pytestmark = pytest.mark.slow
+
 FLAGS = {
     "laptop": "fma avx2 avx_vnni",
     "skylake": "fma avx2 avx512f avx512bw avx512_vnni",

@@ -8,6 +8,8 @@ import pytest
 from tests.tiny_models import build_tokenizer
 from tests.unit.terminal.conftest import Command
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 [model]
 path = "{model}"

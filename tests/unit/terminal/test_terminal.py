@@ -21,6 +21,8 @@ from tests.broker_thread import BrokerThread
 from tests.conftest import free_port
 from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def endless(broker: BrokerThread, trainer: None) -> str:

@@ -18,6 +18,8 @@ from services.trainer.passes.shrink import random_model, shrunken
 from services.trainer.weights.store import take_snapshot
 from tests.trainer_fixtures import tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=2, num_steps=2, model_path="tiny")
 
 

@@ -15,6 +15,8 @@ from services.trainer.device import device_of_rank, give_back_cache, has_fused_a
 from services.trainer.model import optimizer
 from tests.trainer_fixtures import gap, job_config, recorded_iterations, train
 
+pytestmark = pytest.mark.slow
+
 
 class Accelerator:
     """As much of `torch.cuda` or `torch.npu` as is asked."""

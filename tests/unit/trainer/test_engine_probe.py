@@ -25,6 +25,8 @@ from tests.trainer_fixtures import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
 JOBS = {
     "periodic": {},

@@ -19,6 +19,8 @@ from services.trainer.model.optimizer import MasterAdamW
 from tests.broker_fixtures import job_body
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT, RESPONSE, SIZE = 40, 24, 4
 MB = 1_000_000
 

@@ -27,6 +27,8 @@ from tests.trainer_fixtures import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = list(BUILT_IN)
 KL = {"kl": {"coef": 0.3}}

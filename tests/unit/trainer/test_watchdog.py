@@ -10,6 +10,8 @@ import pytest
 from services.trainer.job import watchdog as watchdog_module
 from services.trainer.job.watchdog import Watchdog, stall_limit_s
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 3.0  # a pause of this process, or of one that it starts, is shorter
 
 SCRIPT = """

@@ -14,6 +14,8 @@ from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall, parse, parse_llama, parse_mistral
 from tests.episode_rig import LLAMA_LIKE, MISTRAL_LIKE, QWEN_LIKE, TOOL, WITHOUT_SYSTEM, playing, tokenizer_of
 
+pytestmark = pytest.mark.slow
+
 QUESTION = {"role": "user", "content": "2+2="}
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": [1.0]}}\n</tool_call>'
 PLAIN_PROMPT = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"

@@ -21,6 +21,8 @@ from services.trainer.stats import IterationStats
 from tests.trainer_episodes import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
 from tests.trainer_fixtures import gradients, job_config, make_group, model_of, tiny_config, tiny_model, train
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, max_size=4)
 

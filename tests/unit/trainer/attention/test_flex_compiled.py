@@ -11,6 +11,8 @@ from services.trainer.model.model import response_logprobs
 from services.trainer.passes.warm_up import warm_up
 from tests.trainer_fixtures import make_group, moved_model
 
+pytestmark = pytest.mark.rare
+
 CPU = torch.device("cpu")
 MODELS = [(4, 2, 16), (6, 2, 16), (4, 4, 32), (3, 1, 16)]  # query heads, key/value heads, head size
 NUM_BLOCKS = (2, 3)  # the first length has a kernel of its own, the second gets one for all lengths

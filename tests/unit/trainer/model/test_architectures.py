@@ -4,6 +4,8 @@ import pytest
 
 from tests.architectures import VARIANTS, Row, measure
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {f"{model_type}, {what}": (model_type, options) for model_type, what, options in VARIANTS}
 EXPECTED = {
     "llama": "packed",

@@ -11,6 +11,8 @@ from services.trainer.passes.choice import choose_passes, try_kernel
 from services.trainer.passes.shrink import NOT_REACHED, REACHED, shrunken
 from tests.trainer_fixtures import tiny_config
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
