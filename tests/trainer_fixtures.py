@@ -11,6 +11,7 @@ from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer import replay
 from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.job.status import Status
 from services.trainer.loop import TrainLoop
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
@@ -157,14 +158,7 @@ class RecordedJob(replay.RecordedJob):
         self._waiting, self._arrivals = list(self._groups), arrivals
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
         self.spans, self.advantages, self.events, self.doings = [], [], [], []
-
-    @property
-    def doing(self):
-        return self.doings[-1]
-
-    @doing.setter
-    def doing(self, doing):
-        self.doings.append(doing)
+        self.status = Status(on_step=lambda: self.doings.append(self.status.doing))
 
     def num_opened(self):
         return 0

@@ -82,8 +82,7 @@ class GroupFeed:
 
     def _begin(self, iteration: int, group_ids: list[str]) -> list[RolloutGroup]:
         """Take those waiting groups, in that order."""
-        many = "s" * (len(group_ids) != 1)
-        self._job.doing = f"training a micro-batch of {len(group_ids)} group{many} of iteration {iteration}"
+        self._job.status.train_micro_batch(iteration, len(group_ids))
         return [self._waiting.pop(group_id) for group_id in group_ids]
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
@@ -129,7 +128,7 @@ class GroupFeed:
     def _wait(self, iteration: int, num_left: int) -> None:
         """Wait at most a moment for another group. Raises JobFailed after the iteration's deadline."""
         deadline_s = self._config.schedule.iteration_deadline_s
-        self._job.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
+        self._job.status.wait_for_groups(iteration, num_left)
         is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)
         now = time.monotonic()
         if not is_new and now - self._looked_at > LOOK_AGAIN_S:

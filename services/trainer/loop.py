@@ -38,7 +38,7 @@ from services.trainer.job.interface import Stopped, TrainingJob
 from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
-from services.trainer.stats import IterationStats
+from services.trainer.stats import IterationStats, check_signal
 
 COMPILING_DEVICES = ("cuda",)
 
@@ -73,7 +73,7 @@ class TrainLoop:
         model, device = self._policy.model, self._world.device
         if device.type not in COMPILING_DEVICES or not model.passes.is_packed:
             return
-        self._job.doing = "compiling its kernels"
+        self._job.status.compile_kernels()
         for _ in warm_up(model, device):
             self._job.check()
         self._policy.optimizer.drop_gradients()
@@ -99,24 +99,7 @@ class TrainLoop:
         snapshot = self._publisher.finish_version(iteration, stats)
         is_published = self._publisher.publish(snapshot, stats)
         self._publisher.commit(snapshot, stats, is_published)
-        self._check_signal(stats)
-
-    def _check_signal(self, stats: IterationStats) -> None:
-        """Write a checkpoint and raise JobFailed after too many iterations in a row without signal. A resumed job may
-        have as many again."""
-        schedule, state = self._config.schedule, self._publisher.state
-        limit, is_last = schedule.stop_without_signal, state.next_iteration in schedule.ends
-        if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
-            return
-        more = f"`onbeat jobs resume` gives this job {limit} more"
-        if not self._publisher.leave():
-            more = "its checkpoint could not be written (the trainer's log says why): check the disk before you resume"
-        mean = stats.sums["reward"] / stats.sums["num_responses"]
-        raise JobFailed(
-            f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
-            f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
-            f"Read samples, and correct reward or data in a new job; {more}"
-        )
+        check_signal(stats, self._config.schedule, self._publisher.state, self._publisher.leave)
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
         """Take one optimizer step on a share of the iteration; return how many responses arrived, on all replicas."""
@@ -130,7 +113,7 @@ class TrainLoop:
                 gradient.add(groups)
         gradient.complete()
         self._probe_engines(stats)
-        self._job.doing = f"at the barrier of iteration {opened.index}: sum over replicas and optimizer step"
+        self._job.status.enter_barrier(opened.index)
         gradient.sum_counts()
         with stats.busy("train/step_s"):
             gradient.reduce()
@@ -146,7 +129,7 @@ class TrainLoop:
         num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
-        self._publisher.saver.wait_for_reader()
+        self._publisher.wait_for_reader()
         decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)

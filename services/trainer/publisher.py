@@ -30,7 +30,7 @@ class Publisher:
     ) -> None:
         self.state = state
         self._job, self._config, self._policy, self._world = job, config, policy, policy.world
-        self.saver = CheckpointSaver(job, policy, checkpoints, state.next_iteration)
+        self._saver = CheckpointSaver(job, policy, checkpoints, state.next_iteration)
         self._shard = policy.published_shard()  # the tensors that this rank holds of a version
         self._newest: Snapshot | None = None  # the newest version, which checkpoints export
         self._published: Snapshot | None = None  # the one that rollouts have, if served here; base of the next delta
@@ -57,6 +57,10 @@ class Publisher:
                 self._job.hold(held[version], None)
             if version == self.state.published_version:
                 self._publish(held[version])
+
+    def wait_for_reader(self) -> None:
+        """Wait until no checkpoint reads the state that the next step changes."""
+        self._saver.wait_for_reader()
 
     def begin_version(self) -> None:
         """Begin the version that the iteration's last step makes: its parameters are copied and encoded meanwhile.
@@ -88,7 +92,7 @@ class Publisher:
         """Take what is left of the version into its snapshot, and count the iteration, with `stats` of all replicas."""
         version, num_steps = self.state.policy_version + 1, self._policy.optimizer.num_steps
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
-        self._job.doing = f"making policy version {version} of the weights"
+        self._job.status.make_version(version)
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
             give_back_if_scarce()  # rollouts on this machine are about to take memory for the version
@@ -120,20 +124,20 @@ class Publisher:
                 advantages=stats.shown_advantages(),
             )
             log_iteration(commit, is_new=self._job.commit(commit))
-        self.saver.report_finished()
+        self._saver.report_finished()
         started = time.monotonic()
-        has_written = self.saver.save_if_due(self._config, self.state, snapshot)
+        has_written = self._saver.save_if_due(self._config, self.state, snapshot)
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
         """Wait until everything is on disk. Raises JobFailed if writing fails in repeated attempts."""
         assert self._newest is not None, "finish before start"
-        self.saver.finish(self.state, self._newest)
+        self._saver.finish(self.state, self._newest)
 
     def leave(self) -> bool:
         """Write a checkpoint before the job stops early or this process ends. Return whether it is on disk."""
         assert self._newest is not None, "leave before start"
-        return self.saver.leave(self.state, self._newest)
+        return self._saver.leave(self.state, self._newest)
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
         """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the

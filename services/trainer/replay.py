@@ -29,6 +29,7 @@ from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import make_deterministic, pin_cores
 from services.trainer.job.interface import Commit, Groups
+from services.trainer.job.status import Status
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
 from services.trainer.policy import load_policy
@@ -41,9 +42,10 @@ class RecordedJob:
     """A job and its groups, which are all in the past, with the micro-batches in which they were trained. Commits go
     nowhere, digests are kept."""
 
-    job_id, doing = "replay", ""
+    job_id = "replay"
 
     def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
+        self.status = Status()
         self.groups: Groups = self
         self._groups, self._micro_batches = list(groups), micro_batches
         self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it

@@ -3,17 +3,20 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from onbeat.config.schedule import Schedule
+from onbeat.contracts.errors import JobFailed
 from onbeat.contracts.response_stats import ResponseStats
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
 from services.trainer.batch import MicroBatch
+from services.trainer.checkpoints.store import TrainState
 from services.trainer.episode import CACHED_FRAC, episode_sums
 from services.trainer.gac import GacAction, GacDecision
 from services.trainer.spans import Span
@@ -221,3 +224,22 @@ class IterationStats:
 
     def _raise(self, name: str, value: float) -> None:
         self.maxima[name] = max(self.maxima.get(name, value), value)
+
+
+def check_signal(stats: IterationStats, schedule: Schedule, state: TrainState, leave: Callable[[], bool]) -> None:
+    """Raise JobFailed after too many iterations in a row without signal. A resumed job may have as many again.
+
+    `leave` writes a checkpoint before that, and returns whether it is on disk.
+    """
+    limit, is_last = schedule.stop_without_signal, state.next_iteration in schedule.ends
+    if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
+        return
+    more = f"`onbeat jobs resume` gives this job {limit} more"
+    if not leave():
+        more = "its checkpoint could not be written (the trainer's log says why): check the disk before you resume"
+    mean = stats.sums["reward"] / stats.sums["num_responses"]
+    raise JobFailed(
+        f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
+        f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
+        f"Read samples, and correct reward or data in a new job; {more}"
+    )

@@ -30,7 +30,7 @@ def test_every_order_of_calls_keeps_the_rules(client: redis.Redis, name: str) ->
 
 
 # What to take out of the scripts, the bounds that are enough to see it, and what is seen.
-LEASE = "if not pending[1] or pending[1][2] ~= ARGV[2] or ledger ~= 'waiting:' .. ARGV[1] then"
+LEASE = "if not pending[1] or pending[1][2] ~= worker or ledger ~= 'waiting:' .. entry then"
 ONE_WORKER = Bounds(num_workers=1)
 MUTANTS = {
     "a group is accepted twice": (
@@ -40,47 +40,47 @@ MUTANTS = {
     ),
     "a group is accepted without its lease": ({LEASE: "if false then"}, Bounds(), "was accepted from"),
     "tokens of any version are accepted": (
-        {"(ARGV[8] == '' and ARGV[7] ~= version)": "false"},
+        {"(failure == '' and span_versions ~= version)": "false"},
         ONE_WORKER,
         "is of versions",
     ),
     "an accepted prompt stays in the stream": (
-        {"redis.call('XDEL', KEYS[6], ARGV[1])": ""},
+        {"redis.call('XDEL', prompts, entry)": ""},
         ONE_WORKER,
         "still has prompts",
     ),
     "an accepted prompt stays claimed": (
-        {"redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])\nredis.call('XDEL'": "redis.call('XDEL'"},
+        {"redis.call('XACK', prompts, consumers, entry)\nredis.call('XDEL'": "redis.call('XDEL'"},
         ONE_WORKER,
         "still has prompts",
     ),
     "a group that counts is replaced": (
-        {"ARGV[14] == '0' and": ""},
+        {"do_rewards_differ == '0' and": ""},
         Bounds(num_workers=1, num_spares=2, num_iterations=1),
         "were not replaced",
     ),
     "an iteration ends without the group that replaces one": (
-        {"redis.call('HINCRBY', KEYS[3], 'num_groups', 1)": ""},
+        {"redis.call('HINCRBY', unit, 'num_groups', 1)": ""},
         Bounds(num_workers=1, num_spares=1, num_iterations=1),
         "has 3 groups, not 2",
     ),
     "an iteration opens again": (
-        {"if field('num_opened') ~= ARGV[1] then": "if false then"},
+        {"if field('num_opened') ~= iteration then": "if false then"},
         Bounds(num_workers=1, num_brokers=2),
         "open_iteration",
     ),
     "an iteration opens on an outdated version": (
-        {"if field('policy_version') ~= ARGV[2] then": "if false then"},
+        {"if field('policy_version') ~= version then": "if false then"},
         Bounds(max_staleness=1, num_workers=1),
         "opened on version 0, published is 1",
     ),
     "a zombie commits": (
-        {"if not is_owner(ARGV[1]) or (state": "if (state"},
+        {"if not is_owner(epoch) or (state": "if (state"},
         ONE_WORKER,
         "fenced off, and changed something",
     ),
     "a zombie acknowledges": (
-        {"if not is_owner(ARGV[1]) then return nil end\nfor i = 4": "for i = 4"},
+        {"if not is_owner(epoch) then return nil end\nfor _, groups": "for _, groups"},
         ONE_WORKER,
         "fenced off, and changed something",
     ),
@@ -90,7 +90,7 @@ MUTANTS = {
         "is open",
     ),
     "a group is granted to two ranks": (
-        {"if redis.call('SADD', KEYS[4], ARGV[i]) == 1 then": "redis.call('SADD', KEYS[4], ARGV[i]) do"},
+        {"if redis.call('SADD', taken, group_id) == 1 then": "redis.call('SADD', taken, group_id) do"},
         Bounds(num_ranks=2, num_workers=1, num_faults=0),
         "granted twice",
     ),
@@ -105,12 +105,12 @@ MUTANTS = {
         "claimed from a living trainer",
     ),
     "a job moves on from its end": (
-        {"if ARGV[i] == current then": "if ARGV[i] == current or current == 'SUCCEEDED' then"},
+        {"if allowed_state == current then": "if allowed_state == current or current == 'SUCCEEDED' then"},
         SMALL["users"],
         "the job moved from",
     ),
     "a dead worker's prompts are never taken over": (
-        {"ARGV[1], ARGV[3], cursor": "ARGV[1], 1e15, cursor"},
+        {"worker, lease_ms, cursor": "worker, 1e15, cursor"},
         Bounds(num_workers=1, num_iterations=1),
         "cannot end any more",
     ),

@@ -1,5 +1,6 @@
 -- ARGV: owner, lease seconds. A PENDING job starts; one whose lease ran out is taken over, unless it is paused.
 -- Each claim raises the epoch, which fences off every earlier owner. Returns the epoch, or nil.
+local owner, lease_s = ARGV[1], ARGV[2]
 local state, time = field('state'), now()
 local is_pending = state == 'PENDING'
 local is_owned = state == 'RUNNING' or state == 'CANCELLING'
@@ -12,7 +13,7 @@ if is_pending then
   if field('queued_at') then skip(tonumber(time) - tonumber(field('queued_at'))) end
   emit('job.state', 'RUNNING', {state = 'RUNNING', before = 'PENDING'})
 else
-  emit('job.taken_over', ARGV[1] .. ' takes over from ' .. (field('owner') or '?'), {owner = ARGV[1]})
+  emit('job.taken_over', owner .. ' takes over from ' .. (field('owner') or '?'), {owner = owner})
 end
-redis.call('HSET', job, 'owner', ARGV[1], 'lease_until', tonumber(time) + tonumber(ARGV[2]), 'progress_at', time)
+redis.call('HSET', job, 'owner', owner, 'lease_until', tonumber(time) + tonumber(lease_s), 'progress_at', time)
 return tostring(redis.call('HINCRBY', job, 'epoch', 1))

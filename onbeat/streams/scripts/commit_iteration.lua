@@ -5,25 +5,29 @@
 -- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
 -- when its weights are not those of the first time. Returns committed | already | diverged | open | unbounded, or nil when
 -- fenced.
+local unit, advantages = KEYS[3], KEYS[4]
+local epoch, iteration, version, digest, metrics, is_published = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local used = ARGV[7]
+local reported = slice(ARGV, 8)
 local state = field('state')
-if not is_owner(ARGV[1]) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return nil end
-local next_iteration = tonumber(ARGV[2]) + 1
+if not is_owner(epoch) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return nil end
+local next_iteration = tonumber(iteration) + 1
 if tonumber(field('next_iteration')) >= next_iteration then
   redis.call('HSET', job, 'progress_at', now())
-  return redis.call('HGET', KEYS[3], 'weights_digest') == ARGV[4] and 'already' or 'diverged'
+  return redis.call('HGET', unit, 'weights_digest') == digest and 'already' or 'diverged'
 end
-if redis.call('HGET', KEYS[3], 'state') ~= 'DRAINED' then return 'open' end
-if ARGV[6] == '1' then
-  redis.call('HSET', job, 'policy_version', ARGV[3], 'weights_digest', ARGV[4])
+if redis.call('HGET', unit, 'state') ~= 'DRAINED' then return 'open' end
+if is_published == '1' then
+  redis.call('HSET', job, 'policy_version', version, 'weights_digest', digest)
 elseif tonumber(field('policy_version')) < next_iteration - tonumber(field('max_staleness')) then
   return 'unbounded'
 end
 local time = now()
-redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5], 'weights_digest', ARGV[4],
-  'previous_commit_at', field('last_commit_at') or redis.call('HGET', KEYS[3], 'opened_at'))
-for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', unit, 'state', 'COMMITTED', 'committed_at', time, 'metrics', metrics, 'weights_digest', digest,
+  'previous_commit_at', field('last_commit_at') or redis.call('HGET', unit, 'opened_at'))
+for i = 1, #reported, 2 do redis.call('HSET', advantages, reported[i], reported[i + 1]) end
 redis.call('HSET', job, 'next_iteration', next_iteration, 'last_commit_at', time, 'progress_at', time)
-record('committed', ARGV[2], ARGV[3], ARGV[6], ARGV[4], ARGV[7])
-emit('iteration.committed', 'iteration ' .. ARGV[2], {iteration = tonumber(ARGV[2]), is_published = ARGV[6] == '1',
-  policy_version = tonumber(ARGV[3]), digest = ARGV[4]})
+record('committed', iteration, version, is_published, digest, used)
+emit('iteration.committed', 'iteration ' .. iteration, {iteration = tonumber(iteration), is_published = is_published == '1',
+  policy_version = tonumber(version), digest = digest})
 return 'committed'

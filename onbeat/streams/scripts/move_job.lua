@@ -2,16 +2,18 @@
 -- Returns {moved, state before}. Compare-and-set: the table of legal moves is the caller's, its check is here. A
 -- pause does not count as time of the iteration at hand, nor does the queue of a resumed job: its last commit moves on by
 -- as much.
+local wanted, failure, is_final, epoch = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local allowed = slice(ARGV, 5)
 local current = field('state')
 if not current then return {0, ''} end
-if ARGV[4] ~= '' and not is_owner(ARGV[4]) then return {0, 'fenced'} end
-for i = 5, #ARGV do
-  if ARGV[i] == current then
+if epoch ~= '' and not is_owner(epoch) then return {0, 'fenced'} end
+for _, allowed_state in ipairs(allowed) do
+  if allowed_state == current then
     local time = now()
-    redis.call('HSET', job, 'state', ARGV[1], 'progress_at', time)
-    if ARGV[2] ~= '' then redis.call('HSET', job, 'error', ARGV[2]) end
-    if ARGV[3] == '1' then redis.call('HSET', job, 'finished_at', time) end
-    if ARGV[1] == 'PAUSED' then redis.call('HSET', job, 'halted_at', time) end
+    redis.call('HSET', job, 'state', wanted, 'progress_at', time)
+    if failure ~= '' then redis.call('HSET', job, 'error', failure) end
+    if is_final == '1' then redis.call('HSET', job, 'finished_at', time) end
+    if wanted == 'PAUSED' then redis.call('HSET', job, 'halted_at', time) end
     if current == 'PAUSED' and field('last_commit_at') then
       local worked = math.max(0, tonumber(field('halted_at') or time) - tonumber(field('last_commit_at')))
       redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(time) - worked))
@@ -21,7 +23,7 @@ for i = 5, #ARGV do
       local worked = tonumber(field('worked_s') or '0')
       if worked > 0 then redis.call('HSET', job, 'started_at', string.format('%.6f', tonumber(time) - worked)) end
     end
-    emit('job.state', ARGV[2] ~= '' and ARGV[2] or ARGV[1], {state = ARGV[1], before = current})
+    emit('job.state', failure ~= '' and failure or wanted, {state = wanted, before = current})
     return {1, current}
   end
 end

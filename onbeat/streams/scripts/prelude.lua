@@ -2,6 +2,13 @@
 -- second the stream of events, the last the audit log.
 local job, events, audit = KEYS[1], KEYS[2], KEYS[#KEYS]
 
+-- The items of a list from number `first` to `last`, or to its end.
+local function slice(list, first, last)
+  local items = {}
+  for i = first, last or #list do items[#items + 1] = list[i] end
+  return items
+end
+
 local function now()
   local time = redis.call('TIME')
   return string.format('%.6f', tonumber(time[1]) + tonumber(time[2]) / 1e6)
@@ -47,13 +54,13 @@ local function put_prompt(kind, number, groups, prompts, group_id, task)
   redis.call('HSET', groups, group_id, 'waiting:' .. entry)
 end
 
--- Writes a unit's record and puts its prompts on the stream. The arguments from `first` on are `num_groups` pairs of
--- group id and PromptTask. `kind` is iteration | evaluation.
-local function dispatch(kind, number, version, unit, groups, prompts, first, num_groups)
+-- Writes a unit's record and puts its prompts on the stream. `tasks` begins with `num_groups` pairs of group id
+-- and PromptTask. `kind` is iteration | evaluation.
+local function dispatch(kind, number, version, unit, groups, prompts, tasks, num_groups)
   redis.call('HSET', unit, kind, number, 'state', 'OPEN', 'policy_version', version, 'num_groups', num_groups,
     'num_accepted', 0, 'opened_at', now())
-  for i = first, first + 2 * num_groups - 1, 2 do
-    put_prompt(kind, number, groups, prompts, ARGV[i], ARGV[i + 1])
+  for i = 1, 2 * num_groups, 2 do
+    put_prompt(kind, number, groups, prompts, tasks[i], tasks[i + 1])
   end
   redis.call('HSET', job, 'progress_at', now())
   emit(kind .. '.opened', kind .. ' ' .. number .. ' on policy version ' .. version,

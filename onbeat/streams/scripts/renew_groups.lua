@@ -2,16 +2,19 @@
 -- renew keeps the worker's leases. release hands them back as if they had never been claimed; fail hands them back and
 -- the attempt counts. Entries that are owned by others or handed back already are left alone.
 -- Returns the entry ids that were still this worker's: none without such a job.
+local prompts = KEYS[3]
+local worker, consumers, outcome = ARGV[1], ARGV[2], ARGV[3]
+local entries = slice(ARGV, 4)
 local mine = {}
 if not field('state') then return mine end
-for i = 4, #ARGV do
-  local pending = redis.call('XPENDING', KEYS[3], ARGV[2], ARGV[i], ARGV[i], 1)
-  if pending[1] and pending[1][2] == ARGV[1] and pending[1][3] < 86400000 then
+for _, entry in ipairs(entries) do
+  local pending = redis.call('XPENDING', prompts, consumers, entry, entry, 1)
+  if pending[1] and pending[1][2] == worker and pending[1][3] < 86400000 then
     local idle, attempts = 86400000, pending[1][4] -- XAUTOCLAIM counts: the next claim is attempt + 1
-    if ARGV[3] == 'renew' then idle = 0 end
-    if ARGV[3] == 'release' then attempts = math.max(0, attempts - 1) end
-    redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[1], 0, ARGV[i], 'IDLE', idle, 'RETRYCOUNT', attempts, 'JUSTID')
-    mine[#mine + 1] = ARGV[i]
+    if outcome == 'renew' then idle = 0 end
+    if outcome == 'release' then attempts = math.max(0, attempts - 1) end
+    redis.call('XCLAIM', prompts, consumers, worker, 0, entry, 'IDLE', idle, 'RETRYCOUNT', attempts, 'JUSTID')
+    mine[#mine + 1] = entry
   end
 end
 return mine

@@ -2,12 +2,13 @@
 -- iterations, evaluation that is due next ('' for the one that is).
 -- A job that is over waits for a trainer again, with all that it has. The time in between is no time of an iteration.
 -- Returns resumed, the state that it is in instead, or '' without such a job.
+local seen, config, digest, num_iterations, next_evaluation = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local current, time = field('state'), now()
-if current ~= ARGV[1] then return current or '' end
-if ARGV[2] then
-  redis.call('HSET', job, 'config', ARGV[2], 'num_iterations', ARGV[4])
-  if ARGV[5] ~= '' then redis.call('HSET', job, 'next_evaluation', ARGV[5]) end
-  record('extended', ARGV[3], ARGV[4])
+if current ~= seen then return current or '' end
+if config then
+  redis.call('HSET', job, 'config', config, 'num_iterations', num_iterations)
+  if next_evaluation ~= '' then redis.call('HSET', job, 'next_evaluation', next_evaluation) end
+  record('extended', digest, num_iterations)
 end
 skip(tonumber(time) - tonumber(field('finished_at')))
 if field('started_at') then

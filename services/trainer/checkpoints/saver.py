@@ -34,7 +34,7 @@ class CheckpointSaver:
 
     def wait_for_reader(self) -> None:
         """Wait until no checkpoint reads the state that the next step changes."""
-        self._job.doing = "waiting until the last checkpoint has read the optimizer's state"
+        self._job.status.wait_for_reader()
         self._store.wait_until_read()
 
     def save_if_due(self, config: JobConfig, state: TrainState, newest: Snapshot) -> bool:
@@ -43,7 +43,7 @@ class CheckpointSaver:
         is_last = done == config.schedule.num_iterations
         if not is_last and done % config.checkpoint.every_iterations:
             return False
-        self._job.doing = f"writing the checkpoint after {done} iterations"
+        self._job.status.write_checkpoint(done)
         try:
             self._store.wait()
         except NotWritten as error:
@@ -63,7 +63,7 @@ class CheckpointSaver:
         repeat. The process that stops this one sets the time for it; else the next trainer starts from an older one.
         Return whether the checkpoint is on disk."""
         done = state.next_iteration
-        self._job.doing = f"writing a checkpoint after {done} iterations, to stop there"
+        self._job.status.write_last_checkpoint(done)
         try:
             self._store.wait()
             self.report_finished()
@@ -104,7 +104,7 @@ class CheckpointSaver:
     def _insist(self, state: TrainState, newest: Snapshot, which: str) -> None:
         """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
         for num_tries in range(1, NUM_TRIES + 1):
-            self._job.doing = f"waiting until the checkpoint after {state.next_iteration} iterations is on disk"
+            self._job.status.wait_for_checkpoint(state.next_iteration)
             try:
                 self._store.wait()
                 break
@@ -119,7 +119,7 @@ class CheckpointSaver:
         """Wait before the next try. Raises what `job.check` does: the job may be cancelled or have another trainer."""
         if num_tries == 1:
             self._report_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
-        self._job.doing = f"waiting for disk space: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
+        self._job.status.wait_for_disk_space(error, num_tries + 1, NUM_TRIES, RETRY_S)
         deadline = time.monotonic() + RETRY_S
         while (left_s := deadline - time.monotonic()) > 0:
             self._job.check()

@@ -7,6 +7,7 @@ from typing import Protocol
 from onbeat.contracts.records import PublishedWeights
 from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup
+from services.trainer.job.status import Status
 from services.trainer.spans import Span
 from services.trainer.stats import Advantages
 from services.trainer.weights.store import Snapshot
@@ -55,7 +56,7 @@ class TrainingJob(Protocol):
     """The training loop's view of its job: live (`session.JobSession`) or recorded (`replay.RecordedJob`)."""
 
     job_id: str
-    doing: str  # set by the steps of the training, for people: the next heartbeat reports it
+    status: Status
 
     @property
     def groups(self) -> Groups: ...

@@ -18,6 +18,7 @@ from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.interface import JobCancelled, Stopped
+from services.trainer.job.status import Status
 from services.trainer.job.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -52,20 +53,11 @@ class Lease:
     ) -> None:
         self.ledger, self.job = ledger, job
         self._background, self._stop, self._watchdog = background, stop, watchdog
-        self._doing = "loading the model"
+        self.status = Status(on_step=self.progress)
         self._state = JobState.RUNNING
         self._lost: Exception | None = None
         self._must_yield = False  # it is paused, and another job needs the trainer
         self._heartbeat = background.start(self._keep())
-
-    @property
-    def doing(self) -> str:
-        return self._doing
-
-    @doing.setter
-    def doing(self, doing: str) -> None:
-        self._doing = doing
-        self.progress()
 
     def progress(self) -> None:
         """Report to the watchdog that the main thread makes progress; `check` and `run` do so, too."""
@@ -125,7 +117,7 @@ class Lease:
                     wanted_since = time.monotonic()
                 elif time.monotonic() - wanted_since > YIELD_S:
                     self._must_yield = True
-                if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
+                if self._watchdog is not None and (warning := self._watchdog.warning(self.status.doing)):
                     logger.error("job %s: %s", self.job.id, warning)
                     await self.ledger.event_log.emit(self.job.id, "trainer.stalled", warning)
                 await asyncio.sleep(min(0.25, self.job.lease_s / 3))
@@ -136,7 +128,7 @@ class Lease:
         """Renew the lease on rank 0; on other ranks, only check that it is still this trainer's."""
         job = self.job
         if job.rank == 0:
-            return await self.ledger.trainer.renew_job(job.id, job.epoch, job.lease_s, self._doing)
+            return await self.ledger.trainer.renew_job(job.id, job.epoch, job.lease_s, self.status.doing)
         fields = await self.ledger.jobs.fields(job.id)
         if fields["epoch"] != job.epoch:
             raise LeaseLost(job.id)

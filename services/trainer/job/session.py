@@ -80,21 +80,13 @@ class JobSession:
     """A job's session, valid while the lease is held. Its methods raise LeaseLost once another trainer owns the job."""
 
     def __init__(self, lease: Lease) -> None:
-        self.lease, self.groups = lease, GroupSource(lease)
+        self.lease, self.status, self.groups = lease, lease.status, GroupSource(lease)
         self.job_id, self.config = lease.job.id, lease.job.config
         self._ledger, self.epoch = lease.ledger, lease.job.epoch
         self._store = WeightStore(num_served(self.config))
         self._server: WeightServer | None = None
         self._address = ""
         self._meter = CommitMeter()
-
-    @property
-    def doing(self) -> str:
-        return self.lease.doing
-
-    @doing.setter
-    def doing(self, doing: str) -> None:
-        self.lease.doing = doing
 
     def check(self) -> JobState:
         """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
@@ -154,7 +146,7 @@ class JobSession:
 
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         """Announce this version, which is held: rollouts pull it from now on."""
-        self.doing = f"publishing policy version {snapshot.policy_version}"
+        self.status.publish(snapshot.policy_version)
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         versions = self._ledger.versions  # first: a successor must know which bits rollouts may have
@@ -165,7 +157,7 @@ class JobSession:
 
     def commit(self, commit: Commit) -> bool:
         """Close the iteration and count the next version. Return False when it was committed before a crash."""
-        self.doing = f"committing iteration {commit.iteration}"
+        self.status.commit(commit.iteration)
         report: dict[str, Any] = commit.metrics | {"spans": to_record(commit.spans, self._clock_offset_s())}
         version = commit.snapshot.policy_version
         is_new = self.lease.run(
@@ -199,7 +191,7 @@ class JobSession:
         Give up, with an event, after a deadline."""
         last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
         deadline = time.monotonic() + deadline_s
-        self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
+        self.status.end(has_evaluation=self.config.evaluation is not None)
         while self.config.evaluation is not None and not self._is_evaluated(last):
             if self.check() is JobState.PAUSED:
                 deadline = time.monotonic() + deadline_s

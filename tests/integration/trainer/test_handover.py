@@ -32,7 +32,7 @@ def train_for_ever(settings, job, world):
         time.sleep(0.05)
 
 def stuck_step(settings, job, world):
-    job.doing = "at the barrier"
+    job.status.enter_barrier(0)
     job.lease._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
     ctypes.CDLL(None).sleep(600)
 
@@ -107,7 +107,7 @@ async def test_stuck_trainer_ends_and_another_one_gets_its_job(ledger: Ledger, r
     assert process.returncode == 1
     assert "in stuck_step" in written.decode()
     (warning,) = await events_of(ledger, job_id, "trainer.stalled")
-    assert "while at the barrier: this process ends" in warning
+    assert "while at the barrier of iteration 0: sum over replicas and optimizer step: this process ends" in warning
     assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
     await eventually("another trainer gets the job", lambda: ledger.trainer.claim_job(job_id, "another", 30))
 
