@@ -4,14 +4,11 @@ import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from onbeat.contracts.records import EpisodeWait
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
-
-if TYPE_CHECKING:
-    from services.rollout.episodes.runner import GroupPlay
 
 
 class Stage(StrEnum):
@@ -23,13 +20,26 @@ class Stage(StrEnum):
     SUBMITTING = "SUBMITTING"
 
 
+class GroupEpisodes(Protocol):
+    """The episodes of one group, as its flight sees them while they are played."""
+
+    @property
+    def doing(self) -> str: ...
+    @property
+    def wait(self) -> EpisodeWait | None: ...
+    @property
+    def num_waiting(self) -> int: ...  # episodes that hold no place in the engine
+    @property
+    def is_unanswered(self) -> bool: ...  # the engine has been asked, and has never answered
+
+
 @dataclass(eq=False)
 class Flight:
     """One claimed group on its way."""
 
     claim: Claim
     stage: Stage = Stage.WAITING
-    episodes: "GroupPlay | None" = field(default=None, repr=False)  # while they are played
+    episodes: GroupEpisodes | None = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
 
