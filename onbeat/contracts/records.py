@@ -226,16 +226,6 @@ class GroupDetail(Record):
     tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
 
 
-class GroupSummary(Record):
-    """A group with the same prompt as another one."""
-
-    iteration: int
-    group_id: str
-    policy_version: int
-    num_responses: int
-    reward_mean: float | None = None  # None: without responses
-
-
 class Event(Record):
     """An event of a job. Events are ordered by `id`, which is the cursor for the next read."""
 

@@ -7,7 +7,7 @@ import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "
 const PAGE = 20;
 const FINISHED = { stop: "finished by itself", length: "truncated" };
 
-/** `group`: that group, with those of `beside` at its side; else a list, by iteration or evaluation and reward. */
+/** `group`: the page of that group; else a list, by iteration or evaluation and reward. */
 export async function show(main, params, signal) {
   if (params.group) return (await import("./group.js")).show(main, params, signal);
   const path = pathOf(params.id);
