@@ -13,8 +13,9 @@ from onbeat.streams.inspection import group_advantages
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
+from services.broker.samples import RewardRange
 from services.broker.views.groups import detail_json, read_group
-from services.broker.views.records import RewardRange, read_evaluation_samples, read_samples
+from services.broker.views.records import read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 

@@ -9,7 +9,7 @@ from onbeat.streams.codec import Response, RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entry, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
-from services.broker.views.records import group_samples
+from services.broker.samples import group_samples
 
 MAX_TOKENS = 100_000  # per answer
 LEAST_LOGPROB = -1e6  # replaces one that is not finite, which JSON cannot express; its job fails for it
