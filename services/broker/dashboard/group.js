@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { addressOf, Component, createRef, html, JobHead, moved, pathOf, render } from "./parts.js";
-import { Rewards, scaleOf } from "./samples.js";
+import { Rewards, scaleOf } from "./rewards.js";
 
 export async function show(main, { id, group }, signal) {
   const path = pathOf(id);
