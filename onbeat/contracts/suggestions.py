@@ -1,4 +1,4 @@
-"""Suggestions of known names where somebody wrote an unknown one."""
+"""Suggestions of known names in place of an unknown one."""
 
 import difflib
 from collections.abc import Iterable, Sequence
