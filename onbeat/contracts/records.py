@@ -6,11 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from onbeat.contracts.deadlines import SILENT_S
 from onbeat.contracts.states import EvaluationState, IterationState, JobState
-
-# A trainer or rollout sends a heartbeat every 2 s. After this much silence it is taken for dead or cut off.
-SILENT_S = 10.0
-
 
 MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
 MAX_TURNS = 1_024  # calls of the policy in an episode

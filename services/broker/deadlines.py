@@ -1,5 +1,5 @@
 """The deadlines of jobs, and the rules by which they are counted: watcher and retention act on them, the doctor
-explains them. Durations that several parts of the broker share stand here, too."""
+explains them. docs/operating.md has a table of the durations."""
 
 from collections.abc import Iterable
 from itertools import takewhile
@@ -8,8 +8,9 @@ from onbeat.contracts.records import Event, TrainerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams.records import Fields
 
-ARRIVAL_S = 60.0  # after a broker's start, trainers have this long to arrive before a pending job fails, however old
-CANCEL_GRACE_S = 120.0  # after a cancel, a trainer that holds its lease has this long to stop
+ARRIVAL_S = 60.0  # trainers that start together with a broker have this long before an old pending job fails
+CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel; its job ends all the same
+RECENT_S = 600.0  # the doctor mentions a dead process that holds nothing for this long
 JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
 
 

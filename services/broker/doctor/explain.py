@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
-from onbeat.contracts.records import SILENT_S, Finding
+from onbeat.contracts.deadlines import SILENT_S
+from onbeat.contracts.records import Finding
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
@@ -22,6 +23,7 @@ from services.broker.deadlines import (
     ARRIVAL_S,
     CANCEL_GRACE_S,
     JOB_FAILS,
+    RECENT_S,
     is_fresh_start,
     num_lost_trainers,
     queued_at,
@@ -31,7 +33,6 @@ from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
-RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
 SLOW_OPENING_S = 60.0  # for preparing prompts
 
 REMARKS = {
