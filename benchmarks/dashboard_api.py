@@ -162,7 +162,6 @@ def requests(num_iterations: int) -> dict[str, str]:
         "samples, 1000 of 10,000": "/v1/jobs/wide/samples?limit=1000",
         "samples, the best 100 of 10,000": "/v1/jobs/wide/samples?limit=100&min_reward=0.9",
         "group, 10 responses token by token": f"/v1/jobs/long/groups/{last}-0",
-        "alike, a prompt in all iterations": f"/v1/jobs/long/groups/{last}-0/alike",
         "timeline, 5 iterations": "/v1/jobs/long/timeline?iterations=5",
         "timeline, 20 iterations": "/v1/jobs/long/timeline?iterations=20",
         "timeline, 1 iteration of 1,000 groups": "/v1/jobs/wide/timeline?iterations=1",

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from docs.generate import COMMAND, PAGES
 
-FOLDER = Path(__file__).resolve().parents[1] / "reference"
+FOLDER = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
     is_check = sys.argv[1:] == ["--check"]
-    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "reference").mkdir(exist_ok=True)
     stale = []
     for name, page in PAGES.items():
         path, text = FOLDER / name, page()

@@ -60,7 +60,6 @@ class Jobs(Blocking[AsyncJobs]):
     metrics = blocking(AsyncJobs.metrics)
     samples = blocking(AsyncJobs.samples)
     group = blocking(AsyncJobs.group)
-    alike = blocking(AsyncJobs.alike)
     events = blocking(AsyncJobs.events)
     timeline = blocking(AsyncJobs.timeline)
     wait = blocking(AsyncJobs.wait)

@@ -16,7 +16,6 @@ from onbeat.contracts.records import (
     EvaluationRecord,
     Event,
     GroupDetail,
-    GroupSummary,
     IterationRecord,
     IterationUpdate,
     JobRecord,
@@ -189,10 +188,6 @@ class AsyncJobs:
     async def group(self, job_id: str, group_id: str) -> GroupDetail:
         """Return a prompt with all its responses, token by token."""
         return read_record(GroupDetail, await self._get(job_id, group_path(group_id)))
-
-    async def alike(self, job_id: str, group_id: str) -> Records[GroupSummary]:
-        """Return the groups of all iterations with the same prompt as this one, itself included, in order."""
-        return parse_list(GroupSummary, "groups", await self._get(job_id, f"{group_path(group_id)}/alike"))
 
     async def events(self, job_id: str, after: str = "0") -> Records[Event]:
         """Return all events after the cursor (the last event's id). A broker gives them in parts."""

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from onbeat.contracts.deadlines import STREAM_SILENCE_S
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import Record
 from onbeat.process.network import trust
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
-STREAM_SILENCE_S = 45.0  # a broker sends a heartbeat every 15 s
 BUSY_STATUSES = frozenset({429, 502, 503, 504})  # temporary: too many requests, no broker behind a proxy, Redis is away
 
 

@@ -1,6 +1,5 @@
 """Pydantic's errors in the words of a job: the field as users write it, what is wrong with it, and a remedy."""
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
@@ -10,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from onbeat.config.sections import JobSections
 from onbeat.contracts.rewards import LIST, TABLE
+from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.objectives import INSTALLED
 
 PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
@@ -135,9 +135,8 @@ def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
     own = named_by(above, location)
     homes = homes_of(dotted(path)) or homes_of(key)
     here = (name for name in own if name.startswith(f"{key}_") or any(home.endswith(f".{name}") for home in homes))
-    close = [dotted([*above, name]) for name in here] or homes or difflib.get_close_matches(key, own, n=1)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(sorted(own))}"
-    return f"is no key of a job; {hint}"
+    close = [dotted([*above, name]) for name in here] or homes or close_names(key, own, most=1, likeness=0.6)
+    return f"is no key of a job; {suggest(close, own)}"
 
 
 def homes_of(key: str) -> list[str]:

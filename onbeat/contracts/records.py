@@ -6,11 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from onbeat.contracts.deadlines import SILENT_S
 from onbeat.contracts.states import EvaluationState, IterationState, JobState
-
-# A trainer or rollout sends a heartbeat every 2 s. After this much silence it is taken for dead or cut off.
-SILENT_S = 10.0
-
 
 MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
 MAX_TURNS = 1_024  # calls of the policy in an episode
@@ -224,16 +221,6 @@ class GroupDetail(Record):
     failure: str = ""  # reason why there are no responses
     responses: list[Sample]  # [G]
     tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
-
-
-class GroupSummary(Record):
-    """A group with the same prompt as another one."""
-
-    iteration: int
-    group_id: str
-    policy_version: int
-    num_responses: int
-    reward_mean: float | None = None  # None: without responses
 
 
 class Event(Record):

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from onbeat.contracts.data_folder import REDIS_FOLDER
 from onbeat.contracts.errors import OnbeatError
-from onbeat.local.state import REDIS_FOLDER
 from onbeat.local.supervisor import ServiceSpec
 
 HOST = "127.0.0.1"

@@ -1,6 +1,5 @@
 """The local stack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
 
-import difflib
 import logging
 import os
 import secrets
@@ -19,6 +18,7 @@ import httpx
 
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENGINES
+from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.state import StackLock, StackState, create_data_dir, this_machine
 from onbeat.local.supervisor import ServiceSpec, Supervisor
@@ -193,8 +193,7 @@ def check_engine_name(name: str) -> None:
     """Raise ValueError for an engine that is not installed: rollouts would only find it out after their start."""
     installed = entry_points(group=ENGINES).names
     if installed and name not in installed:
-        close = difflib.get_close_matches(name, installed, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(installed))}"
+        hint = suggest(close_names(name, installed), installed)
         raise ValueError(f"--engine {name}: no engine of this name is installed; {hint}")
 
 

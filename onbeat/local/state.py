@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from onbeat.contracts.data_folder import STATE_DRAFT, STATE_FILE
 from onbeat.contracts.errors import OnbeatError
 
 DEFAULT_DATA_DIR = ".onbeat"
 OWNER_LOCK, CHILDREN_LOCK = "stack.lock", "children.lock"
-STATE_FILE, STATE_DRAFT, REDIS_FOLDER = "stack.json", "stack.new", "redis"  # they hold the password of Redis
 OWNER_DEADLINE_S, LEFTOVERS_DEADLINE_S = 1.0, 15.0
 
 

@@ -1,7 +1,6 @@
 """The settings of a service from its environment: a wrong one ends the service in one sentence, and a misspelt one is
 named. What they are is in each service's `settings.py`."""
 
-import difflib
 import logging
 import os
 import sys
@@ -11,10 +10,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsError
 
+from onbeat.contracts.suggestions import close_names, suggest
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "ONBEAT_"
-CLOSE = 0.9  # settings of different services are less alike than this
+LIKENESS = 0.9  # settings of different services are less alike than this
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -40,6 +41,6 @@ def warn_of_misspelt(settings: BaseSettings, service: str) -> None:
     """Log variables that are no settings of the service but nearly have the name of one."""
     known = [PREFIX + name.upper() for name in type(settings).model_fields]
     for name in sorted(os.environ):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
+        close = close_names(name, known, most=1, likeness=LIKENESS)
         if name.startswith(PREFIX) and name not in known and close:
-            logger.warning("%s is no setting of the %s and changes nothing; did you mean %s?", name, service, close[0])
+            logger.warning("%s is no setting of the %s and changes nothing; %s", name, service, suggest(close, known))

@@ -15,6 +15,7 @@ from onbeat.streams.ledger.scripts import as_text, group_states
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
 EVENTS_AT_ONCE = 500
+GROUPS_AT_ONCE = 64
 ITERATIONS_AT_ONCE = 100
 
 
@@ -62,12 +63,11 @@ async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evalua
     return [state.removeprefix("waiting:") for state in as_text(states).values() if state.startswith("waiting:")]
 
 
-async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[int, str]]) -> list[str | None]:
-    """Return the entry of the rollouts stream for each (iteration, group id); None where it is not accepted."""
-    job = JobKeys(job_id)
-    places = [(job.groups(iteration), group_id) for iteration, group_id in groups]
-    states = [(state or b"").decode() for state in await group_states(ledger.redis, places)]
-    return [state.removeprefix("accepted:") if state.startswith("accepted:") else None for state in states]
+async def accepted_entry(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> str | None:
+    """Return the entry of the rollouts stream that holds a group; None while it is not accepted."""
+    (state,) = await group_states(ledger.redis, [(JobKeys(job_id).groups(iteration), group_id)])
+    text = (state or b"").decode()
+    return text.removeprefix("accepted:") if text.startswith("accepted:") else None
 
 
 async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
@@ -82,11 +82,9 @@ async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id
     return list(from_json(stored)) if stored else []
 
 
-async def stored_groups(
-    ledger: Ledger, job_id: str, after: str = "-", at_once: int = 64
-) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield the raw entries of the rollouts stream after an id, with reads of `at_once` entries: (id, RolloutGroup)."""
-    while page := await ledger.audit_log.rollouts(job_id, after, at_once):
+async def stored_groups(ledger: Ledger, job_id: str, after: str = "-") -> AsyncIterator[tuple[str, bytes]]:
+    """Yield the raw entries of the rollouts stream after an id: (id, RolloutGroup)."""
+    while page := await ledger.audit_log.rollouts(job_id, after, GROUPS_AT_ONCE):
         for entry, payload in page:
             yield entry, payload
         after = page[-1][0]

@@ -8,7 +8,8 @@ from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from onbeat.contracts.records import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, WorkerRecord
+from onbeat.contracts.deadlines import SILENT_S
+from onbeat.contracts.records import EvaluationRecord, IterationRecord, JobRecord, WorkerRecord
 from onbeat.contracts.response_stats import rewards_of_sets
 from onbeat.contracts.states import JobState
 from onbeat.terminal.formatting import duration, number, printable, shortened, sparkline

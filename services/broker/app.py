@@ -22,7 +22,6 @@ from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.uploads import Uploads
-from services.broker.views.alike import Alike
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
 
@@ -81,7 +80,6 @@ def create_app(
         is_read_only=settings.is_read_only,
         streams=streams,
         timelines=Timelines(ledger),
-        alike=Alike(ledger),
         chats=ChatDesk(ledger, settings, is_stopping),
         uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
     )

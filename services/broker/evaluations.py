@@ -20,8 +20,8 @@ from onbeat.streams.ledger.evaluations import Scores
 from onbeat.streams.records import Fields, following_evaluation, read_evaluations
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
+from services.broker.samples import sample_groups
 from services.broker.tasks import build_evaluation_tasks, read_held_out
-from services.broker.views.records import sample_groups
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from onbeat.contracts.errors import JobNotFinal, JobNotFound
 from onbeat.contracts.states import JobState
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from services.broker.doctor.explain import ARRIVAL_S, queued_at
+from services.broker.deadlines import ARRIVAL_S, queued_at
 from services.broker.watcher import fail_if_nobody_comes
 
 logger = logging.getLogger(__name__)

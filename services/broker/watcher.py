@@ -17,15 +17,15 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
-from services.broker.doctor.explain import (
+from services.broker.deadlines import (
     ARRIVAL_S,
     CANCEL_GRACE_S,
     JOB_FAILS,
-    explain_work,
     num_lost_trainers,
     queued_at,
     trainers_away_s,
 )
+from services.broker.doctor.explain import explain_work
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import longest_first, produce_tasks
 

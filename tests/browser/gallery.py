@@ -47,7 +47,7 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         yield Gallery(broker.url, ids)
 
 
-CHART, ALIKE, SAMPLE = "[data-testid=chart-reward] canvas", "[data-testid=chart-alike] canvas", "[data-testid=sample]"
+CHART, RESPONSE, SAMPLE = "[data-testid=chart-reward] canvas", "[data-testid=response]", "[data-testid=sample]"
 # Place of each page, and a selector of what it is for, the last part of it that is loaded.
 PAGES = {
     "jobs": ("#/", "[data-testid=job-row]"),
@@ -59,10 +59,9 @@ PAGES = {
     "job with long names": ("#/jobs/{wordy}", CHART),
     "samples": ("#/jobs/{learned}/samples", SAMPLE),
     "long samples": ("#/jobs/{wordy}/samples", SAMPLE),
-    "group": ("#/jobs/{learned}/samples?group=29-0", ALIKE),
-    "groups side by side": ("#/jobs/{learned}/samples?group=29-0&beside=28-0,0-0", ALIKE),
-    "long group": ("#/jobs/{wordy}/samples?group=2-0", ALIKE),
-    "episodes": ("#/jobs/{episodes}/samples?group=1-0", ALIKE),
+    "group": ("#/jobs/{learned}/samples?group=29-0", RESPONSE),
+    "long group": ("#/jobs/{wordy}/samples?group=2-0", RESPONSE),
+    "episodes": ("#/jobs/{episodes}/samples?group=1-0", RESPONSE),
     "timeline": ("#/jobs/{learned}/timeline", "[data-testid=timeline] [role=slider]"),
     "comparison": ("#/compare?jobs={learned},{slower}", ".chart canvas"),
     "workers": ("#/workers", f"text={WORKERS[0]}"),

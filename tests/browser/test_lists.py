@@ -109,25 +109,6 @@ async def test_samples_of_iterations_that_came_later_are_reached(visit, broker, 
     await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
 
 
-async def test_same_prompt_elsewhere_is_asked_for_again(visit, gallery):
-    """By itself while the broker still reads the groups, else by a button."""
-    visit.watch.expect("status of 50[03]")
-    page = await visit(gallery.url)
-    statuses = [503, 500]
-
-    async def refuse(route: Route) -> None:
-        status = statuses.pop(0)
-        await route.fulfill(status=status, json={"title": "No", "detail": f"refused with {status}"})
-
-    await page.route("**/alike", refuse, times=2)
-    await page.goto(f"{gallery.url}/{gallery.place('group')}")
-    alike = page.get_by_test_id("alike")
-    await expect(alike).to_contain_text("refused with 500")
-    await alike.get_by_role("button", name="Ask again").click()
-    await expect(alike.locator("tbody tr")).to_have_count(30)
-    assert statuses == []
-
-
 # ---- a new job ---------------------------------------------------------------------------------------------------
 
 

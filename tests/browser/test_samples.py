@@ -1,4 +1,4 @@
-"""What the model said: filtered by reward and iteration, token by token, and beside what it said to the same prompt."""
+"""What the model said: filtered by reward and iteration, and token by token."""
 
 import re
 
@@ -53,19 +53,6 @@ async def test_token_probabilities_are_shown_by_pointer_and_keyboard(visit, gall
     await expect(readout).to_contain_text("token 3 of 11: “·two”")
     await page.keyboard.press("End")
     await expect(readout).to_contain_text("token 11 of 11: no text of its own")
-
-
-async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit, gallery):
-    page = await visit(gallery.url, gallery.place("group"))
-    alike = page.get_by_test_id("alike")
-    await expect(alike.locator("tbody tr")).to_have_count(30)
-    await alike.get_by_role("checkbox", name="Group 0-0 of").check()
-    await page.get_by_test_id("compare-groups").click()
-    await expect(page.get_by_role("heading", level=1, name="Groups 29-0 and 0-0")).to_be_visible()
-    for iteration in (29, 0):
-        column = page.get_by_role("heading", name=f"Iteration {iteration}, group {iteration}-0")
-        await expect(column).to_be_visible()
-    await expect(page.get_by_test_id("response")).to_have_count(8)
 
 
 async def test_episode_is_shown_turn_by_turn(visit, gallery):

@@ -1,4 +1,4 @@
-"""The pages of docs/reference are what the code says, and say all of it."""
+"""The pages that are generated are what the code says, and say all of it."""
 
 import pytest
 
@@ -8,4 +8,4 @@ from tests.docs.pages import text_of
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_up_to_date(name: str) -> None:
-    assert text_of(f"docs/reference/{name}") == PAGES[name](), f"write the pages anew: {COMMAND}"
+    assert text_of(f"docs/{name}") == PAGES[name](), f"write the pages anew: {COMMAND}"

@@ -21,7 +21,7 @@ VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir
     ("cpu", ("tracing", "datasets")),
     ("nvidia", ("model-hub", "datasets", "autoscale-keda")),
     ("ascend", ("multi-node",)),
-    ("nvidia", ("multi-node", "autoscale-hpa")),
+    ("nvidia", ("multi-node", "autoscale-keda")),
 ]
 API_VERSIONS = ["1.28", kubernetes_validate.latest_version()]  # the label pod-index came with 1.28
 CLIENTS = {"broker", "trainer", "rollout"}
@@ -85,9 +85,7 @@ def test_scaled_objects_fit_what_keda_documents(manifests: Manifests):
 
 def test_what_is_scaled_has_no_number_of_its_own(manifests: Manifests):
     """`kubectl apply` would set it back."""
-    targets = [
-        o["spec"]["scaleTargetRef"] for o in manifests.of("ScaledObject") + manifests.of("HorizontalPodAutoscaler")
-    ]
+    targets = [scaler["spec"]["scaleTargetRef"] for scaler in manifests.of("ScaledObject")]
     assert len(targets) <= 1, "two scalers would fight"
     for deployment in manifests.of("Deployment"):
         is_scaled = deployment["metadata"]["name"] in {target["name"] for target in targets}

@@ -14,10 +14,10 @@ from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
+from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
-from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
 
@@ -177,10 +177,10 @@ def uses_in(
 
 def review_environment(config: JobConfig) -> list[Complaint]:
     installed = entry_points(group=ENVIRONMENTS).names
-    if config.environment is None or config.environment.name in installed:
+    if config.environment is None or (name := config.environment.name) in installed:
         return []
-    message = f"no environment {config.environment.name!r} is installed; {nearest(config.environment.name, installed)}"
-    return [("environment.name", message)]
+    hint = suggest(close_names(name, installed), installed)
+    return [("environment.name", f"no environment {name!r} is installed; {hint}")]
 
 
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
@@ -189,7 +189,8 @@ def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     if name == HTTP_REWARD:
         return review_service(use)
     if name not in installed:
-        message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
+        known = {*installed, HTTP_REWARD}
+        message = f"no reward {name!r} is installed; {suggest(close_names(name, known), known)}"
         return [(f"{use.field}.name", message)]
     for field, data in use.data:
         if name == "reasoning_gym" and isinstance(data, RowData):

@@ -12,7 +12,6 @@ from services.broker.admission.review import Admission
 from services.broker.chats import ChatDesk
 from services.broker.metrics import Meters
 from services.broker.uploads import Uploads
-from services.broker.views.alike import Alike
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
 
@@ -27,7 +26,6 @@ class Context:
     is_read_only: bool
     streams: JobStreams
     timelines: Timelines
-    alike: Alike
     chats: ChatDesk
     uploads: Uploads
 

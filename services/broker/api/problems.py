@@ -24,7 +24,6 @@ from services.broker.api.context import context_of
 from services.broker.api.review import examine_the_rest
 from services.broker.api.toml_body import FieldError, MalformedToml, field_errors
 from services.broker.datasets.process import TooBusy
-from services.broker.views.alike import StillReading
 from services.broker.views.groups import GroupNotFound
 from services.broker.views.live import TooManyWatchers
 
@@ -43,7 +42,6 @@ REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
     JobDeleted: (409, "", None),
     GroupsTrimmed: (410, "", None),
     QuotaExceeded: (429, "Too many pending jobs", 60),
-    StillReading: (503, "", 1),
     TooBusy: (503, "", 5),
     TooManyWatchers: (503, "", 5),
 }

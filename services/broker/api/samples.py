@@ -1,4 +1,4 @@
-"""REST of what a policy says: samples by iteration and reward, one group token by token, the same prompt elsewhere."""
+"""REST of what a policy says: samples by iteration and reward, and one group token by token."""
 
 import asyncio
 import math
@@ -8,13 +8,14 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from onbeat.contracts.records import GroupDetail, GroupSummary, Sample
+from onbeat.contracts.records import GroupDetail, Sample
 from onbeat.streams.inspection import group_advantages
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.views.groups import detail_json, read_alike, read_group
-from services.broker.views.records import RewardRange, read_evaluation_samples, read_samples
+from services.broker.samples import RewardRange
+from services.broker.views.groups import detail_json, read_group
+from services.broker.views.records import read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
@@ -26,10 +27,6 @@ Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 
 class SampleList(BaseModel):
     samples: list[Sample]
-
-
-class GroupList(BaseModel):
-    groups: list[GroupSummary]
 
 
 @router.get("/jobs/{job_id}/samples", responses=documented(404, 410))
@@ -74,14 +71,3 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
     advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
     body = await asyncio.to_thread(detail_json, payload, advantages)
     return Response(body, media_type="application/json")
-
-
-@router.get("/jobs/{job_id}/groups/{group_id}/alike", responses=documented(404, 410))
-async def list_alike(job_id: JobId, group_id: GroupId, broker: Broker) -> GroupList:
-    """List the kept groups with the same prompt as this one, itself included, in the order of their iterations.
-
-    At most 1000 groups are listed, from the newest 20,000 of the job. For `eval-NUMBER-INDEX`, the list has the same
-    held-out prompt in each evaluation that is done: `iteration` is then the number of the evaluation, and the values
-    are those of the responses that were kept. The answer is 503 while the groups are being read; ask again.
-    """
-    return GroupList(groups=await read_alike(broker.ledger, broker.alike, job_id, group_id))

@@ -1,32 +1,19 @@
-// One prompt with all its responses, token by token, and the same prompt in other iterations at its side.
+// One prompt with all its responses, token by token.
 
-import { get, isRefusal, pause } from "./api.js";
-import { Chart } from "./charts.js";
+import { get } from "./api.js";
 import { duration, number, percent } from "./format.js";
-import { addressOf, Component, createRef, html, JobHead, moved, pathOf, render, Table } from "./parts.js";
-import { Rewards, scaleOf } from "./samples.js";
+import { addressOf, Component, createRef, html, JobHead, moved, pathOf, render } from "./parts.js";
+import { Rewards, scaleOf } from "./rewards.js";
 
-const MOST_BESIDE = 4;
-const ALIKE_WAITS_MS = [1000, 2000, 4000, 8000, 15_000]; // between looks while the broker still reads the groups
-
-/** `beside`: ids of groups, separated by commas. */
-export async function show(main, { id, group, beside = "" }, signal) {
-  const others = beside.split(",").filter((each) => each && each !== group).slice(0, MOST_BESIDE - 1);
-  const read = (each) => get(`${pathOf(id)}/groups/${encodeURIComponent(each)}`, {}, signal);
-  const [job, first, ...rest] = await Promise.allSettled([get(pathOf(id), {}, signal), ...[group, ...others].map(read)]);
-  const refused = [job, first].find(({ status }) => status === "rejected");
-  if (refused) throw refused.reason;
-  const groups = [first, ...rest].filter(({ status }) => status === "fulfilled").map(({ value }) => value);
-  const lost = rest.filter(({ status }) => status === "rejected").map(({ reason }) => reason.detail || reason.message);
-  if (!signal.aborted) render(html`<${GroupPage} job=${job.value} groups=${groups} lost=${lost} signal=${signal} />`, main);
+export async function show(main, { id, group }, signal) {
+  const path = pathOf(id);
+  const [job, detail] = await Promise.all([get(path, {}, signal), get(`${path}/groups/${encodeURIComponent(group)}`, {}, signal)]);
+  if (!signal.aborted) render(html`<${GroupPage} job=${job} group=${detail} />`, main);
 }
-
-const addressOfGroup = (id, group, beside = []) =>
-  `${addressOf(id)}/samples?${new URLSearchParams({ group, ...(beside.length && { beside: beside.join(",") }) })}`;
 
 class GroupPage extends Component {
   state = { areMarked: true, isPlain: false };
-  scale = scaleOf(this.props.groups.flatMap(({ responses }) => responses));
+  scale = scaleOf(this.props.group.responses);
   readout = createRef();
 
   /** What is pointed at changes often: only its line is written. */
@@ -34,13 +21,9 @@ class GroupPage extends Component {
     this.readout.current.textContent = words;
   }
 
-  render({ job, groups, lost, signal }, { areMarked, isPlain }) {
-    const [group] = groups;
-    const ids = groups.map(({ group_id: each }) => each);
-    const what = ids.length > 1 ? `Groups ${ids.join(" and ")}` : `Group ${ids[0]}`;
+  render({ job, group }, { areMarked, isPlain }) {
     return html`
-      <${JobHead} job=${job} what=${what} current="samples" />
-      ${lost.map((why) => html`<p class="notice warn">${why}</p>`)}
+      <${JobHead} job=${job} what="Group ${group.group_id}" current="samples" />
       <section class="stack" aria-labelledby="prompt-heading">
         <div class="head">
           <h2 id="prompt-heading">Prompt</h2>
@@ -55,14 +38,11 @@ class GroupPage extends Component {
           <div class="actions">${this.box("areMarked", "Show white space")}${this.box("isPlain", "Plain text")}</div>
         </div>
         <${TokenLegend} />
-        <div class=${ids.length > 1 ? "groups several" : "groups"}>
-          ${groups.map((each) => this.column(each, areMarked, isPlain))}
-        </div>
+        ${this.responses(group, areMarked, isPlain)}
         <p class="token-readout" role="status" data-testid="token-readout" ref=${this.readout}>
           Point at a token, or move with the arrow keys.
         </p>
       </section>
-      <${SamePrompt} id=${job.id} group=${group.group_id} shown=${ids} signal=${signal} />
     `;
   }
 
@@ -71,7 +51,7 @@ class GroupPage extends Component {
     return html`<span><input type="checkbox" id=${name} checked=${this.state[name]} onChange=${change} /> <label for=${name}>${label}</label></span>`;
   }
 
-  column(group, areMarked, isPlain) {
+  responses(group, areMarked, isPlain) {
     const facts = [
       `policy version ${group.policy_version}`,
       group.worker_id,
@@ -155,111 +135,6 @@ function messageOf({ role = "?", content, tool_calls: calls }) {
       ${(Array.isArray(calls) ? calls : []).map((call) => html`<code>${call?.function?.name}(${textOf(call?.function?.arguments)})</code>`)}
     </div>
   `;
-}
-
-// ---- the same prompt in other iterations -------------------------------------------------------------------------
-
-class SamePrompt extends Component {
-  state = { groups: null, problem: "", marked: this.props.shown.filter((id) => id !== this.props.group) };
-
-  componentDidMount() {
-    this.load();
-  }
-
-  async load() {
-    this.setState({ problem: "" });
-    try {
-      this.setState({ groups: await this.read() });
-    } catch (error) {
-      if (isRefusal(error, this.props.signal)) this.setState({ problem: error.message });
-    }
-  }
-
-  /** 503: the broker still reads the groups; that is waited for. */
-  async read() {
-    const { id, group, signal } = this.props;
-    const path = `${pathOf(id)}/groups/${encodeURIComponent(group)}/alike`;
-    for (const wait of ALIKE_WAITS_MS) {
-      try {
-        return (await get(path, {}, signal)).groups;
-      } catch (error) {
-        if (error.status !== 503) throw error;
-      }
-      await pause(wait, signal);
-    }
-    return (await get(path, {}, signal)).groups;
-  }
-
-  mark(id, isOn) {
-    const rest = this.state.marked.filter((each) => each !== id);
-    this.setState({ marked: isOn ? [...rest, id] : rest });
-  }
-
-  render({ id, group }, { groups, problem, marked }) {
-    return html`
-      <section class="alike" aria-labelledby="alike-heading" data-testid="alike">
-        <h2 id="alike-heading">Same prompt in other iterations</h2>
-        ${problem || !groups || groups.length < 2 ? this.words() : this.found(id, group, groups, marked)}
-      </section>
-    `;
-  }
-
-  words() {
-    const { problem, groups } = this.state;
-    const none = "None is kept: this prompt came once, or its other groups are no longer kept.";
-    return html`
-      <p class="muted" role="status">${problem || (groups ? none : "Looking…")}</p>
-      ${problem && html`<button class="button" type="button" onClick=${() => this.load()}>Ask again</button>`}
-    `;
-  }
-
-  found(id, group, groups, marked) {
-    const columns = ["Group", "Iteration", "Version", "Responses", "Mean reward"];
-    const points = groups.filter((each) => each.reward_mean !== null).map((each) => [each.iteration, each.reward_mean]);
-    this.lines ??= [{ name: "mean reward", points }];
-    return html`
-      <${Chart}
-        title="Mean reward of this prompt"
-        testId="chart-alike"
-        description="One point per iteration in which it came."
-        lines=${this.lines}
-      />
-      <${Table}
-        label="Groups with the same prompt"
-        caption="Tick up to ${MOST_BESIDE - 1} others to show them side by side."
-        columns=${columns}
-        rows=${groups.toReversed().map((each) => this.row(id, group, each, marked))}
-        numbersFrom=${1}
-        className="small ids"
-      />
-      <button
-        class="button primary"
-        type="button"
-        data-testid="compare-groups"
-        onClick=${() => (location.hash = addressOfGroup(id, group, marked))}
-      >
-        Show side by side
-      </button>
-    `;
-  }
-
-  /** Not more can be marked than fit beside each other. */
-  row(id, group, { group_id: each, iteration, policy_version: version, num_responses: count, reward_mean: reward }, marked) {
-    const isThis = each === group;
-    const isMarked = marked.includes(each);
-    const name = html`
-      <input
-        type="checkbox"
-        value=${each}
-        checked=${isThis || isMarked}
-        disabled=${isThis || (!isMarked && marked.length >= MOST_BESIDE - 1)}
-        aria-label="Group ${each} of iteration ${iteration} beside"
-        onChange=${(event) => this.mark(each, event.target.checked)}
-      />${" "}
-      ${isThis ? `${each} (this one)` : html`<a href=${addressOfGroup(id, each)}>${each}</a>`}
-    `;
-    return [name, number(iteration), number(version), number(count), reward === null ? "failed" : number(reward)];
-  }
 }
 
 // ---- tokens, coloured by the probability with which they were sampled --------------------------------------------

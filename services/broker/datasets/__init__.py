@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
+from onbeat.contracts.data_folder import SECRET_NAMES
 from onbeat.contracts.errors import OnbeatError
-from onbeat.local.state import REDIS_FOLDER, STATE_DRAFT, STATE_FILE
 
 
 class DatasetError(OnbeatError):
@@ -24,7 +24,7 @@ class DatasetError(OnbeatError):
 
 def is_secret(path: PurePath) -> bool:
     """Return whether a path, relative to the data folder, is a local stack's own: no job may read its passwords."""
-    return bool(path.parts) and path.parts[0].casefold() in (STATE_FILE, STATE_DRAFT, REDIS_FOLDER)
+    return bool(path.parts) and path.parts[0].casefold() in SECRET_NAMES
 
 
 class ChatMessage(BaseModel):

@@ -1,9 +1,7 @@
 """Procedural tasks of reasoning_gym: item i is generated from (seed, i) alone."""
 
-import difflib
-from typing import Any
-
 from onbeat.config import ReasoningGymData
+from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.contracts.task_options import find_code
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
@@ -20,7 +18,8 @@ class ReasoningGymDataset(PromptDataset):
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if data.task not in DATASETS:
-            raise DatasetError("data.task", f"reasoning_gym has no task {data.task!r}; {nearest(data.task, DATASETS)}")
+            hint = suggest(close_names(data.task, DATASETS), DATASETS)
+            raise DatasetError("data.task", f"reasoning_gym has no task {data.task!r}; {hint}")
         known = sorted(set(DATASETS[data.task][1].__dataclass_fields__) - set(RESERVED_OPTIONS))
         for name in data.options:
             if name in RESERVED_OPTIONS:
@@ -50,11 +49,3 @@ class ReasoningGymDataset(PromptDataset):
         if self._data.system_prompt is not None:
             messages.insert(0, ChatMessage(role="system", content=self._data.system_prompt))
         return PromptItem(messages=messages, context=context)
-
-
-def nearest(wrong: str, known: Any) -> str:
-    """Suggest known names instead of an unknown one."""
-    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"there are: {', '.join(sorted(known))}"

@@ -7,14 +7,16 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
+from onbeat.contracts.deadlines import SILENT_S
 from onbeat.contracts.errors import JobNotFound
-from onbeat.contracts.records import SILENT_S, Diagnosis, Finding, ProcessRecord, TrainerRecord, WorkerRecord
+from onbeat.contracts.records import Diagnosis, Finding, ProcessRecord, TrainerRecord, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
 from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from services.broker.doctor.explain import RECENT_S, count, explain_job, explain_refused_read
+from services.broker.deadlines import RECENT_S
+from services.broker.doctor.explain import count, explain_job, explain_refused_read
 from services.broker.doctor.memory import explain_memory
 
 DEADLINE_S = 10.0  # for the whole diagnosis

@@ -4,7 +4,7 @@ How the job learns is in services/broker/doctor/learning.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -12,21 +12,28 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
-from onbeat.contracts.records import SILENT_S, Event, Finding, TrainerRecord
+from onbeat.contracts.deadlines import SILENT_S
+from onbeat.contracts.records import Finding
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import time_of
+from services.broker.deadlines import (
+    ARRIVAL_S,
+    CANCEL_GRACE_S,
+    JOB_FAILS,
+    RECENT_S,
+    is_fresh_start,
+    num_lost_trainers,
+    queued_at,
+    trainers_away_s,
+)
 from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
-RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
-ARRIVAL_S = 60.0  # pending jobs, however old, wait this long for trainers that start together with a broker
-CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
 SLOW_OPENING_S = 60.0  # for preparing prompts
-JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
 
 REMARKS = {
     "stale": "submissions were refused for their policy version",
@@ -162,33 +169,6 @@ def time_left(deadline_s: float, waited_s: float, most_s: float) -> tuple[float,
         return deadline_s - waited_s, f"in {deadline_s - waited_s:.0f} s"
     left_s = min(most_s, deadline_s)
     return left_s, f"within {left_s:.0f} s"
-
-
-def trainers_away_s(fields: Fields, trainers: Iterable[TrainerRecord], now: float) -> float:
-    """Return the seconds since a pending job could last have been taken: while trainers of its pool are alive, it
-    rightly waits its turn."""
-    return now - max([queued_at(fields), *(trainer.last_seen_at for trainer in trainers)])
-
-
-def queued_at(fields: Fields) -> float:
-    """Return the Unix time since which a pending job has waited: a job that was over may have been resumed."""
-    return float(fields.get("queued_at", fields["created_at"]))
-
-
-def num_lost_trainers(newest_first: Iterable[Event]) -> int:
-    """Count trainers that were lost since the last commit, or since the job was resumed, as far back as events are
-    kept: those that another one took over from, and that had not handed the job over."""
-    num_lost, is_handed_over = 0, False
-    for event in reversed(list(takewhile(lambda event: not is_fresh_start(event), newest_first))):
-        if event.kind == "job.handed_over":
-            is_handed_over = True
-        elif event.kind == "job.taken_over":
-            num_lost, is_handed_over = num_lost + (not is_handed_over), False
-    return num_lost
-
-
-def is_fresh_start(event: Event) -> bool:
-    return event.kind == "iteration.committed" or event.data.get("state") == JobState.PENDING
 
 
 def explain_losses(s: Situation) -> list[Finding]:

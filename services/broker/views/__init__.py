@@ -2,7 +2,6 @@
 
 records     jobs, weights and samples
 groups      one group, token by token
-alike       the groups that have the same prompt
 spans       who did what in an iteration, when; also for traces
 timeline    the spans of the last iterations, by process
 live        the messages to those who watch a job

@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 
 from onbeat.contracts.errors import GroupsTrimmed
-from onbeat.contracts.records import GroupDetail, GroupSummary, Sample, Token
-from onbeat.contracts.states import EvaluationState
+from onbeat.contracts.records import GroupDetail, Token
 from onbeat.streams.codec import Response, RolloutGroup, decode_group
-from onbeat.streams.inspection import accepted_entries, stored_group
+from onbeat.streams.inspection import accepted_entry, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
-from onbeat.streams.records import read_evaluations
-from services.broker.views.alike import Alike, summary_of
-from services.broker.views.records import group_samples, read_evaluation_samples
+from services.broker.samples import group_samples
 
 MAX_TOKENS = 100_000  # per answer
 LEAST_LOGPROB = -1e6  # replaces one that is not finite, which JSON cannot express; its job fails for it
@@ -33,7 +29,7 @@ async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
         reason = f"groups of evaluations are not kept; /evaluations/{number}/samples has some of their responses"
         raise GroupNotFound(f"{group_id}: {reason}")
     iteration = int(group_id.partition("-")[0])
-    (entry,) = await accepted_entries(ledger, job_id, [(iteration, group_id)])
+    entry = await accepted_entry(ledger, job_id, iteration, group_id)
     if entry is None:
         is_waiting = group_id in await ledger.iterations.groups(job_id, iteration)
         reason = "has not been accepted yet; it is being generated" if is_waiting else "is no group of this job"
@@ -81,48 +77,4 @@ def tokens_of(response: Response) -> list[Token]:
     return [
         Token(id=token_id, text=text, logprob=round(logprob, 6) if math.isfinite(logprob) else LEAST_LOGPROB)
         for token_id, text, logprob in zip(response.token_ids, texts, response.rollout_logprobs, strict=True)
-    ]
-
-
-# ---- the same prompt ---------------------------------------------------------------------------------------------
-
-
-async def read_alike(ledger: Ledger, alike: Alike, job_id: str, group_id: str) -> list[GroupSummary]:
-    """Return the groups with the same prompt, this one included, in order.
-
-    Raises JobNotFound, GroupNotFound, GroupsTrimmed, StillReading.
-    """
-    if group_id.startswith(EVALUATION):
-        return await read_alike_evaluations(ledger, job_id, group_id)
-    group = decode_group(await read_group(ledger, job_id, group_id))
-    found = await alike.find(job_id, group.prompt_text)
-    if all(each.group_id != group_id for each in found):  # it is older than the index reaches
-        found.insert(0, summary_of(group))
-    return found
-
-
-async def read_alike_evaluations(ledger: Ledger, job_id: str, group_id: str) -> list[GroupSummary]:
-    """Return the same prompt's groups in all evaluations: a held-out prompt has the same number in each. Only kept
-    responses count."""
-    _, number, index = group_id.split("-")
-    found: dict[int, list[Sample]] = {}
-    for record in await read_evaluations(ledger, job_id):
-        if record.state is EvaluationState.DONE:
-            samples = await read_evaluation_samples(ledger, job_id, record.evaluation)
-            place = f"{EVALUATION}{record.evaluation}-{index}"
-            found[record.evaluation] = [sample for sample in samples if sample.group_id == place]
-    own = found.get(int(number))
-    if not own:
-        what = f"the responses of evaluation {number} that are kept: those of a few prompts, once it is done"
-        raise GroupNotFound(f"{group_id} is not among {what}")
-    return [
-        GroupSummary(
-            iteration=evaluation,
-            group_id=samples[0].group_id,
-            policy_version=samples[0].policy_version,
-            num_responses=len(samples),
-            reward_mean=fmean(sample.reward for sample in samples),
-        )
-        for evaluation, samples in found.items()
-        if samples and samples[0].prompt == own[0].prompt  # the data may have changed between evaluations
     ]

@@ -21,6 +21,7 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
+from onbeat.contracts.deadlines import STREAM_HEARTBEAT_S
 from onbeat.contracts.errors import JobNotFound
 from onbeat.contracts.records import Event, IterationUpdate
 from onbeat.contracts.states import IterationState, JobState
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 EXPLAIN_S = 5.0
-HEARTBEAT_S = 15.0
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
 MAX_READING = 16  # reads from Redis at a time
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
@@ -189,7 +189,7 @@ class JobStreams:
     async def _messages(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
         at, sent = Position(after), dict[str, bytes]()
         renew_at = time.monotonic() + MAX_STREAM_S
-        heartbeat_at, explained = time.monotonic() + HEARTBEAT_S, b""
+        heartbeat_at, explained = time.monotonic() + STREAM_HEARTBEAT_S, b""
         while not self._is_stopping():
             news = await self._shared.answer((job_id, at), TICK_S / 2, partial(read_news, self._ledger, job_id, at))
             messages = [state for name, state in news.states.items() if sent.get(name) != state] + news.events
@@ -210,7 +210,7 @@ class JobStreams:
             if not messages and now >= heartbeat_at:
                 yield b": heartbeat\n\n"
             if messages or now >= heartbeat_at:
-                heartbeat_at = now + HEARTBEAT_S
+                heartbeat_at = now + STREAM_HEARTBEAT_S
             await asyncio.sleep(TICK_S - now % TICK_S)  # all watchers look at the same moments
         yield end_of("stopping")
 

@@ -4,22 +4,15 @@ Iterations and evaluations: onbeat/streams/records.py.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, zip_longest
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic_core import from_json
 
-from onbeat.contracts.records import EpisodeTurn, JobRecord, Sample, WeightsRecord
+from onbeat.contracts.records import JobRecord, Sample, WeightsRecord
 from onbeat.contracts.states import JobState
-from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
-
-Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
+from services.broker.samples import ANY_REWARD, RewardRange, sample_groups
 
 
 def job_record(fields: Fields) -> JobRecord:
@@ -70,20 +63,6 @@ async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> l
     return records
 
 
-@dataclass(frozen=True)
-class RewardRange:
-    """A range of rewards that includes both ends."""
-
-    least: float = -math.inf
-    most: float = math.inf
-
-    def __contains__(self, reward: float) -> bool:
-        return self.least <= reward <= self.most
-
-
-ANY_REWARD = RewardRange()
-
-
 async def read_samples(
     ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
 ) -> list[Sample]:
@@ -99,84 +78,8 @@ async def read_samples(
     return sample_groups(groups, limit, offset, rewards, advantages)
 
 
-def sample_groups(
-    groups: Iterable[RolloutGroup],
-    limit: int,
-    offset: int = 0,
-    rewards: RewardRange = ANY_REWARD,
-    advantages: Advantages = MappingProxyType({}),
-) -> list[Sample]:
-    """Return up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
-    in_order = sorted(groups, key=lambda group: group_order(group.group_id))
-    of_groups = [group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order]
-    # The first response of every group, then the second of every group: few samples show many prompts.
-    samples = (sample for each in zip_longest(*of_groups) for sample in each if sample is not None)
-    return list(islice(samples, offset, offset + limit))
-
-
 async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:
     return int((await ledger.iterations.fields(job_id, iteration)).get("num_accepted", "0")) > 0
-
-
-def group_order(group_id: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in group_id.split("-") if part.isdigit())
-
-
-def group_samples(
-    group: RolloutGroup, rewards: RewardRange = ANY_REWARD, advantages: Sequence[float | None] = ()
-) -> Iterator[Sample]:
-    """Yield a group's responses in this range. `advantages`: of each response; empty where they are not known."""
-    for index, response in enumerate(group.responses):
-        if response.reward not in rewards:
-            continue
-        yield Sample(
-            iteration=group.iteration,
-            group_id=group.group_id,
-            index=index,
-            policy_version=group.policy_version,
-            prompt=group.prompt_text,
-            response=response.text,
-            reward=response.reward,
-            reward_parts={name: x for name, x in sorted(response.reward_parts.items()) if math.isfinite(x)},
-            advantage=advantages[index] if index < len(advantages) else None,
-            num_tokens=len(response.token_ids),
-            finish_reason=response.finish_reason,
-            turns=list(turns_of(response, len(group.prompt_token_ids))),
-        )
-
-
-def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
-    """Yield the turns of an episode. `num_prompt`: tokens of the group's prompt."""
-    path_lengths: list[int] = []  # to the end of each turn
-    start = 0  # of its text
-    for turn in response.turns:
-        continues = turn.parent if turn.HasField("parent") else None
-        before = num_prompt if continues is None else path_lengths[continues]
-        path_lengths.append(turn.num_shared + len(turn.observed_token_ids) + turn.num_sampled)
-        yield EpisodeTurn(
-            continues=continues,
-            is_fork=turn.num_shared < before or (continues is None and len(path_lengths) > 1),
-            messages=messages_of(turn),
-            text=response.text[start : start + turn.num_characters],
-            num_observed_tokens=len(turn.observed_token_ids),
-            num_cached_tokens=turn.num_cached_tokens,
-            num_tokens=turn.num_sampled,
-            finish_reason=turn.finish_reason,
-            call_id=turn.call_id,
-            reward=turn.reward if turn.HasField("reward") and math.isfinite(turn.reward) else None,
-            waited_s=turn.waited_s,
-            generate_s=turn.generate_s,
-        )
-        start += turn.num_characters
-
-
-def messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Return the messages that were new in this call; none where they cannot be read."""
-    try:
-        messages = from_json(turn.messages_json or "[]")  # see job_record
-    except ValueError:
-        return []
-    return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
 
 
 async def read_evaluation_samples(ledger: Ledger, job_id: str, evaluation: int) -> list[Sample]:

@@ -11,15 +11,15 @@ The timeline of the dashboard shows them by process, a trace as a tree. All mome
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import pairwise
+from statistics import fmean
 
-from onbeat.contracts.records import Event, GroupSummary, Span
+from onbeat.contracts.records import Event, Record, Span
 from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before, order, time_of
-from services.broker.views.alike import summary_of
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
@@ -29,9 +29,14 @@ MAX_GROUPS = 1000  # per iteration: those accepted first
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
 
 
-class AcceptedGroup(GroupSummary):
+class AcceptedGroup(Record):
     """A group without its texts."""
 
+    iteration: int
+    group_id: str
+    policy_version: int
+    num_responses: int
+    reward_mean: float | None  # None: without responses
     worker_id: str
     accepted_at: float
     generate_s: float
@@ -63,8 +68,13 @@ async def read_groups(
 
 
 def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
+    rewards = [response.reward for response in group.responses]
     return AcceptedGroup(
-        **summary_of(group).model_dump(),
+        iteration=group.iteration,
+        group_id=group.group_id,
+        policy_version=group.policy_version,
+        num_responses=len(rewards),
+        reward_mean=fmean(rewards) if rewards else None,
         worker_id=group.worker_id,
         accepted_at=time_of(entry),
         generate_s=group.timings.generate_s,

@@ -315,7 +315,7 @@ async def test_large_body_is_refused_announced_or_not(broker, ledger):
 
 async def test_unknown_job_is_not_found_everywhere(broker):
     evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
-    rest = (*rest, "/groups/0-0", "/groups/0-0/alike")
+    rest = (*rest, "/groups/0-0")
     for path in ("", "/iterations", *evaluations, *rest, "/timeline", "/stream"):
         assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
     for verb in ("cancel", "pause", "resume"):

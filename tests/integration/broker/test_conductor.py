@@ -27,7 +27,8 @@ from services.broker import watcher
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
-from services.broker.doctor.explain import explain_job, num_lost_trainers
+from services.broker.deadlines import num_lost_trainers
+from services.broker.doctor.explain import explain_job
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
 from services.trainer.__main__ import claim_next

@@ -16,8 +16,9 @@ from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
+from services.broker.deadlines import ARRIVAL_S
 from services.broker.doctor.diagnosis import diagnose, examine_pools, explain_silence
-from services.broker.doctor.explain import ARRIVAL_S, explain_job
+from services.broker.doctor.explain import explain_job
 from services.trainer.feed import GroupFeed
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence

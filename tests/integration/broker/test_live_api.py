@@ -235,7 +235,7 @@ async def test_waiting_job_is_explained_now_and_then(broker, ledger, monkeypatch
 
 
 async def test_silent_stream_has_a_heart(broker, ledger, monkeypatch):
-    monkeypatch.setattr(live, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(live, "STREAM_HEARTBEAT_S", 0.1)
     job_id = await create_job(ledger)
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:

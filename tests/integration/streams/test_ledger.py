@@ -11,8 +11,9 @@ import pytest
 from redis.exceptions import DataError
 from redis.exceptions import TimeoutError as RedisTimeout
 
+from onbeat.contracts.deadlines import SILENT_S
 from onbeat.contracts.errors import JobFailed, LeaseLost
-from onbeat.contracts.records import SILENT_S, PublishedWeights, WeightsRecord, WeightUpdate, WorkerRecord
+from onbeat.contracts.records import PublishedWeights, WeightsRecord, WeightUpdate, WorkerRecord
 from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys

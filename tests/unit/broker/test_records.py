@@ -21,8 +21,8 @@ from onbeat.streams.records import (
     metric_series,
 )
 from services.broker.evaluations import due_evaluation, score
+from services.broker.samples import group_samples, turns_of
 from services.broker.views.groups import group_detail
-from services.broker.views.records import group_samples, turns_of
 from tests.broker_fixtures import job_body
 
 COMMITTED = {

@@ -1,13 +1,13 @@
 """Settings of services: a wrong one is named in one line, and a misspelt one is not ignored in silence."""
 
-import difflib
 import re
 from pathlib import Path
 
 import pytest
 from pydantic_settings import BaseSettings
 
-from onbeat.process.settings import CLOSE, warn_of_misspelt
+from onbeat.contracts.suggestions import close_names
+from onbeat.process.settings import LIKENESS, warn_of_misspelt
 from services.broker.__main__ import main as run_broker
 from services.broker.settings import Settings as BrokerSettings
 from services.rollout.__main__ import main as run_rollout
@@ -49,7 +49,7 @@ def test_settings_of_other_services_look_not_misspelt():
     names = [{f"ONBEAT_{name.upper()}" for name in kind.model_fields} for kind in kinds]
     others = set().union(*names, re.findall(r"ONBEAT_[A-Z_]+", COMPOSE.read_text()))
     for known in names:
-        assert not [other for other in others - known if difflib.get_close_matches(other, known, cutoff=CLOSE)]
+        assert not [other for other in others - known if close_names(other, known, likeness=LIKENESS)]
 
 
 def test_variables_of_compose_are_documented():

@@ -1,0 +1,45 @@
+// What a response was worth: its reward with the parts, and its advantage, as bars.
+
+import { number } from "./format.js";
+import { html } from "./parts.js";
+
+const FINISHED = { stop: "finished by itself", length: "truncated" };
+
+/** What fills a bar: the largest reward or part, 1 at least, and the largest advantage. */
+export function scaleOf(samples) {
+  const rewards = samples.flatMap(({ reward, reward_parts: parts }) => [reward, ...Object.values(parts ?? {})]);
+  return {
+    reward: Math.max(1, ...rewards.map(Math.abs)),
+    advantage: Math.max(1e-9, ...samples.map(({ advantage }) => Math.abs(advantage ?? 0))),
+  };
+}
+
+/** The reward with its parts, the advantage to either side of zero, and how it ended. */
+export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...sample }, scale, isHeldOut = false, children }) => html`
+  <ul class="bars">
+    <${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />
+    ${Object.entries(parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
+    ${!isHeldOut &&
+    (Number.isFinite(advantage)
+      ? html`<${Bar} name="advantage" value=${advantage} most=${scale.advantage} isSigned=${true} />`
+      : html`<li class="muted pending">advantage: known after the commit</li>`)}
+  </ul>
+  <p class="help">
+    ${number(sample.num_tokens)} tokens ·${" "}
+    <span class=${sample.finish_reason === "length" ? "warn" : null}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>${children}
+  </p>
+`;
+
+function Bar({ name, value, most, className = "", isSigned = false }) {
+  const width = `${((isSigned ? 50 : 100) * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
+  const side = isSigned ? { width, [value < 0 ? "right" : "left"]: "50%" } : { width };
+  return html`
+    <li class=${className}>
+      <span>${name}</span>
+      <span class=${isSigned ? "bar-track signed" : "bar-track"} aria-hidden="true">
+        <span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${side}></span>
+      </span>
+      <span class="num">${isSigned && value > 0 ? "+" : ""}${number(value || 0)}</span>
+    </li>
+  `; // not -0
+}
