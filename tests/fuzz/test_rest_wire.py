@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.broker_fixtures import job_body
 from tests.fuzz import fuzzed
 from tests.fuzz.conftest import LiveBroker
+from tests.world import job_body
 
 DEADLINE_S = 60.0
 PATIENCE_S = 0.2  # for an answer to what may be no whole request: a slow one is not seen, but its defect is logged

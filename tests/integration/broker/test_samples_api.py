@@ -19,19 +19,9 @@ from services.broker.retention import Retention
 from services.broker.views import alike as alike_module
 from services.broker.views import groups as groups_module
 from services.broker.views.alike import Alike
-from tests.broker_fixtures import (
-    LEASE_S,
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    make_group,
-    serving,
-    started_job,
-    tasks_for,
-    wait_open,
-)
+from tests.broker_fixtures import serving
 from tests.waiting import eventually
+from tests.world import LEASE_S, World, failed_group, make_group, tasks_for
 
 TEXT = "Hi 😀!"
 TOKEN_TEXTS = ["Hi", " ", "", "😀", "!", ""]  # the third is a part of the next one's character, the last a special one
@@ -59,14 +49,14 @@ async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGrou
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:
     """A job that no broker goes on with: its iterations have these prompts. Returns (job id, epoch)."""
     sections.setdefault("schedule", {"num_iterations": len(prompts)})
-    job_id, epoch = await started_job(ledger, **sections)
+    job_id, epoch = await World(ledger).started_job(**sections)
     for iteration, texts in enumerate(prompts):
         tasks = tasks_for(iteration, len(texts))
         for task, text in zip(tasks, texts, strict=True):
             task.text = text
         assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
         await submit_open(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+        await World(ledger).commit(job_id, epoch, iteration)
     return job_id, epoch
 
 
@@ -79,10 +69,10 @@ async def find_alike(broker: httpx.AsyncClient, job_id: str, group_id: str) -> l
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_have_their_place_and_advantages_once_trained(broker, ledger):
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
+async def test_samples_have_their_place_and_advantages_once_trained(broker, world):
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
+    await world.drain(job_id)
     before = (await get(broker, f"{job_id}/samples"))["samples"]
     assert [(s["group_id"], s["index"], s["advantage"]) for s in before] == [
         ("0-0", 0, None),
@@ -90,7 +80,7 @@ async def test_samples_have_their_place_and_advantages_once_trained(broker, ledg
         ("0-0", 1, None),
         ("0-1", 1, None),
     ]
-    await commit(ledger, job_id, epoch, 0)  # which tells reward - 0.5
+    await world.commit(job_id, epoch, 0)  # which tells reward - 0.5
     after = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
     assert {(s["iteration"], s["policy_version"]) for s in after} == {(0, 0)}
@@ -114,8 +104,8 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     assert await chosen("min_reward=0.5&offset=3") == []
 
 
-async def test_range_of_rewards_that_is_none_is_refused(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_range_of_rewards_that_is_none_is_refused(broker, world):
+    job_id = await world.create_job()
     refused = await get(broker, f"{job_id}/samples?min_reward=2&max_reward=1.5", 422)
     assert refused["detail"] == "no reward is from 2 to 1.5: min_reward is above max_reward"
     for value in ("nan", "inf", "-inf", "1e999", "x"):
@@ -137,11 +127,11 @@ def with_tokens(group: RolloutGroup) -> None:
     group.responses[0].reward_parts["right"] = 0.75
 
 
-async def test_group_is_shown_token_by_token(broker, ledger):
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_is_shown_token_by_token(broker, ledger, world):
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
     await submit_open(ledger, job_id, with_tokens)
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     detail = await get(broker, f"{job_id}/groups/0-1")
     place = ("iteration", "group_id", "policy_version", "worker_id", "num_prompt_tokens", "generate_s", "failure")
     assert [detail[name] for name in place] == [0, "0-1", 0, "w1", 3, 0.1, ""]
@@ -157,9 +147,9 @@ async def test_group_is_shown_token_by_token(broker, ledger):
     assert detail["responses"][0]["reward_parts"] == {"right": 0.75}
 
 
-async def test_group_that_failed_says_why(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_that_failed_says_why(broker, ledger, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
     detail = await get(broker, f"{job_id}/groups/0-0")
@@ -168,9 +158,9 @@ async def test_group_that_failed_says_why(broker, ledger):
     assert (alone["num_responses"], alone["reward_mean"]) == (0, None)
 
 
-async def test_group_that_is_not_there_is_told_apart(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_that_is_not_there_is_told_apart(broker, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
     for path in ("", "/alike"):
         assert "has not been accepted yet" in (await get(broker, f"{job_id}/groups/0-0{path}", 404))["detail"]
         for unknown in ("0-2", "7-0", "0-00", "999999999-999999999"):
@@ -192,9 +182,9 @@ async def test_tokens_of_a_huge_group_are_cut_by_whole_responses(broker, ledger,
     assert len(detail["responses"]) == 2
 
 
-async def test_logprob_that_is_no_number_leaves_the_answer_valid(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_logprob_that_is_no_number_leaves_the_answer_valid(broker, ledger, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
 
     def spoil(group):
         group.responses[0].rollout_logprobs[:] = [float("nan"), float("-inf")]
@@ -237,14 +227,14 @@ async def test_client_reads_samples_groups_and_what_is_alike(ledger, tmp_path):
 # ---- advantages in the ledger --------------------------------------------------------------------------------------
 
 
-async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger):
-    job_id, epoch = await started_job(ledger)
+async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger, world):
+    job_id, epoch = await world.started_job()
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     place = (job_id, epoch, 0, 1, "d1", {}, "used", True)
     with pytest.raises(AssertionError, match="iteration 0 is open"):
         await ledger.trainer.commit(*place, {"0-0": [1.0, -1.0]})
     assert await ledger.iterations.advantages(job_id, 0) == {}
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     assert await ledger.trainer.commit(*place, {"0-0": [0.5, None]})
     assert not await ledger.trainer.commit(*place, {"0-0": [9.0, 9.0]})  # replayed
     assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}
@@ -253,20 +243,20 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger):
 # ---- the same prompt -----------------------------------------------------------------------------------------------
 
 
-async def test_rows_of_a_small_data_set_are_alike_in_every_epoch(broker, ledger):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 7})  # 14 prompts of 5 rows
+async def test_rows_of_a_small_data_set_are_alike_in_every_epoch(broker, ledger, world):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 7})  # 14 prompts of 5 rows
     prompts: dict[str, str] = {}
 
     def note(group):
         prompts[group.group_id] = group.prompt_text
 
     for iteration in range(7):
-        await wait_open(ledger, job_id, iteration)
+        await world.wait_open(job_id, iteration)
         await submit_open(ledger, job_id, note)
         for group_id in (f"{iteration}-0", "0-1"):  # it goes on reading where it was
             expected = [other for other, prompt in prompts.items() if prompt == prompts[group_id]]
             assert await find_alike(broker, job_id, group_id) == sorted(expected)
-        await commit(ledger, job_id, epoch, iteration)
+        await world.commit(job_id, epoch, iteration)
     assert max(Counter(prompts.values()).values()) == 3
     for group_id, prompt in prompts.items():
         found = await find_alike(broker, job_id, group_id)
@@ -347,10 +337,10 @@ async def test_excess_readers_are_asked_to_retry_and_then_served(broker, ledger,
     assert num_read <= 40 + alike_module.SLICE  # at most the slice in which it was cut off is read again
 
 
-async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker, ledger):
+async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker, ledger, world):
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
     held_out["every_iterations"] = 1
-    job_id, epoch = await started_job(ledger, evaluation=held_out, schedule={"num_iterations": 2})
+    job_id, epoch = await world.started_job(evaluation=held_out, schedule={"num_iterations": 2})
     for iteration in range(3):
 
         async def is_done(number=iteration):
@@ -358,10 +348,10 @@ async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker, led
             return await ledger.evaluations.state(job_id, number) is EvaluationState.DONE
 
         if iteration < 2:
-            await wait_open(ledger, job_id, iteration)
+            await world.wait_open(job_id, iteration)
         await eventually(f"evaluation {iteration} is done", is_done)
         if iteration < 2:
-            await commit(ledger, job_id, epoch, iteration)
+            await world.commit(job_id, epoch, iteration)
     found = (await get(broker, f"{job_id}/groups/eval-1-0/alike"))["groups"]
     assert [(each["iteration"], each["group_id"], each["policy_version"]) for each in found] == [
         (0, "eval-0-0", 0),
