@@ -110,7 +110,7 @@ async def test_job_is_paused_resumed_and_cancelled_from_its_page(visit, broker, 
     await expect_state(page, "running")
 
 
-async def test_next_page_of_samples_is_of_the_same_iteration(visit, broker, ledger, world):
+async def test_next_page_of_samples_is_of_the_same_iteration(visit, broker, world):
     job_id, epoch = await world.started_job(rollout={"num_prompts_per_iteration": 11, "num_samples_per_prompt": 2})
     await world.train(job_id, epoch, range(1))
     page = await visit(broker.url, f"#/jobs/{job_id}/samples")
