@@ -15,7 +15,8 @@ from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from services.broker.api.problems import problem
-from tests.broker_fixtures import beat, create_job, serving
+from tests.broker_fixtures import serving
+from tests.world import World
 
 
 @dataclass
@@ -62,12 +63,12 @@ class BrokerThread:
 
     def create_job(self, **sections: Any) -> str:
         """Return the id of a new job, which nobody has checked."""
-        return str(self.run(create_job(self.ledger, **sections)))
+        return str(self.run(World(self.ledger).create_job(**sections)))
 
     def beat(self, *rollouts: WorkerRecord, ago_s: float = 0.0) -> None:
         """Be rollouts that were last seen some time ago."""
         for rollout in rollouts:
-            self.run(beat(self.ledger, "default", rollout, ago_s))
+            self.run(World(self.ledger).beat("default", rollout, ago_s))
 
     def reset(self) -> None:
         self.wire = Wire()

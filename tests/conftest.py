@@ -25,6 +25,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from tests.disk_space import check_disk_space
 from tests.temporary_files import temporary_files_in
+from tests.world import World
 
 # How long an example takes says something of the machine's other load, and nothing of the code.
 hypothesis.settings.register_profile("onbeat", deadline=None)
@@ -152,6 +153,11 @@ async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
         queues = [name async for name in client.scan_iter(f"{keys.WAITING_JOBS}*")]
         await client.delete(keys.ACTIVE_JOBS, *queues)
     await client.aclose()
+
+
+@pytest.fixture
+def world(ledger: Ledger) -> World:
+    return World(ledger)
 
 
 async def unfinished(ledger: Ledger) -> list[str]:

@@ -13,7 +13,7 @@ from onbeat.contracts.records import PublishedWeights, WeightsRecord, WeightUpda
 from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import LEASE_S, claim_all, commit, make_group
+from tests.world import LEASE_S, World, make_group
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.05"))
 CHECKPOINT = "/somewhere/checkpoint"
@@ -42,7 +42,7 @@ async def train_job(ledger: Ledger, job_id: str) -> None:
         is_evaluated = await has_scores(ledger, job_id, iteration)
         if is_drained and is_evaluated:
             await publish(ledger, job_id, epoch, iteration + 1)
-            assert await commit(ledger, job_id, epoch, iteration, **metrics_of(iteration))
+            assert await World(ledger).commit(job_id, epoch, iteration, **metrics_of(iteration))
             await ledger.trainer.checkpointed(job_id, epoch, iteration, iteration + 1, CHECKPOINT)
             iteration += 1
         elif iteration == num_iterations and is_evaluated:
@@ -77,7 +77,7 @@ def weights_record(version: int, open_s: float | None = None) -> WeightsRecord:
 
 async def generate(ledger: Ledger, job_id: str) -> None:
     """Answer all prompts that wait. The reward is a tenth of the policy version."""
-    for claim in await claim_all(ledger, job_id, ROLLOUTS[0]):
+    for claim in await World(ledger).claim_all(job_id, ROLLOUTS[0]):
         group = make_group(claim.task, ROLLOUTS[0])
         for response in group.responses:
             response.text, response.reward = RESPONSE, group.policy_version / 10

@@ -11,8 +11,9 @@ from playwright.async_api import Locator, Page
 from onbeat.contracts.records import TrainerRecord, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import create_job, serving
+from tests.broker_fixtures import serving
 from tests.browser.seeding import WORKERS, Content, seed_job
+from tests.world import World
 
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 
@@ -36,7 +37,7 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),
         "failed": await seed_job(ledger, "failed", num_done=2, state=JobState.FAILED),
         "stuck": await seed_job(ledger, "stuck", num_done=3, state=JobState.RUNNING),
-        "queued": await create_job(ledger, name="queued", pool="nobody-there"),
+        "queued": await World(ledger).create_job(name="queued", pool="nobody-there"),
     }
     for worker in WORKERS:
         record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3)

@@ -16,7 +16,7 @@ from onbeat.contracts.records import PublishedWeights, WeightUpdate
 from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import LEASE_S, job_body
+from tests.world import LEASE_S, job_body
 
 WORKERS = ("rollout-0", "rollout-1")
 A_DAY_S = 86_400

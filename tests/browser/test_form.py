@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.async_api import Locator, Page, expect
 
-from tests.broker_fixtures import create_job, job_body
+from tests.world import job_body
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -85,8 +85,8 @@ async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit, broker):
     await expect(editor(page)).to_have_value(QUICKSTART.read_text())
 
 
-async def test_job_like_another_one_has_its_configuration(visit, broker, ledger):
-    job_id = await create_job(ledger, name="first", schedule={"num_iterations": 7})
+async def test_job_like_another_one_has_its_configuration(visit, broker, ledger, world):
+    job_id = await world.create_job(name="first", schedule={"num_iterations": 7})
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_role("link", name="Duplicate").click()
     await page.get_by_test_id("submit-job").click()

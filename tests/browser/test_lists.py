@@ -6,8 +6,8 @@ import re
 from playwright.async_api import Page, Route, expect
 
 from onbeat.contracts.states import JobState
-from tests.broker_fixtures import commit, create_job, drain, job_body, start_training, started_job, wait_open
 from tests.browser.test_form import write
+from tests.world import job_body
 
 LIST = re.compile(r"/v1/jobs\?")
 STEP_S = 10.0
@@ -28,9 +28,9 @@ async def next_list(page: Page) -> None:
 # ---- the list of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_search_finds_a_job_by_its_name(visit, broker, ledger):
+async def test_search_finds_a_job_by_its_name(visit, broker, world):
     for name in ("wanted", "other"):
-        await create_job(ledger, name=name)
+        await world.create_job(name=name)
     page = await visit(broker.url)
     await expect(page.get_by_role("link", name="other")).to_be_visible()
     async with page.expect_request_finished(lambda request: "limit=" in request.url):
@@ -40,8 +40,8 @@ async def test_search_finds_a_job_by_its_name(visit, broker, ledger):
     await next_list(page)  # which the broker has not refused
 
 
-async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker, ledger):
-    await start_training(ledger, await create_job(ledger, name="moved"))
+async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker, world):
+    await world.start_training(await world.create_job(name="moved"))
     page = await visit(broker.url)
     state = page.get_by_test_id("job-state")
     await expect(state).to_have_text("running")
@@ -67,15 +67,15 @@ async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker,
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
-async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledger):
+async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledger, world):
     visit.watch.expect("status of 404")
-    deleted, other = [await create_job(ledger, name=name) for name in ("deleted", "other")]
+    deleted, other = [await world.create_job(name=name) for name in ("deleted", "other")]
     page = await visit(broker.url, f"#/compare?jobs={deleted},{other}")
     states = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="State")).get_by_role("cell")
     await expect(states).to_have_text(["pending", "pending"])
     await ledger.jobs.move(deleted, JobState.CANCELLED)
     await ledger.jobs.delete(deleted)
-    await start_training(ledger, other)
+    await world.start_training(other)
     await expect(states).to_have_text(["gone", "running"])
     await expect(page.get_by_text("deleted is gone")).to_have_count(2)  # in sight, and said
     await ledger.jobs.move(other, JobState.PAUSED)
@@ -86,22 +86,22 @@ async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledg
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_of_iterations_that_came_later_are_reached(visit, broker, ledger):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
+async def test_samples_of_iterations_that_came_later_are_reached(visit, broker, world):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 4})
 
     async def generate(iteration: int) -> None:
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
+        await world.wait_open(job_id, iteration)
+        await world.drain(job_id)
 
     await generate(0)
     page = await visit(broker.url, f"#/jobs/{job_id}/samples")
     await expect(page.get_by_text("of iteration 0")).to_be_visible()
     for iteration in range(2):
-        await commit(ledger, job_id, epoch, iteration)
+        await world.commit(job_id, epoch, iteration)
         await generate(iteration + 1)
     await page.get_by_role("button", name="Show").click()
     await expect(page.get_by_text("of iteration 2")).to_be_visible()
-    await commit(ledger, job_id, epoch, 2)
+    await world.commit(job_id, epoch, 2)
     await generate(3)
     await page.get_by_role("button", name="Next iteration").click()
     await expect(page.get_by_text("of iteration 3")).to_be_visible()

@@ -5,11 +5,11 @@ from playwright.async_api import Page, Route, expect
 from onbeat.contracts.records import WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
-from tests.broker_fixtures import Broker, beat, create_job, started_job
+from tests.broker_fixtures import Broker
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 from tests.browser.test_live import cursors, expect_progress
-from tests.integration.broker.test_live_api import ledger_events, train
+from tests.integration.broker.test_live_api import ledger_events
 from tests.waiting import eventually
 
 HIDDEN_MS = 10_000  # as api.js has it
@@ -48,15 +48,15 @@ async def hide(page: Page, broker: Broker) -> None:
     await eventually("nobody listens", lambda: broker.num_watchers == 0)
 
 
-async def test_hidden_page_closes_its_stream_and_resumes_when_shown(visit, broker, ledger):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 4})
+async def test_hidden_page_closes_its_stream_and_resumes_when_shown(visit, broker, ledger, world):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 4})
     page = await open_with_clock(visit, broker, job_id)
-    await train(ledger, job_id, epoch, range(1))
+    await world.train(job_id, epoch, range(1))
     shown = page.get_by_test_id("events").get_by_role("listitem")
     await expect_progress(page, 1, 4)
     await hide(page, broker)
     num_connections = len(cursors(visit))
-    await train(ledger, job_id, epoch, range(1, 3))
+    await world.train(job_id, epoch, range(1, 3))
     await page.clock.fast_forward(HIDDEN_MS)
     assert (broker.num_watchers, len(cursors(visit))) == (0, num_connections), "it came back, and nobody looks"
     await page.evaluate(SET_HIDDEN, False)
@@ -65,13 +65,13 @@ async def test_hidden_page_closes_its_stream_and_resumes_when_shown(visit, broke
     assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was sent again from the beginning"
 
 
-async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(visit, broker, ledger):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 8})
+async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(visit, broker, ledger, world):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 8})
     page = await open_with_clock(visit, broker, job_id)
-    await train(ledger, job_id, epoch, range(2))
+    await world.train(job_id, epoch, range(2))
     await expect_progress(page, 2, 8)
     await hide(page, broker)
-    await train(ledger, job_id, epoch, range(2, 7))
+    await world.train(job_id, epoch, range(2, 7))
     await ledger.redis.xtrim(JobKeys(job_id).events, maxlen=1, approximate=False)
     await page.evaluate(SET_HIDDEN, False)
     await expect_progress(page, 7, 8)
@@ -80,9 +80,9 @@ async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(visit, bro
     await expect(reward.locator("tbody tr")).to_have_count(7)
 
 
-async def test_page_error_reaches_the_console_and_its_stream_goes_on(visit, broker, ledger):
+async def test_page_error_reaches_the_console_and_its_stream_goes_on(visit, broker, ledger, world):
     visit.watch.expect("this page has a defect")
-    job_id, _ = await started_job(ledger)
+    job_id, _ = await world.started_job()
     await ledger.jobs.move(job_id, JobState.FAILED, "no more memory")
     page = await visit(broker.url)
     shown = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")
@@ -111,11 +111,11 @@ async def test_older_events_can_be_asked_for_again_after_a_failure(visit, ledger
         await expect(log.get_by_role("listitem")).to_have_count(len(await ledger_events(ledger, job_id)))
 
 
-async def test_rollout_is_silent_by_the_clock_of_the_others(visit, broker, ledger):
-    job_id = await create_job(ledger)
+async def test_rollout_is_silent_by_the_clock_of_the_others(visit, broker, world):
+    job_id = await world.create_job()
     for name, ago_s in (("quick", -600), ("slow", -570)):
         worker = WorkerRecord(id=name, state="generating", job_id=job_id)
-        await beat(ledger, "default", worker, ago_s)
+        await world.beat("default", worker, ago_s)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     chips = page.get_by_role("list", name="Rollouts of this job").get_by_role("listitem")
     await expect(chips.filter(has_text="slow")).to_contain_text("silent for 30 s")

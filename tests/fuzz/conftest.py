@@ -14,8 +14,9 @@ from onbeat.contracts.records import PublishedWeights, WeightUpdate, WorkerRecor
 from onbeat.contracts.states import JobState
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import broker_process, commit, drain_evaluation, job_body, start_training, wait_open
+from tests.broker_fixtures import broker_process
 from tests.conftest import own_redis
+from tests.world import World, job_body
 
 LONG_S = 3600.0
 JOB_IDS = ("waiting", "running", "over")  # a job in each state, there from the start
@@ -57,7 +58,7 @@ async def seed(redis_url: str) -> None:
         for job_id in JOB_IDS:
             await ledger.jobs.create(job_id, config.model_dump(mode="json"), config.schedule.num_iterations, 0)
         for job_id in ("running", "over"):
-            await train(ledger, job_id, await start_training(ledger, job_id, LONG_S))
+            await train(ledger, job_id, await World(ledger).start_training(job_id, LONG_S))
         await ledger.jobs.move("over", JobState.FAILED, "out of memory")
         await ledger.workers.heartbeat("default", WorkerRecord(id="w1", state="idle"))
     finally:
@@ -65,11 +66,11 @@ async def seed(redis_url: str) -> None:
 
 
 async def train(ledger: Ledger, job_id: str, epoch: str) -> None:
-    await wait_open(ledger, job_id, 0)
+    await World(ledger).wait_open(job_id, 0)
     update = WeightUpdate(received_bytes=10, sources=["h:1"], pull_s=0.1, apply_s=0.1, load_s=0.1)
     await ledger.versions.engine_ready(job_id, 0, "w1", update)
-    await drain_evaluation(ledger, job_id, 0, timeout_s=60)
+    await World(ledger).drain_evaluation(job_id, 0, timeout_s=60)
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
     await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
-    await commit(ledger, job_id, epoch, 0, prompt_tokens=12, response_tokens=8, reward_mean=0.5, train_s=0.1)
-    await wait_open(ledger, job_id, 1)
+    await World(ledger).commit(job_id, epoch, 0, prompt_tokens=12, response_tokens=8, reward_mean=0.5, train_s=0.1)
+    await World(ledger).wait_open(job_id, 1)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.broker_fixtures import job_body
 from tests.fuzz import fuzzed
 from tests.fuzz.conftest import LiveBroker
+from tests.world import job_body
 
 pytestmark = pytest.mark.slow
 

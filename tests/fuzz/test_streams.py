@@ -11,8 +11,8 @@ from onbeat.streams.codec import PromptTask, Response, RolloutGroup
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
-from tests.broker_fixtures import claim_all, commit, drain, failed_group, make_group, open_job, submit_groups, tasks_for
 from tests.fuzz import FUZZ_FACTOR
+from tests.world import World, failed_group, make_group, tasks_for
 
 LARGE = 2**31 - 1
 
@@ -23,8 +23,8 @@ async def num_foreign(ledger: Ledger, job_id: str) -> int:
 
 async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
     """Entries of a rollouts stream that no submission has put there."""
-    other, _ = await open_job(ledger)
-    await drain(ledger, other)
+    other, _ = await World(ledger).open_job()
+    await World(ledger).drain(other)
     accepted = await ledger.iterations.accepted_groups(other, 0)
     true = make_group(tasks_for(0)[0]).SerializeToString()
     noise = [text.encode("latin-1") for text in ("", "\0", "\xff" * 50, "{}", "x" * 100_000)]
@@ -36,12 +36,12 @@ async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
     return [{"group": payload} for payload in payloads] + [{"other": true}, {"": b""}, {"GROUP": true}]
 
 
-async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger) -> None:
-    job_id, epoch = await open_job(ledger)
+async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger, world: World) -> None:
+    job_id, epoch = await world.open_job()
     entries = await foreign_groups(ledger)
     for entry in entries[::2]:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, entry)
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     for entry in entries[1::2]:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, entry)
     taken = await take_all(ledger, job_id)
@@ -53,42 +53,42 @@ async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger) ->
         g.group_id for g in taken
     ]
     assert (await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP))["pending"] == len(taken)
-    assert await commit(ledger, job_id, epoch, 0)
+    assert await world.commit(job_id, epoch, 0)
     assert (await run_audit(ledger, job_id)).is_clean
 
 
-async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger) -> None:
+async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger, world: World) -> None:
     """Those of this iteration and of the one before."""
-    job_id, epoch = await open_job(ledger)
-    await drain(ledger, job_id)
+    job_id, epoch = await world.open_job()
+    await world.drain(job_id)
     played = await ledger.redis.xrange(JobKeys(job_id).rollouts)
     assert len(await take_all(ledger, job_id)) == 2
     for _, fields in played:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
     assert await take_all(ledger, job_id) == []
     await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1")
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
     for _, fields in played:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     assert {group.iteration for group in await take_all(ledger, job_id)} == {1}
     assert await num_foreign(ledger, job_id) == 4
 
 
-async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) -> None:
-    job_id, _ = await open_job(ledger)
+async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger, world: World) -> None:
+    job_id, _ = await world.open_job()
     task = tasks_for(0)[0].SerializeToString()
     entries = [{"task": payload} for payload in (b"", b"\xff" * 30, task[:-3], task, b"\0")]
     entries += [{"task": tasks_for(5)[0].SerializeToString()}, {"other": task}, {"": b""}]
     for entry in entries:
         await ledger.redis.xadd(JobKeys(job_id).prompts, entry)
-    claims = await claim_all(ledger, job_id)
+    claims = await world.claim_all(job_id)
     assert sorted(claim.task.group_id for claim in claims) == ["0-0", "0-1"]
-    assert await claim_all(ledger, job_id, "w2") == []
+    assert await world.claim_all(job_id, "w2") == []
     assert await num_foreign(ledger, job_id) == len(entries)
     assert (await ledger.redis.xpending(JobKeys(job_id).prompts, ROLLOUT_GROUP))["pending"] == len(claims)
-    await submit_groups(ledger, job_id, claims)
+    await world.submit_groups(job_id, claims)
 
 
 async def take_all(ledger: Ledger, job_id: str) -> list[RolloutGroup]:
@@ -141,9 +141,9 @@ BROKEN: dict[str, Callable[[RolloutGroup], object]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledger, how: str) -> None:
-    job_id, _ = await open_job(ledger)
-    claim, _ = await claim_all(ledger, job_id)
+async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledger, world: World, how: str) -> None:
+    job_id, _ = await world.open_job()
+    claim, _ = await world.claim_all(job_id)
     group = make_group(claim.task)
     BROKEN[how](group)
     with pytest.raises(ValueError, match=f"group {claim.task.group_id}"):
@@ -152,11 +152,11 @@ async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledge
 
 
 @pytest.mark.parametrize("seed", range(30 * FUZZ_FACTOR))
-async def test_submission_that_differs_from_its_lease_is_refused(ledger: Ledger, seed: int) -> None:
+async def test_submission_that_differs_from_its_lease_is_refused(ledger: Ledger, world: World, seed: int) -> None:
     """Another group, iteration, version, worker or entry: whatever is wrong, the two groups stay to be had."""
     rng = random.Random(seed)
-    job_id, _ = await open_job(ledger)
-    mine, other = await claim_all(ledger, job_id)
+    job_id, _ = await world.open_job()
+    mine, other = await world.claim_all(job_id)
     for _ in range(10):
         entry_id, group = mine.entry_id, make_group(mine.task)
         wrong = rng.sample(["id", "iteration", "version", "worker", "entry"], rng.randint(1, 5))

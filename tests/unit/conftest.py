@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.broker_fixtures import job_body, write_prompts
+from tests.broker_fixtures import write_prompts
 from tests.broker_thread import BrokerThread
 from tests.conftest import own_redis
 from tests.scripted_trainer import train_jobs
+from tests.world import job_body
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,22 +20,10 @@ from services.broker import metrics
 from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention
 from services.trainer.__main__ import candidates
-from tests.broker_fixtures import (
-    beat,
-    commit,
-    create_job,
-    drain,
-    drain_evaluation,
-    failed_group,
-    job_body,
-    make_group,
-    running_broker,
-    start_training,
-    submit,
-    wait_open,
-)
+from tests.broker_fixtures import running_broker, submit
 from tests.conftest import free_port, unfinished
 from tests.waiting import eventually
+from tests.world import failed_group, job_body, make_group
 
 
 def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
@@ -65,9 +53,9 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker):
     assert (await broker.get(response.headers["location"])).json() == record
 
 
-async def test_lists_are_read_in_parts_and_by_state(broker, ledger, monkeypatch):
+async def test_lists_are_read_in_parts_and_by_state(broker, ledger, world, monkeypatch):
     monkeypatch.setattr(jobs_api, "JOBS_AT_ONCE", 3)
-    job_ids = [await create_job(ledger) for _ in range(8)]
+    job_ids = [await world.create_job() for _ in range(8)]
     over, paused = [job_ids[1], job_ids[3]], job_ids[5]
     for job_id in over:
         await ledger.jobs.move(job_id, JobState.CANCELLED)
@@ -176,10 +164,10 @@ async def test_unreadable_job_breaks_no_list(broker, ledger, odd):
     ("name", "value"),
     [("state", "EXPLODED"), ("next_iteration", "many"), ("created_at", "x"), ("pool", None), ("config", None)],
 )
-async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, name, value):
+async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, world, name, value):
     odd, good = await submit(broker), await submit(broker)
     for job_id in (odd, good):
-        await start_training(ledger, job_id)
+        await world.start_training(job_id)
     if value is None:
         await ledger.redis.hdel(JobKeys(odd).job, name)
     else:
@@ -192,7 +180,7 @@ async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, n
     await Retention(ledger, 1).step()
     found = [found async for found in candidates(ledger, "default")]
     assert good in dict(found)
-    await wait_open(ledger, good, 0)
+    await world.wait_open(good, 0)
 
 
 # ---- requests that are no job ------------------------------------------------------------------------------------
@@ -325,16 +313,16 @@ async def test_unknown_job_is_not_found_everywhere(broker):
 # ---- what happens in a job ---------------------------------------------------------------------------------------
 
 
-async def test_iterations_and_metrics_of_a_run(broker, ledger):
+async def test_iterations_and_metrics_of_a_run(broker, ledger, world):
     job_id = await submit(broker)
-    epoch = await start_training(ledger, job_id)
+    epoch = await world.start_training(job_id)
     for iteration in range(2):
-        await wait_open(ledger, job_id, iteration)
+        await world.wait_open(job_id, iteration)
         await ledger.versions.engine_ready(job_id, iteration, "w1", update_of(1000))
-        assert len(await drain(ledger, job_id)) == 2
+        assert len(await world.drain(job_id)) == 2
         numbers = {"prompt_tokens": 12, "response_tokens": 8, "reward_mean": 0.5, "train_s": 0.001}
-        await commit(ledger, job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
-    await wait_open(ledger, job_id, 2)
+        await world.commit(job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
+    await world.wait_open(job_id, 2)
     first, second, third = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert [first["state"], second["state"], third["state"]] == ["COMMITTED", "COMMITTED", "OPEN"]
     for record in (first, second):
@@ -357,11 +345,11 @@ async def test_iterations_and_metrics_of_a_run(broker, ledger):
     assert later["train/loss"] == [[1, 2.0]]
 
 
-async def test_samples_of_a_job_without_any(broker, ledger):
+async def test_samples_of_a_job_without_any(broker, ledger, world):
     job_id = await submit(broker)
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
-    await start_training(ledger, job_id)
-    await wait_open(ledger, job_id, 0)
+    await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
     for claim in await ledger.rollout.claim(job_id, "w1", 10, 30):
         await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
@@ -377,7 +365,7 @@ async def test_events_are_those_after_the_cursor(broker, ledger):
     assert (event["kind"], event["message"]) == ("test.hello", "hello")
 
 
-async def test_what_a_pool_has_to_do(broker, ledger):
+async def test_what_a_pool_has_to_do(broker, ledger, world):
     """What an autoscaler asks: prompts of running jobs, and who is alive."""
 
     async def status(pool):
@@ -389,15 +377,15 @@ async def test_what_a_pool_has_to_do(broker, ledger):
 
     nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
     assert await status("scaled") == nothing
-    await beat(ledger, "scaled", WorkerRecord(id="w1", state="idle"))
-    await beat(ledger, "scaled", WorkerRecord(id="dead", state="idle"), ago_s=60)
-    await beat(ledger, "scaled", TrainerRecord(id="t1", state="idle"))
-    await beat(ledger, "scaled", TrainerRecord(id="t2", state="stopped"))
+    await world.beat("scaled", WorkerRecord(id="w1", state="idle"))
+    await world.beat("scaled", WorkerRecord(id="dead", state="idle"), ago_s=60)
+    await world.beat("scaled", TrainerRecord(id="t1", state="idle"))
+    await world.beat("scaled", TrainerRecord(id="t2", state="stopped"))
     job_id = await submit(broker, pool="scaled")
     there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
     assert await status("scaled") == nothing | there
-    epoch = await start_training(ledger, job_id)
-    await wait_open(ledger, job_id, 0)
+    epoch = await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
     assert await status("scaled") == nothing | there | {"num_prompts": 2, "num_unclaimed_prompts": 2}
     first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
     await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))
@@ -408,25 +396,25 @@ async def test_what_a_pool_has_to_do(broker, ledger):
     await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task))
     assert await status("scaled") == nothing | there
     assert await status("default") == await status("default") | {"num_rollouts": 0}
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     problem_of(await broker.get("/v1/pools/No_Pool"), 422)
 
 
 # ---- health ------------------------------------------------------------------------------------------------------
 
 
-async def test_health_and_prometheus(broker, ledger, monkeypatch):
+async def test_health_and_prometheus(broker, ledger, world, monkeypatch):
     assert (await broker.get("/livez")).json() == {"status": "alive"}
     monkeypatch.setenv("ONBEAT_INSTANCE_ID", "4f2a")
     assert (await broker.get("/readyz")).json() == {"status": "ready", "instance_id": "4f2a"}
     job_id = await submit(broker)
-    epoch = await start_training(ledger, job_id)
-    await wait_open(ledger, job_id, 0)
+    epoch = await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
     first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
     await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task, version=4))
     for claim in (first, second, first):
         await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
 
     async def scrape():
         return (await broker.get("/metrics")).text
@@ -445,23 +433,23 @@ async def test_health_and_prometheus(broker, ledger, monkeypatch):
 
     monkeypatch.setattr(metrics, "read_outcomes", read_slowly)
     for iteration in (1, 2):  # counts stay when iterations settle, however many scrape at once
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+        await world.wait_open(job_id, iteration)
+        await world.drain(job_id)
+        await world.commit(job_id, epoch, iteration)
         for text in await asyncio.gather(scrape(), scrape(), scrape()):
             assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in text
 
 
-async def test_bounded_job_shows_open_iterations_and_cost_of_versions(broker, ledger):
+async def test_bounded_job_shows_open_iterations_and_cost_of_versions(broker, ledger, world):
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 1})
-    epoch = await start_training(ledger, job_id)
+    epoch = await world.start_training(job_id)
     for iteration in (0, 1):
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
+        await world.wait_open(job_id, iteration)
+        await world.drain(job_id)
     await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
-    await commit(ledger, job_id, epoch, 0, staleness_max=0)
-    await commit(ledger, job_id, epoch, 1, staleness_max=1)
-    await wait_open(ledger, job_id, 2)
+    await world.commit(job_id, epoch, 0, staleness_max=0)
+    await world.commit(job_id, epoch, 1, staleness_max=1)
+    await world.wait_open(job_id, 2)
     await asyncio.sleep(0.1)
     await ledger.versions.engine_ready(job_id, 2, "w1", update_of(1000))
     records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
@@ -480,21 +468,21 @@ async def test_bounded_job_shows_open_iterations_and_cost_of_versions(broker, le
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
 
 
-async def test_weights_by_version_have_trainer_and_rollout_numbers(broker, ledger):
+async def test_weights_by_version_have_trainer_and_rollout_numbers(broker, ledger, world):
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     weights, gauges = f"/v1/jobs/{job_id}/weights", f'{{job_id="{job_id}"}}'
     assert (await broker.get(weights)).json() == {"weights": []}
-    epoch = await start_training(ledger, job_id)
+    epoch = await world.start_training(job_id)
     for iteration in (0, 1, 2):
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
+        await world.wait_open(job_id, iteration)
+        await world.drain(job_id)
     await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
     for iteration, version in ((0, 1), (2, 3)):
         published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
         await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", "d", published)
         if version == 3:
-            await commit(ledger, job_id, epoch, 1, is_published=False)
-        await commit(ledger, job_id, epoch, iteration)
+            await world.commit(job_id, epoch, 1, is_published=False)
+        await world.commit(job_id, epoch, iteration)
         text = (await broker.get("/metrics")).text  # nobody serves this version yet
         assert f"onbeat_weight_received_bytes{gauges} {1000 if version == 1 else 40}.0" in text
         for worker, open_s in (("w1", 0.5 * version), ("w2", 0.25)):
@@ -519,11 +507,11 @@ async def test_weights_by_version_have_trainer_and_rollout_numbers(broker, ledge
     assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
 
 
-async def test_named_sets_have_scores_series_and_samples(broker, ledger):
+async def test_named_sets_have_scores_series_and_samples(broker, world):
     sets = [{"name": "easy", "data": DATA, "num_prompts": 1}, {"name": "hard", "data": DATA, "solved_at": 2.0}]
     job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
-    await start_training(ledger, job_id)
-    await drain_evaluation(ledger, job_id, 0)
+    await world.start_training(job_id)
+    await world.drain_evaluation(job_id, 0)
     (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
     assert (record["evaluation"], record["policy_version"], record["state"]) == (0, 0, "DONE")
     assert (record["num_groups"], record["reward_mean"], record["pass_at_k"]) == (3, 0.5, 1.0)

@@ -33,28 +33,10 @@ from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
-from tests.broker_fixtures import (
-    beat,
-    broker_process,
-    claim_all,
-    commit,
-    create_job,
-    drain,
-    drain_evaluation,
-    drain_until,
-    job_body,
-    make_group,
-    start_service,
-    start_training,
-    started_job,
-    submit_groups,
-    tasks_for,
-    train,
-    wait_open,
-    write_prompts,
-)
+from tests.broker_fixtures import broker_process, start_service, write_prompts
 from tests.conftest import free_port, start_redis, unfinished
 from tests.waiting import eventually, until
+from tests.world import World, job_body, make_group, tasks_for
 
 pytestmark = pytest.mark.slow
 
@@ -98,35 +80,35 @@ async def reaches(ledger: Ledger, job_id: str, state: JobState) -> dict[str, str
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_whole_job_every_iteration_opened_exactly_once(ledger):
-    job_id, epoch = await started_job(ledger)
+async def test_whole_job_every_iteration_opened_exactly_once(ledger, world):
+    job_id, epoch = await world.started_job()
     seen: list[str] = []
     for iteration in range(3):
-        await wait_open(ledger, job_id, iteration)
-        tasks = await drain(ledger, job_id)
+        await world.wait_open(job_id, iteration)
+        tasks = await world.drain(job_id)
         seen += [task.group_id for task in tasks]
         assert {task.policy_version for task in tasks} == {iteration}
-        await commit(ledger, job_id, epoch, iteration)
+        await world.commit(job_id, epoch, iteration)
     await asyncio.sleep(0.2)
     assert seen == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
     assert await ledger.iterations.state(job_id, 3) is None  # the job has three
-    assert await claim_all(ledger, job_id) == []
+    assert await world.claim_all(job_id) == []
     opened = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.opened"]
     assert [event.data["iteration"] for event in opened] == [0, 1, 2]
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger):
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
+async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger, world):
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
+    await world.drain(job_id)
     await ledger.jobs.move(job_id, JobState.PAUSED)
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     await asyncio.sleep(0.3)
     assert await ledger.iterations.state(job_id, 1) is None
     await ledger.jobs.move(job_id, JobState.RUNNING)
-    await wait_open(ledger, job_id, 1)
+    await world.wait_open(job_id, 1)
 
 
 # ---- opening ahead -----------------------------------------------------------------------------------------------
@@ -134,50 +116,50 @@ async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger):
 
 async def wait_claimable(ledger: Ledger, job_id: str) -> list[Claim]:
     """What is or becomes free to claim."""
-    claims: list[Claim] = await eventually("prompts", lambda: claim_all(ledger, job_id))
+    claims: list[Claim] = await eventually("prompts", lambda: World(ledger).claim_all(job_id))
     return claims
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger):
-    job_id, epoch = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
-    await wait_open(ledger, job_id, 0)
+async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger, world):
+    job_id, epoch = await world.started_job(schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
+    await world.wait_open(job_id, 0)
     await asyncio.sleep(0.2)
     assert await ledger.iterations.state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
     for iteration in (0, 1, 2):
         claims = await wait_claimable(ledger, job_id)
         assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {(iteration, 0)}
-        await submit_groups(ledger, job_id, claims)
+        await world.submit_groups(job_id, claims)
     await asyncio.sleep(0.2)
     assert await ledger.iterations.state(job_id, 3) is None  # the bound
     for iteration in range(3):
-        await commit(ledger, job_id, epoch, iteration)
+        await world.commit(job_id, epoch, iteration)
         claims = await wait_claimable(ledger, job_id)
         found = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
         assert found == {(iteration + 3, iteration + 1)}
-        await submit_groups(ledger, job_id, claims)
+        await world.submit_groups(job_id, claims)
     for iteration in (3, 4, 5):
-        await commit(ledger, job_id, epoch, iteration)
+        await world.commit(job_id, epoch, iteration)
     assert (await ledger.jobs.fields(job_id))["num_opened"] == "6"
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_last_claim_opens_the_next_iteration_at_once(ledger, monkeypatch):
-    job_id, _ = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
-    await wait_open(ledger, job_id, 0)
+async def test_last_claim_opens_the_next_iteration_at_once(world, monkeypatch):
+    job_id, _ = await world.started_job(schedule={"mode": "bounded", "max_staleness": 1})
+    await world.wait_open(job_id, 0)
     monkeypatch.setattr(watcher, "WAIT_S", 20.0)
     await asyncio.sleep(1.2)  # the watcher waits for an event, and now for as long as that
-    await claim_all(ledger, job_id)
-    await wait_open(ledger, job_id, 1)  # this waits for half as long
+    await world.claim_all(job_id)
+    await world.wait_open(job_id, 1)  # this waits for half as long
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger):
+async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger, world):
     schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
-    job_id, _ = await started_job(ledger, pool="mute", schedule=schedule)
+    job_id, _ = await world.started_job(pool="mute", schedule=schedule)
     for _ in range(2):
-        await submit_groups(ledger, job_id, await wait_claimable(ledger, job_id))
+        await world.submit_groups(job_id, await wait_claimable(ledger, job_id))
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "not open: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
@@ -203,17 +185,17 @@ async def is_over(ledger: Ledger, job_id: str, evaluation: int) -> EvaluationSta
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger, tmp_path):
+async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger, world, tmp_path):
     write_held_out(tmp_path)
-    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
+    job_id, epoch = await world.started_job(evaluation=HELD_OUT)
     tasks: list[PromptTask] = []
     for iteration in range(3):
         state = partial(ledger.iterations.state, job_id, iteration)
-        tasks += await drain_until(ledger, job_id, state, IterationState.DRAINED)
+        tasks += await world.drain_until(job_id, state, IterationState.DRAINED)
         if iteration != 1:
-            tasks += await drain_evaluation(ledger, job_id, iteration)
-        await commit(ledger, job_id, epoch, iteration)
-    tasks += await drain_evaluation(ledger, job_id, 3)
+            tasks += await world.drain_evaluation(job_id, iteration)
+        await world.commit(job_id, epoch, iteration)
+    tasks += await world.drain_evaluation(job_id, 3)
     evaluated = [task for task in tasks if task.is_evaluation]
     assert [task.group_id for task in evaluated] == [f"eval-{e}-{i}" for e in (0, 2, 3) for i in range(3)]
     assert [task.policy_version for task in evaluated] == [e for e in (0, 2, 3) for _ in range(3)]
@@ -234,23 +216,23 @@ async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger, t
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger, tmp_path):
+async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger, world, tmp_path):
     write_held_out(tmp_path)
-    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
+    job_id, epoch = await world.started_job(evaluation=HELD_OUT)
     await eventually("both are open", lambda: ledger.rollout.num_unclaimed_prompts(job_id), 5)
     trained = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
-    await submit_groups(ledger, job_id, trained)
+    await world.submit_groups(job_id, trained)
     lost = await ledger.rollout.claim(job_id, "dead", 3, lease_s=0.3)
     assert {claim.task.is_evaluation for claim in lost} == {True}
-    await commit(ledger, job_id, epoch, 0)
-    await wait_open(ledger, job_id, 1)  # training does not wait for it
+    await world.commit(job_id, epoch, 0)
+    await world.wait_open(job_id, 1)  # training does not wait for it
     await asyncio.sleep(0.3)
     claims = await ledger.rollout.claim(job_id, "w2", 10, lease_s=0.3)
     again = [claim for claim in claims if claim.task.is_evaluation]
     assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
     newer = make_group(again[0].task, "w2", version=1)
     assert await ledger.rollout.submit(job_id, again[0].entry_id, newer) is Verdict.STALE
-    await submit_groups(ledger, job_id, again, "w2")
+    await world.submit_groups(job_id, again, "w2")
     late = make_group(lost[0].task, "dead")
     assert await ledger.rollout.submit(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
     assert await is_over(ledger, job_id, 0) is EvaluationState.DONE
@@ -258,8 +240,8 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger, tmp_
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger):
-    job_id, _ = await started_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
+async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger, world):
+    job_id, _ = await world.started_job(evaluation=HELD_OUT)  # nobody has written the file
     assert await is_over(ledger, job_id, 0) is EvaluationState.FAILED
     (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.failed"]
     assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
@@ -267,11 +249,11 @@ async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger):
     assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
 
 
-async def test_broker_without_the_file_fails_no_open_evaluation(ledger, process, tmp_path):
+async def test_broker_without_the_file_fails_no_open_evaluation(ledger, world, process, tmp_path):
     write_held_out(tmp_path)
     (tmp_path / "empty").mkdir()
     process_without = DatasetProcess(tmp_path / "empty", timeout_s=20, memory_mb=4096)
-    job_id, _ = await started_job(ledger, evaluation=HELD_OUT)
+    job_id, _ = await world.started_job(evaluation=HELD_OUT)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     fields = await ledger.jobs.fields(job_id)  # as both brokers saw them
     for each in (process, process_without):
@@ -286,16 +268,16 @@ async def test_broker_without_the_file_fails_no_open_evaluation(ledger, process,
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, tmp_path):
+async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, world, tmp_path):
     write_held_out(tmp_path)
     schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
-    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT, schedule=schedule)
-    await submit_groups(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
-    await commit(ledger, job_id, epoch, 0)
+    job_id, epoch = await world.started_job(evaluation=HELD_OUT, schedule=schedule)
+    await world.submit_groups(job_id, (await wait_claimable(ledger, job_id))[:2])
+    await world.commit(job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
     assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
     assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
-    assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
+    assert await world.claim_all(job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
     await asyncio.sleep(1.5)  # its trainer writes the last checkpoint
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
@@ -308,12 +290,12 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, tmp_path):
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger):
-    job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
-    await beat(ledger, "stuck", WorkerRecord(id="w1", state="generating", lease_s=90), ago_s=60)
-    await start_training(ledger, job_id)
-    await wait_open(ledger, job_id, 0)
-    claim, _ = await claim_all(ledger, job_id)
+async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger, world):
+    job_id = await world.create_job(pool="stuck", schedule={"iteration_deadline_s": 0.6})
+    await world.beat("stuck", WorkerRecord(id="w1", state="generating", lease_s=90), ago_s=60)
+    await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
+    claim, _ = await world.claim_all(job_id)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "iteration 0 made no progress for" in fields["error"]
     assert "w1 was last seen 6" in fields["error"]
@@ -324,9 +306,9 @@ async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger):
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_paused_and_pending_jobs_may_wait(ledger):
-    pending = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
-    paused = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
+async def test_paused_and_pending_jobs_may_wait(ledger, world):
+    pending = await world.create_job(schedule={"iteration_deadline_s": 0.2})
+    paused = await world.create_job(schedule={"iteration_deadline_s": 0.2})
     await ledger.jobs.move(paused, JobState.RUNNING)
     await ledger.jobs.move(paused, JobState.PAUSED)
     await asyncio.sleep(SEVERAL_LOOKS_S)
@@ -335,13 +317,13 @@ async def test_paused_and_pending_jobs_may_wait(ledger):
 
 
 async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
-    await beat(ledger, pool, TrainerRecord(id="trainer-a", state="training", job_id="another"), ago_s)
+    await World(ledger).beat(pool, TrainerRecord(id="trainer-a", state="training", job_id="another"), ago_s)
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_job_that_lost_its_trainer_may_wait_for_a_busy_one(ledger, pool):
+async def test_job_that_lost_its_trainer_may_wait_for_a_busy_one(ledger, world, pool):
     await trainer_seen(ledger, pool, ago_s=0)
-    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 0.2})
+    job_id, _ = await world.started_job(pool=pool, schedule={"iteration_deadline_s": 0.2})
     await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
     await asyncio.sleep(3.0)  # several looks, and more than the deadline
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
@@ -351,9 +333,9 @@ async def test_job_that_lost_its_trainer_may_wait_for_a_busy_one(ledger, pool):
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger, pool):
+async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger, world, pool):
     await trainer_seen(ledger, pool, ago_s=0)
-    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
+    job_id = await world.create_job(pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
@@ -365,31 +347,31 @@ async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger, p
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_pending_job_waits_for_trainers_that_start_as_well(ledger, pool):
-    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
+async def test_pending_job_waits_for_trainers_that_start_as_well(ledger, world, pool):
+    job_id = await world.create_job(pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)  # all services were down
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.PENDING
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_pending_job_fails_at_a_start_deadline_that_is_short(ledger, pool, monkeypatch):
+async def test_pending_job_fails_at_a_start_deadline_that_is_short(ledger, world, pool, monkeypatch):
     monkeypatch.setattr(watcher, "ARRIVAL_S", 60.0)
-    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 0.5})
+    job_id = await world.create_job(pool=pool, schedule={"start_deadline_s": 0.5})
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("no trainer came for ")
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger):
-    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger, world):
+    job_id = await world.create_job(schedule={"max_lost_trainers": 2})
     for owner in ("trainer-a", "trainer-b"):  # one loss, and a commit
         epoch = await ledger.trainer.claim_job(job_id, owner, 0.0)
         assert epoch is not None
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    await train(ledger, job_id, epoch, range(1))
+    await world.train(job_id, epoch, range(1))
     assert await ledger.trainer.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
-    await wait_open(ledger, job_id, 1)
+    await world.wait_open(job_id, 1)
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     assert await ledger.trainer.claim_job(job_id, "trainer-d", 30.0)
@@ -406,8 +388,8 @@ def test_handover_hides_no_earlier_loss():
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_trainers_that_hand_their_job_over_are_not_lost(ledger):
-    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+async def test_trainers_that_hand_their_job_over_are_not_lost(ledger, world):
+    job_id = await world.create_job(schedule={"max_lost_trainers": 2})
     for owner in ("trainer-a", "trainer-b", "trainer-c", "trainer-d"):
         epoch = await ledger.trainer.claim_job(job_id, owner, 30.0)
         assert epoch is not None
@@ -424,8 +406,8 @@ async def test_trainers_that_hand_their_job_over_are_not_lost(ledger):
     assert kinds.count("job.handed_over") == 4
 
 
-async def test_crashes_of_a_watcher_long_ago_do_not_add_up(ledger, process, monkeypatch):
-    job_id = await create_job(ledger)
+async def test_crashes_of_a_watcher_long_ago_do_not_add_up(ledger, world, process, monkeypatch):
+    job_id = await world.create_job()
     conductor = Conductor(ledger, process, timeout_s=10)
     for _ in range(MAX_CRASHES - 1):
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
@@ -439,9 +421,9 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(ledger, process, monk
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_time_that_no_broker_watched_fails_no_job(ledger):
-    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 4.0})
-    await wait_open(ledger, job_id, 0)
+async def test_time_that_no_broker_watched_fails_no_job(ledger, world):
+    job_id, _ = await world.started_job(schedule={"iteration_deadline_s": 4.0})
+    await world.wait_open(job_id, 0)
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", time.time() - 100_000)  # all services were down
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
@@ -450,17 +432,17 @@ async def test_time_that_no_broker_watched_fails_no_job(ledger):
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_cancelled_job_without_a_trainer_is_ended(ledger):
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id, lease_s=0.5)
+async def test_cancelled_job_without_a_trainer_is_ended(ledger, world):
+    job_id = await world.create_job()
+    await world.start_training(job_id, lease_s=0.5)
     await ledger.jobs.move(job_id, JobState.CANCELLING)
     fields = await reaches(ledger, job_id, JobState.CANCELLED)
     assert float(fields["finished_at"]) >= float(fields["lease_until"])
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_final_job_is_taken_off_the_active_list(ledger):
-    job_id = await create_job(ledger)
+async def test_final_job_is_taken_off_the_active_list(ledger, world):
+    job_id = await world.create_job()
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
 
@@ -471,7 +453,7 @@ async def test_final_job_is_taken_off_the_active_list(ledger):
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, tmp_path, monkeypatch):
+async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, world, tmp_path, monkeypatch):
     prepared: list[int] = []
 
     async def produce(config, iteration, process):
@@ -480,24 +462,24 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, tmp_path
         return tasks
 
     monkeypatch.setattr(watcher, "produce_tasks", produce)
-    job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 5})
-    await wait_open(ledger, job_id, 0)
+    job_id, epoch = await world.started_job(rollout={"num_prompts_per_iteration": 5})
+    await world.wait_open(job_id, 0)
     await eventually("both conductors have prepared iteration 1", lambda: prepared.count(1) == 2)
     (tmp_path / "prompts.jsonl").unlink()
-    await train(ledger, job_id, epoch, range(2))
+    await world.train(job_id, epoch, range(2))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("iteration 2 has no prompts: data.path: there is no file prompts.jsonl")
 
 
 @pytest.mark.usefixtures("conductors", "eager")
-async def test_job_of_a_later_version_is_left_to_its_own_broker(ledger, pool, caplog):
-    good = await create_job(ledger)
+async def test_job_of_a_later_version_is_left_to_its_own_broker(ledger, world, pool, caplog):
+    good = await world.create_job()
     config = JobConfig.model_validate(job_body(pool=pool)).model_dump(mode="json") | {"of_a_later_version": 1}
     later = f"{good}-later"
     await ledger.jobs.create(later, config, 3, 0)
     assert await claim_next(TrainerSettings(pool=pool), ledger, HARDWARE) is None
-    await start_training(ledger, good)
-    await wait_open(ledger, good, 0)
+    await world.start_training(good)
+    await world.wait_open(good, 0)
     await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(later) is JobState.PENDING
     said = [line.getMessage() for line in caplog.records if f"job {later} is left to" in line.getMessage()]
@@ -506,9 +488,9 @@ async def test_job_of_a_later_version_is_left_to_its_own_broker(ledger, pool, ca
     assert "does not understand the configuration" in finding.sentence
 
 
-async def test_refused_command_of_one_job_does_not_end_the_broker(ledger, process):
+async def test_refused_command_of_one_job_does_not_end_the_broker(ledger, world, process):
     """Nor does a Redis that is full. One that is away does."""
-    job_id, _ = await started_job(ledger)
+    job_id, _ = await world.started_job()
     await ledger.redis.set(JobKeys(job_id).events, "no stream")
     conductor = asyncio.create_task(Conductor(ledger, process, timeout_s=0.3).run())
     await asyncio.sleep(2.0)
@@ -525,13 +507,13 @@ async def test_refused_command_of_one_job_does_not_end_the_broker(ledger, proces
     [{"x": "y"}, {"kind": b"\xff", "message": "", "data": "{}", "time": "1"}, {"kind": "a", "data": "[1", "time": "x"}],
     ids=["other fields", "no text", "no JSON"],
 )
-async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(ledger, odd):
-    job_id, epoch = await started_job(ledger)
+async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(ledger, world, odd):
+    job_id, epoch = await world.started_job()
     for iteration in range(3):
         entry = await ledger.redis.xadd(JobKeys(job_id).events, odd)
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+        await world.wait_open(job_id, iteration)
+        await world.drain(job_id)
+        await world.commit(job_id, epoch, iteration)
     unreadable = [event for event in await ledger.event_log.read(job_id) if event.kind == "event.unreadable"]
     assert len(unreadable) == 3
     assert unreadable[-1].id == entry.decode()
@@ -541,11 +523,11 @@ async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(ledger, odd)
 
 @pytest.mark.usefixtures("conductors", "eager")
 @pytest.mark.parametrize("name", ["prompts", "rollouts"])
-async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger, name):
-    job_id, other = await create_job(ledger), await create_job(ledger)
+async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger, world, name):
+    job_id, other = await world.create_job(), await world.create_job()
     for each in (job_id, other):
-        await start_training(ledger, each)
-        await wait_open(ledger, each, 0)
+        await world.start_training(each)
+        await world.wait_open(each, 0)
     await ledger.redis.delete(getattr(JobKeys(job_id), name))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")
@@ -553,8 +535,8 @@ async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger, name):
     assert await ledger.jobs.state(other) is JobState.RUNNING
 
 
-async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger):
-    job_id, _ = await started_job(ledger)
+async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger, world):
+    job_id, _ = await world.started_job()
     await ledger.redis.delete(JobKeys(job_id).rollouts)
     with pytest.raises(StreamLost, match=f"the stream rollouts of job {job_id} is gone"):
         await ledger.trainer.take(job_id, "trainer-a", 1, 0.1)
@@ -640,7 +622,7 @@ async def test_broker_survives_a_redis_restart_and_stops_with_zero(tmp_path):
                 redis = start_redis(redis_port, str(tmp_path))
                 await eventually("ready again", is_ready)
                 ledger = Ledger(connect(redis_url))
-                job_id = await create_job(ledger)
+                job_id = await World(ledger).create_job()
                 waiting = asyncio.create_task(client.get(f"/v1/jobs/{job_id}/stream"))
                 await asyncio.sleep(0.2)
                 broker.send_signal(signal.SIGTERM)

@@ -17,9 +17,10 @@ from onbeat.contracts.errors import ApiError
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads
-from tests.broker_fixtures import create_job, job_body, running_broker, serving
+from tests.broker_fixtures import running_broker, serving
 from tests.tiny_models import write_tied_model
 from tests.waiting import eventually
+from tests.world import job_body
 
 ROWS = b'{"prompt": "5 + 9 =", "answer": "14"}\n'
 MAX_BYTES = 1 << 20
@@ -131,8 +132,8 @@ async def test_data_folder_that_is_read_only_is_named(broker, monkeypatch):
     assert (answer.status_code, "Read-only file system; ask whoever runs it" in answer.text) == (507, True)
 
 
-async def test_file_of_an_unfinished_job_is_not_removed(broker, ledger, tmp_path):
-    odd = await create_job(ledger)
+async def test_file_of_an_unfinished_job_is_not_removed(broker, ledger, world, tmp_path):
+    odd = await world.create_job()
     await ledger.redis.hset(JobKeys(odd).job, "config", "{")  # this broker cannot read it
     await broker.put("/v1/datasets/sums.jsonl", content=ROWS)
     for path in ("datasets/sums.jsonl", "datasets/sums.jsonl/."):

@@ -4,7 +4,7 @@ from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptTask, decode_task
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from tests.broker_fixtures import claim_all, commit, failed_group, make_group, started_job, wait_open
+from tests.world import World, failed_group, make_group
 
 LENGTHS = {"say 0": 3, "say 1": 40, "say 2": 7, "say 3": 25, "say 4": 12}  # tokens of a response, by prompt
 NUM_ROWS = len(LENGTHS)
@@ -12,7 +12,7 @@ NUM_ROWS = len(LENGTHS)
 
 async def start(ledger: Ledger, dispatch: str) -> tuple[str, str]:
     rollout = {"num_prompts_per_iteration": NUM_ROWS, "dispatch": dispatch}
-    return await started_job(ledger, rollout=rollout, pool=dispatch.replace("_", "-"))
+    return await World(ledger).started_job(rollout=rollout, pool=dispatch.replace("_", "-"))
 
 
 async def on_stream(ledger: Ledger, job_id: str) -> list[PromptTask]:
@@ -26,7 +26,7 @@ def prompt(task: PromptTask) -> str:
 
 async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None:
     """Be a rollout; a prompt without a length fails."""
-    for claim in await claim_all(ledger, job_id):
+    for claim in await World(ledger).claim_all(job_id):
         group = make_group(claim.task)
         if claim.task.HasField("data_row"):
             group.data_row = claim.task.data_row
@@ -38,15 +38,15 @@ async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None
         await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
-async def test_second_epoch_begins_with_longest_and_trains_the_same(broker, ledger):
+async def test_second_epoch_begins_with_longest_and_trains_the_same(broker, ledger, world):
     seen = {}
     for dispatch in ("longest_first", "in_order"):
         job_id, epoch = await start(ledger, dispatch)
-        await wait_open(ledger, job_id, 0)
+        await world.wait_open(job_id, 0)
         assert [task.group_id for task in await on_stream(ledger, job_id)] == [f"0-{i}" for i in range(NUM_ROWS)]
         await generate(ledger, job_id, LENGTHS)
-        await commit(ledger, job_id, epoch, 0)
-        await wait_open(ledger, job_id, 1)
+        await world.commit(job_id, epoch, 0)
+        await world.wait_open(job_id, 1)
         seen[dispatch] = await on_stream(ledger, job_id)
         await ledger.jobs.move(job_id, JobState.FAILED)
     order = [prompt(task) for task in seen["longest_first"]]
@@ -60,32 +60,32 @@ async def test_second_epoch_begins_with_longest_and_trains_the_same(broker, ledg
     assert [task.SerializeToString() for task in same] == [task.SerializeToString() for task in seen["in_order"]]
 
 
-async def test_prompt_that_is_not_known_counts_as_average(broker, ledger):
+async def test_prompt_that_is_not_known_counts_as_average(broker, ledger, world):
     job_id, epoch = await start(ledger, "longest_first")
-    await wait_open(ledger, job_id, 0)
+    await world.wait_open(job_id, 0)
     known = {"say 0": 3, "say 1": 40, "say 3": 25}
     await generate(ledger, job_id, known)
-    await commit(ledger, job_id, epoch, 0)
-    await wait_open(ledger, job_id, 1)
+    await world.commit(job_id, epoch, 0)
+    await world.wait_open(job_id, 1)
     order = [prompt(task) for task in await on_stream(ledger, job_id)]
     assert (order[:2], order[4]) == (["say 1", "say 3"], "say 0")  # their mean is 22.7
     assert set(order[2:4]) == {"say 2", "say 4"}
 
 
-async def test_newest_length_counts(broker, ledger):
+async def test_newest_length_counts(broker, ledger, world):
     job_id, epoch = await start(ledger, "longest_first")
     for iteration, lengths in enumerate((LENGTHS, LENGTHS | {"say 0": 99})):
-        await wait_open(ledger, job_id, iteration)
+        await world.wait_open(job_id, iteration)
         await generate(ledger, job_id, lengths)
-        await commit(ledger, job_id, epoch, iteration)
-    await wait_open(ledger, job_id, 2)
+        await world.commit(job_id, epoch, iteration)
+    await world.wait_open(job_id, 2)
     assert prompt((await on_stream(ledger, job_id))[0]) == "say 0"
     kept = await ledger.redis.hgetall(JobKeys(job_id).lengths)
     assert sorted(map(int, kept.values())) == [7, 12, 25, 40, 99]
 
 
-async def test_nothing_is_kept_where_nobody_asks(broker, ledger):
+async def test_nothing_is_kept_where_nobody_asks(broker, ledger, world):
     job_id, _ = await start(ledger, "in_order")
-    await wait_open(ledger, job_id, 0)
+    await world.wait_open(job_id, 0)
     await generate(ledger, job_id, LENGTHS)
     assert not await ledger.redis.exists(JobKeys(job_id).lengths)

@@ -23,23 +23,10 @@ from services.trainer.feed import GroupFeed
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
-from tests.broker_fixtures import (
-    beat,
-    claim_all,
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    make_group,
-    run_iteration,
-    running_broker,
-    start_training,
-    started_job,
-    submit_groups,
-    tasks_for,
-)
+from tests.broker_fixtures import running_broker
 from tests.conftest import free_port, own_redis, start_redis
 from tests.waiting import eventually
+from tests.world import World, failed_group, make_group, tasks_for
 
 pytestmark = pytest.mark.slow
 
@@ -47,12 +34,12 @@ LATER_S = 30.0  # in which a slow machine gets anywhere
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
-    await beat(ledger, pool, TrainerRecord(id=trainer, job_id=job_id, state=state))
+    await World(ledger).beat(pool, TrainerRecord(id=trainer, job_id=job_id, state=state))
 
 
 async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
     ago_s = fields.pop("ago_s", 0.0)
-    await beat(ledger, pool, WorkerRecord(id=worker, state=state, **fields), ago_s)
+    await World(ledger).beat(pool, WorkerRecord(id=worker, state=state, **fields), ago_s)
 
 
 async def open_iteration(ledger: Ledger, job_id: str, num_groups: int = 8) -> None:
@@ -75,8 +62,8 @@ def problems(findings: list[Finding]) -> list[str]:
 # ---- pending -----------------------------------------------------------------------------------------------------
 
 
-async def test_pending_job_without_trainers_says_what_to_start(ledger, pool):
-    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 5000})
+async def test_pending_job_without_trainers_says_what_to_start(ledger, world, pool):
+    job_id = await world.create_job(pool=pool, schedule={"start_deadline_s": 5000})
     findings = await explain_job(ledger, job_id)
     assert findings[0].is_problem
     assert f"no trainer of pool {pool} has asked for jobs in the last N s; start one: " in sentence_of(findings[0])
@@ -89,8 +76,8 @@ async def test_pending_job_without_trainers_says_what_to_start(ledger, pool):
     assert "(the last one, trainer-z, stopped N s ago)" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
-    first, second = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, world, pool):
+    first, second = await world.create_job(pool=pool), await world.create_job(pool=pool)
     await beat_rollout(ledger, pool, "rollout-a", "idle")
     await beat_trainer(ledger, pool, "trainer-a", "training", "job-0")
     findings = await explain_job(ledger, second)
@@ -102,8 +89,8 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger, pool):
     assert "trainer-b asks for jobs but does not take it; see its log" in problems(await explain_job(ledger, first))[0]
 
 
-async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, pool, broker):
-    job_id, other = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, world, pool, broker):
+    job_id, other = await world.create_job(pool=pool), await world.create_job(pool=pool)
     await ledger.redis.delete(JobKeys(job_id).prompts)
     (finding,) = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()["findings"]
     assert finding["sentence"].startswith(f"Redis refuses to read the streams of {job_id} (NOGROUP No such key ")
@@ -116,8 +103,8 @@ async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, pool, broker):
 # ---- running -----------------------------------------------------------------------------------------------------
 
 
-async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, pool):
-    job_id = await create_job(ledger, pool=pool)
+async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
     await ledger.trainer.renew_job(job_id, epoch, 30, "loading the model")
@@ -134,12 +121,12 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, po
     assert preparing in text_of(await explain_job(ledger, job_id))
 
 
-async def test_open_iteration_says_where_every_group_is(ledger, pool):
-    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
+async def test_open_iteration_says_where_every_group_is(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool, schedule={"iteration_deadline_s": 3000})
     await open_iteration(ledger, job_id)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
-    claims = await claim_all(ledger, job_id, "rollout-a", 6)
-    await submit_groups(ledger, job_id, claims[:3], "rollout-a")
+    claims = await world.claim_all(job_id, "rollout-a", 6)
+    await world.submit_groups(job_id, claims[:3], "rollout-a")
     await ledger.rollout.release(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
     assert await ledger.rollout.submit(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
     findings = await explain_job(ledger, job_id)
@@ -161,12 +148,12 @@ async def test_open_iteration_says_where_every_group_is(ledger, pool):
     assert "attempt 1 at most; starting the engine); 1 handed back" in unit.sentence
 
 
-async def test_open_iteration_says_which_groups_do_not_count(ledger, pool):
+async def test_open_iteration_says_which_groups_do_not_count(ledger, world, pool):
     rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
-    job_id, _ = await started_job(ledger, pool=pool, rollout=rollout)
+    job_id, _ = await world.started_job(pool=pool, rollout=rollout)
     tasks = tasks_for(0, 3)
     assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
-    for claim in await claim_all(ledger, job_id, count=2):
+    for claim in await world.claim_all(job_id, count=2):
         assert await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task)) == "accepted"
     (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
     assert unit.sentence.startswith("iteration 0 (policy version 0): 2 of 3 groups accepted; 1 unclaimed")
@@ -177,8 +164,8 @@ async def test_open_iteration_says_which_groups_do_not_count(ledger, pool):
     )
 
 
-async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, pool):
-    job_id, _ = await started_job(ledger, pool=pool)
+async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool)
     await open_iteration(ledger, job_id)
     await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
     place = {"group_id": "0-5", "episode": 5}
@@ -215,8 +202,8 @@ async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, pool):
         ([], "no rollout is alive"),
     ],
 )
-async def test_unclaimed_prompts_say_why(ledger, pool, rollouts, reason):
-    job_id, _ = await started_job(ledger, pool=pool)
+async def test_unclaimed_prompts_say_why(ledger, world, pool, rollouts, reason):
+    job_id, _ = await world.started_job(pool=pool)
     await open_iteration(ledger, job_id)
     for worker, state, is_ours in rollouts:
         await beat_rollout(ledger, pool, worker, state, job_id=job_id if is_ours else "job-other")
@@ -226,11 +213,11 @@ async def test_unclaimed_prompts_say_why(ledger, pool, rollouts, reason):
     assert bool(problems(findings)) is not bool(rollouts)
 
 
-async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
-    job_id, _ = await started_job(ledger, pool=pool)
+async def test_silent_rollout_is_named_with_what_it_holds(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool)
     await open_iteration(ledger, job_id)
-    await claim_all(ledger, job_id, "rollout-gone", 1)
-    *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
+    await world.claim_all(job_id, "rollout-gone", 1)
+    *_, handed_back = await world.claim_all(job_id, "rollout-b", 4)
     await ledger.rollout.release(job_id, "rollout-b", [handed_back.entry_id])
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, ago_s=14, lease_s=1000)
@@ -244,8 +231,8 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger, pool):
     assert sentence_of(gone) == lost
 
 
-async def test_machine_without_memory_is_named_to_its_job(ledger, pool):
-    job_id, _ = await started_job(ledger, pool=pool)
+async def test_machine_without_memory_is_named_to_its_job(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool)
     for worker, state, of in (
         ("rollout-a", "generating", job_id),
         ("rollout-b", "generating", "job-x"),
@@ -259,10 +246,10 @@ async def test_machine_without_memory_is_named_to_its_job(ledger, pool):
     assert low.startswith("box of c has")
 
 
-async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
-    job_id, epoch = await started_job(ledger, pool=pool)
+async def test_drained_iteration_waits_for_the_trainer(ledger, world, pool):
+    job_id, epoch = await world.started_job(pool=pool)
     await open_iteration(ledger, job_id, num_groups=2)
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
     findings = await explain_job(ledger, job_id)
     (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
@@ -270,15 +257,15 @@ async def test_drained_iteration_waits_for_the_trainer(ledger, pool):
     assert sentence_of(unit).startswith(start)
     assert unit.waits_for == "trainer-a"
     assert "trainer-a holds " in text_of(findings)
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, pool):
-    job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 1})
+async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, world, pool):
+    job_id, epoch = await world.started_job(pool=pool, schedule={"num_iterations": 1})
     await open_iteration(ledger, job_id, num_groups=2)
-    await drain(ledger, job_id)
-    await commit(ledger, job_id, epoch, 0)
+    await world.drain(job_id)
+    await world.commit(job_id, epoch, 0)
     tasks = tasks_for(1)
     for task in tasks:
         task.is_evaluation = True
@@ -297,8 +284,8 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, poo
     assert "the job fails in N s if nothing arrives" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
-    job_id = await create_job(ledger, pool=pool)
+async def test_lost_trainer_is_named_with_who_takes_over(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
     await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
     found = problems(await explain_job(ledger, job_id))[0]
     lost = f"trainer-dead stopped, died or lost its connection: its lease of {job_id} ran out N s ago; no trainer"
@@ -322,8 +309,8 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger, pool):
     assert "trainer-c ends: cannot listen on :8801: its port is taken" in problems(await explain_job(ledger, job_id))
 
 
-async def test_job_that_is_near_its_deadline_is_a_problem(ledger, pool):
-    job_id, _ = await started_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
+async def test_job_that_is_near_its_deadline_is_a_problem(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool, schedule={"iteration_deadline_s": 1000})
     await open_iteration(ledger, job_id)
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     assert problems(await explain_job(ledger, job_id)) == []
@@ -332,11 +319,11 @@ async def test_job_that_is_near_its_deadline_is_a_problem(ledger, pool):
     assert late == "no progress for N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
 
 
-async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger, pool):
-    running = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
-    await start_training(ledger, running)
+async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger, world, pool):
+    running = await world.create_job(pool=pool, schedule={"iteration_deadline_s": 1000})
+    await world.start_training(running)
     await ledger.redis.hset(JobKeys(running).job, "progress_at", await ledger.now() - 50_000)
-    pending = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 2000})
+    pending = await world.create_job(pool=pool, schedule={"start_deadline_s": 2000})
     await ledger.redis.hset(JobKeys(pending).job, "created_at", await ledger.now() - 50_000)
     for job_id, within_s, words in ((running, 1000.0, "nothing arrives"), (pending, ARRIVAL_S, "no trainer comes")):
         (found,) = [finding for finding in await explain_job(ledger, job_id) if finding.next == "the job fails"]
@@ -347,8 +334,8 @@ async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger, pool):
 # ---- paused, ending, ended ---------------------------------------------------------------------------------------
 
 
-async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, pool):
-    job_id, epoch = await started_job(ledger, pool=pool)
+async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, world, pool):
+    job_id, epoch = await world.started_job(pool=pool)
     await ledger.jobs.move(job_id, JobState.PAUSED)
     findings = await explain_job(ledger, job_id)
     assert "and stays paused without a limit: `onbeat jobs resume" in sentence_of(findings[0])
@@ -370,8 +357,8 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger, pool)
 # ---- the API -------------------------------------------------------------------------------------------------
 
 
-async def test_api_explains_one_job_and_the_whole_installation(ledger, pool, broker):
-    job_id = await create_job(ledger, pool=pool)
+async def test_api_explains_one_job_and_the_whole_installation(world, pool, broker):
+    job_id = await world.create_job(pool=pool)
     answer = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()
     assert answer["is_healthy"] is False
     assert answer["findings"][0]["job_id"] == job_id
@@ -443,12 +430,12 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
         await ledger.redis.aclose()
 
 
-async def test_job_that_cannot_learn_is_a_problem(ledger, pool):
+async def test_job_that_cannot_learn_is_a_problem(ledger, world, pool):
     """Its groups all had equal rewards, and its responses were all cut."""
-    job_id, epoch = await started_job(ledger, pool=pool, schedule={"num_iterations": 5})
+    job_id, epoch = await world.started_job(pool=pool, schedule={"num_iterations": 5})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
     for iteration in range(5):
-        await run_iteration(ledger, job_id, epoch, iteration, reward_mean=0.0, **dull)
+        await world.run_iteration(job_id, epoch, iteration, reward_mean=0.0, **dull)
     for has_ended in (False, True):
         if has_ended:
             await ledger.jobs.move(job_id, JobState.SUCCEEDED)
@@ -465,8 +452,8 @@ async def connect_to(redis_url: str) -> Ledger:
     return Ledger(connect(redis_url))
 
 
-async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redis_url, pool):
-    await beat(ledger, pool, TrainerRecord(id="trainer-old", state="idle"), ago_s=2 * 86400)
+async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, world, redis_url, pool):
+    await world.beat(pool, TrainerRecord(id="trainer-old", state="idle"), ago_s=2 * 86400)
     background = LoopThread("trainer")
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")
@@ -482,8 +469,8 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, redi
     background.close(own.redis.aclose())
 
 
-async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, pool):
-    job_id, epoch = await started_job(ledger, pool=pool)
+async def test_trainer_reports_what_it_does_with_its_lease(ledger, world, redis_url, pool):
+    job_id, epoch = await world.started_job(pool=pool)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = LoopThread("trainer"), threading.Event()
     own = background.run(connect_to(redis_url))
@@ -498,7 +485,7 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, po
         feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
         await eventually("it waits", doing, "waiting for groups of iteration 0: 2 missing", LATER_S)
-        await drain(ledger, job_id)
+        await world.drain(job_id)
         num_groups = len(await micro_batch)
         await eventually("it trains", doing, f"training a micro-batch of {num_groups} groups of iteration 0", LATER_S)
     finally:
@@ -507,8 +494,8 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, redis_url, po
         background.close(own.redis.aclose())
 
 
-async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, pool):
-    job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, world, pool):
+    job_id, waiting = await world.create_job(pool=pool), await world.create_job(pool=pool)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     hangs = f"trainer-a still works on {job_id}, which has been CANCELLED for N s: it hangs; kill it"
@@ -518,8 +505,8 @@ async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, pool
     assert f"{waiting} has been PENDING" in text_of(await explain_job(ledger, waiting))
 
 
-async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger, pool, tmp_path):
-    job_id, _ = await started_job(ledger, pool=pool)
+async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger, world, pool, tmp_path):
+    job_id, _ = await world.started_job(pool=pool)
     await beat_rollout(ledger, pool, "good", "generating", job_id=job_id)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     for name in (keys.workers(pool), keys.trainers(pool)):

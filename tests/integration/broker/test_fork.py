@@ -7,8 +7,8 @@ import pytest
 
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
-from tests.broker_fixtures import LEASE_S, commit, drain, job_body, start_training, wait_open
 from tests.waiting import eventually
+from tests.world import LEASE_S, World, job_body
 
 FIRST = 2
 
@@ -16,7 +16,7 @@ FIRST = 2
 async def parent_of(broker: httpx.AsyncClient, ledger: Ledger, folder: Path, *kept: int) -> str:
     """A running job that has written checkpoints and keeps these."""
     job_id = str((await broker.post("/v1/jobs", json=job_body())).json()["id"])
-    epoch = await start_training(ledger, job_id)
+    epoch = await World(ledger).start_training(job_id)
     for number in kept:
         path = folder / "checkpoints" / f"iteration-{number:06d}"
         path.mkdir(parents=True)
@@ -64,7 +64,7 @@ async def test_unseen_disk_is_left_to_the_trainer(broker, ledger, tmp_path):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_fork_counts_on_and_is_read_from_there(broker, ledger, tmp_path, max_staleness):
+async def test_fork_counts_on_and_is_read_from_there(broker, ledger, world, tmp_path, max_staleness):
     parent = await parent_of(broker, ledger, tmp_path, FIRST)
     bounded = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
     evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
@@ -77,10 +77,10 @@ async def test_fork_counts_on_and_is_read_from_there(broker, ledger, tmp_path, m
     assert epoch is not None
     await ledger.versions.announce(job_id, epoch, FIRST, "127.0.0.1:1", "d2")
     for iteration in (2, 3):
-        await wait_open(ledger, job_id, iteration)
+        await world.wait_open(job_id, iteration)
         await eventually("it is due", lambda: ledger.evaluations.state(job_id, FIRST))
-        await drain(ledger, job_id)
-        assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.5)
+        await world.drain(job_id)
+        assert await world.commit(job_id, epoch, iteration, reward_mean=0.5)
     record = (await broker.get(url)).json()
     assert (record["first_iteration"], record["next_iteration"], record["num_iterations"]) == (2, 4, 4)
     found = {path: (await broker.get(f"{url}/{path}")).json() for path in ("iterations", "metrics", "timeline")}

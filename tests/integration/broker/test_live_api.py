@@ -37,20 +37,10 @@ from services.broker.views import live
 from services.broker.views import timeline as timeline_module
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
-from tests.broker_fixtures import (
-    Broker,
-    commit,
-    create_job,
-    make_group,
-    running_broker,
-    serving,
-    start_training,
-    started_job,
-    train,
-    wait_open,
-)
+from tests.broker_fixtures import Broker, running_broker, serving
 from tests.conftest import free_port
 from tests.waiting import eventually
+from tests.world import make_group
 
 LIMIT_S = 30.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
@@ -127,11 +117,11 @@ def committed_of(sent: list[Sent]) -> dict[int, dict[str, float]]:
 # ---- the stream --------------------------------------------------------------------------------------------------
 
 
-async def test_stream_sends_each_state_and_event_once_until_the_end(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_stream_sends_each_state_and_event_once_until_the_end(broker, ledger, world):
+    job_id = await world.create_job()
     listening = await begin_to_listen(broker, job_id)
-    epoch = await start_training(ledger, job_id)
-    await train(ledger, job_id, epoch, range(3))
+    epoch = await world.start_training(job_id)
+    await world.train(job_id, epoch, range(3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     sent = await listening
     assert events_of(sent) == await ledger_events(ledger, job_id)
@@ -148,17 +138,17 @@ async def test_stream_sends_each_state_and_event_once_until_the_end(broker, ledg
     assert broker.num_watchers == 0
 
 
-async def test_stream_continues_after_the_last_event_without_gaps(broker, ledger):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 6})
+async def test_stream_continues_after_the_last_event_without_gaps(broker, ledger, world):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 6})
     first: list[Sent] = []
     async with contextlib.aclosing(listen(broker.url, job_id)) as messages:
-        training = asyncio.create_task(train(ledger, job_id, epoch, range(2)))
+        training = asyncio.create_task(world.train(job_id, epoch, range(2)))
         async for message in messages:
             first.append(message)
             if len(events_of(first)) == 5:  # in the middle of it all
                 break
     await training
-    await train(ledger, job_id, epoch, range(2, 6))  # nobody listens
+    await world.train(job_id, epoch, range(2, 6))  # nobody listens
     listening = await begin_to_listen(broker, job_id, **{"Last-Event-ID": events_of(first)[-1]})
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     second = await listening
@@ -166,9 +156,9 @@ async def test_stream_continues_after_the_last_event_without_gaps(broker, ledger
     assert committed_of(first).keys() | committed_of(second).keys() == set(range(6))
 
 
-async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker, ledger):
-    job_id, epoch = await started_job(ledger)
-    await train(ledger, job_id, epoch, range(2))
+async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker, ledger, world):
+    job_id, epoch = await world.started_job()
+    await world.train(job_id, epoch, range(2))
     await ledger.jobs.move(job_id, JobState.FAILED, "out of memory")
     sent = await listen_to_end(broker.url, job_id)
     assert events_of(sent) == await ledger_events(ledger, job_id)
@@ -181,12 +171,12 @@ async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker, ledger):
     assert resumed[-1].data == {"reason": "over"}
 
 
-async def test_unforeseen_error_is_logged_and_breaks_the_stream(broker, ledger, monkeypatch, caplog):
+async def test_unforeseen_error_is_logged_and_breaks_the_stream(broker, world, monkeypatch, caplog):
     async def crash(*_):
         raise ValueError("a record that nobody has foreseen")
 
     monkeypatch.setattr(inspection, "look", crash)
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     with pytest.raises(httpx.RemoteProtocolError):
         await listen_to_end(broker.url, job_id)
     (logged,) = [record.exc_info[1] for record in caplog.records if record.exc_info]
@@ -194,10 +184,10 @@ async def test_unforeseen_error_is_logged_and_breaks_the_stream(broker, ledger, 
     assert broker.num_watchers == 0
 
 
-async def test_watchers_of_a_job_share_one_reader(broker, ledger, calls_of):
+async def test_watchers_of_a_job_share_one_reader(broker, ledger, world, calls_of):
     """More of them than the connections to Redis that a process has at most."""
     looks = calls_of(inspection, "look")
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(150)]
 
     await eventually("all listen", lambda: broker.num_watchers, 150, LIMIT_S)
@@ -213,7 +203,7 @@ async def test_watchers_of_a_job_share_one_reader(broker, ledger, calls_of):
         assert events_of(sent) == expected
 
 
-async def test_waiting_job_is_explained_now_and_then(broker, ledger, monkeypatch):
+async def test_waiting_job_is_explained_now_and_then(broker, world, monkeypatch):
     monkeypatch.setattr(live, "EXPLAIN_S", 1.0)
     explained: list[float] = []
     explain_job = live.explain_job
@@ -223,7 +213,7 @@ async def test_waiting_job_is_explained_now_and_then(broker, ledger, monkeypatch
         return await explain_job(*args)
 
     monkeypatch.setattr(live, "explain_job", noting)
-    job_id, num_sent = await create_job(ledger, pool="nobody-there"), 0
+    job_id, num_sent = await world.create_job(pool="nobody-there"), 0
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:
             if message.kind == "explain":
@@ -234,9 +224,9 @@ async def test_waiting_job_is_explained_now_and_then(broker, ledger, monkeypatch
     assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(explained))
 
 
-async def test_silent_stream_has_a_heart(broker, ledger, monkeypatch):
+async def test_silent_stream_has_a_heart(broker, world, monkeypatch):
     monkeypatch.setattr(live, "STREAM_HEARTBEAT_S", 0.1)
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:
             if message.kind == "":  # a comment
@@ -244,14 +234,14 @@ async def test_silent_stream_has_a_heart(broker, ledger, monkeypatch):
     raise AssertionError("it ended without")
 
 
-async def test_long_stream_is_to_be_asked_for_again(broker, ledger, monkeypatch):
+async def test_long_stream_is_to_be_asked_for_again(broker, world, monkeypatch):
     monkeypatch.setattr(live, "MAX_STREAM_S", 0.5)
-    sent = await listen_to_end(broker.url, await create_job(ledger))
+    sent = await listen_to_end(broker.url, await world.create_job())
     assert sent[-1].data == {"reason": "renew"}
 
 
-async def test_stopping_broker_ends_its_streams(ledger, tmp_path):
-    job_id = await create_job(ledger)
+async def test_stopping_broker_ends_its_streams(ledger, world, tmp_path):
+    job_id = await world.create_job()
     async with serving(ledger, tmp_path) as broker:
         listening = await begin_to_listen(broker, job_id)
         broker.server.should_exit = True
@@ -259,8 +249,8 @@ async def test_stopping_broker_ends_its_streams(ledger, tmp_path):
             assert (await listening)[-1].data == {"reason": "stopping"}
 
 
-async def test_deleted_job_ends_its_stream(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_deleted_job_ends_its_stream(broker, ledger, world):
+    job_id = await world.create_job()
     listening = await begin_to_listen(broker, job_id)
     await ledger.redis.delete(inspection.JobKeys(job_id).job)
     assert (await listening)[-1].data == {"reason": "over"}
@@ -269,10 +259,10 @@ async def test_deleted_job_ends_its_stream(broker, ledger):
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
-async def test_impossible_streams_are_refused_before_they_begin(broker, ledger):
+async def test_impossible_streams_are_refused_before_they_begin(broker, world):
     async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
         assert (await client.get("/v1/jobs/nobody/stream")).status_code == 404
-        job_id = await create_job(ledger)
+        job_id = await world.create_job()
         for after in ("now", "\u0663", "1-\u0664"):  # digits that are none to Redis
             for path in ("stream", "events"):
                 assert (await client.get(f"/v1/jobs/{job_id}/{path}", params={"after": after})).status_code == 422
@@ -284,8 +274,8 @@ async def test_impossible_streams_are_refused_before_they_begin(broker, ledger):
     assert broker.num_watchers == 0
 
 
-async def test_streams_leave_room_for_other_requests(ledger, tmp_path):
-    job_id = await create_job(ledger)
+async def test_streams_leave_room_for_other_requests(ledger, world, tmp_path):
+    job_id = await world.create_job()
     async with serving(ledger, tmp_path, max_connections=4) as broker:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):
@@ -299,9 +289,9 @@ async def test_streams_leave_room_for_other_requests(ledger, tmp_path):
         await eventually("those who left are forgotten", lambda: broker.num_watchers == 0)
 
 
-async def test_watcher_that_takes_nothing_is_hung_up_on(ledger, tmp_path, monkeypatch):
+async def test_watcher_that_takes_nothing_is_hung_up_on(ledger, world, tmp_path, monkeypatch):
     monkeypatch.setattr(live, "TICK_S", 0.05)
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     async with serving(ledger, tmp_path, stall_s=1.0) as broker:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -323,9 +313,9 @@ async def test_watcher_that_takes_nothing_is_hung_up_on(ledger, tmp_path, monkey
             assert sent[-1].data == {"reason": "over"}
 
 
-async def test_watcher_that_is_slow_misses_nothing(ledger, monkeypatch):
+async def test_watcher_that_is_slow_misses_nothing(ledger, world, monkeypatch):
     monkeypatch.setattr(live, "TICK_S", 0.01)
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     streams = JobStreams(ledger, is_stopping=lambda: False, max_watchers=5)
     stream = streams.stream(job_id, "0")
     bodies = [await anext(stream)]
@@ -381,15 +371,15 @@ async def test_error_is_no_answer_for_those_who_ask_later():
 # ---- the client --------------------------------------------------------------------------------------------------
 
 
-async def test_client_streams_typed_records_until_the_job_is_over(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_client_streams_typed_records_until_the_job_is_over(broker, ledger, world):
+    job_id = await world.create_job()
 
     async def collect():
         async with AsyncClient(broker.url) as client:
             return [update async for update in client.jobs.stream(job_id)]
 
     collecting = asyncio.create_task(collect())
-    await train(ledger, job_id, await start_training(ledger, job_id), range(3))
+    await world.train(job_id, await world.start_training(job_id), range(3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     updates = await asyncio.wait_for(collecting, LIMIT_S)
     assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
@@ -402,8 +392,8 @@ async def test_client_streams_typed_records_until_the_job_is_over(broker, ledger
 ODD_TEXT = "a\u2028b\x85c\u2029d\x0be\rf"  # ends of lines to str.splitlines(), and to nobody else
 
 
-async def test_client_returns_all_events_however_many_they_are(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_client_returns_all_events_however_many_they_are(broker, ledger, world):
+    job_id = await world.create_job()
     for number in range(live.EVENTS_AT_ONCE + 1):
         await ledger.event_log.emit(job_id, "job.warning", str(number))
     async with AsyncClient(broker.url) as client:
@@ -412,8 +402,8 @@ async def test_client_returns_all_events_however_many_they_are(broker, ledger):
         assert await client.jobs.events(job_id, found[-2].id) == found[-1:]
 
 
-async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger, world):
+    job_id = await world.create_job()
     await ledger.event_log.emit(job_id, "test.odd", ODD_TEXT)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     sent = await listen_to_end(broker.url, job_id)  # this reader takes them for ends of lines
@@ -449,12 +439,12 @@ async def get_timeline(broker: Broker, job_id: str, iterations: int = 5) -> Any:
         return await client.jobs.timeline(job_id, iterations)
 
 
-async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, ledger, world):
+    job_id = await world.create_job()
     nothing = await get_timeline(broker, job_id)
     assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
-    epoch = await start_training(ledger, job_id)
-    await wait_open(ledger, job_id, 0)
+    epoch = await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
     opened_at = float((await ledger.iterations.fields(job_id, 0))["opened_at"])
     update = WeightUpdate(received_bytes=9, pull_s=0.04, apply_s=0.01, load_s=0.03, held_s=0.02)
     await asyncio.sleep(0.1)
@@ -474,7 +464,7 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, le
     await ledger.rollout.submit(job_id, second.entry_id, failed)
     begin = opened_at + 0.1
     spans = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
-    await commit(ledger, job_id, epoch, 0, spans=spans, reward_mean=0.5)
+    await world.commit(job_id, epoch, 0, spans=spans, reward_mean=0.5)
     committed_at = float((await ledger.iterations.fields(job_id, 0))["committed_at"])
     timeline = await get_timeline(broker, job_id, 1)
     if timeline.iterations == [1]:  # the next one is open already
@@ -504,10 +494,10 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, le
     assert (record["reward_mean"], record["state"]) == (0.5, "COMMITTED")
 
 
-async def test_timeline_shows_the_pull_of_the_next_weights(broker, ledger):
+async def test_timeline_shows_the_pull_of_the_next_weights(broker, ledger, world):
     """A rollout may serve the next version before the iteration that made it is committed."""
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
     published = PublishedWeights(full_bytes=10, delta_bytes=9, encode_s=0.1, publish_s=0.1)
     await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d", published)
     await asyncio.sleep(0.1)  # the timeline begins with the iteration
@@ -522,13 +512,13 @@ async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
         return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
 
 
-async def test_timeline_of_a_job_that_reports_less(broker, ledger):
+async def test_timeline_of_a_job_that_reports_less(broker, ledger, world):
     """Of an older trainer and older rollouts: groups have their place all the same."""
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
     update = WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1)
     await ledger.versions.engine_ready(job_id, 0, "w1", update)
-    await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
+    await world.train(job_id, epoch, range(3), rollout_s=0.25)
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     timeline = await get_timeline(broker, job_id, 2)
     assert timeline.iterations == [1, 2]
@@ -536,9 +526,9 @@ async def test_timeline_of_a_job_that_reports_less(broker, ledger):
     assert timeline.lanes[0].idle_frac is None
 
 
-async def test_timeline_reads_each_group_once(broker, ledger, monkeypatch):
-    job_id, epoch = await started_job(ledger)
-    await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
+async def test_timeline_reads_each_group_once(broker, world, monkeypatch):
+    job_id, epoch = await world.started_job()
+    await world.train(job_id, epoch, range(3), rollout_s=0.25)
     first = await get_timeline(broker, job_id)
 
     async def never(*_):
@@ -549,7 +539,7 @@ async def test_timeline_reads_each_group_once(broker, ledger, monkeypatch):
     assert len([s for s in first.spans if s.kind == "generate"]) == 6
 
 
-async def test_timeline_is_built_and_serialized_off_the_event_loop(ledger, tmp_path, monkeypatch):
+async def test_timeline_is_built_and_serialized_off_the_event_loop(ledger, world, tmp_path, monkeypatch):
     """It may have tens of thousands of spans, and takes its time."""
     threads: list[int] = []
 
@@ -563,17 +553,17 @@ async def test_timeline_is_built_and_serialized_off_the_event_loop(ledger, tmp_p
     monkeypatch.setattr(timeline_module, "put_together", noted(timeline_module.put_together))
     monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
     async with running_broker(ledger, tmp_path) as client:
-        job_id, epoch = await started_job(ledger)
-        await train(ledger, job_id, epoch, range(1), rollout_s=0.0)
+        job_id, epoch = await world.started_job()
+        await world.train(job_id, epoch, range(1), rollout_s=0.0)
         answer = await client.get(f"/v1/jobs/{job_id}/timeline")
     assert Timeline.model_validate_json(answer.content).iterations[:1] == [0]
     assert len(threads) == 2
     assert threading.get_ident() not in threads
 
 
-async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker, ledger, monkeypatch):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker, ledger, world, monkeypatch):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
     await asyncio.sleep(0.3)  # then the groups' spans lie within the window
     first, *late = await ledger.rollout.claim(job_id, "w1", 10, 30)
     await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))

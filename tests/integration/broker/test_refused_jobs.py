@@ -18,8 +18,9 @@ from services.broker.admission.models import review_model
 from services.broker.admission.review import MAX_TRIALS
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
-from tests.broker_fixtures import job_body, running_broker
+from tests.broker_fixtures import running_broker
 from tests.installed import install
+from tests.world import job_body
 
 MOST, UPDATES = "max_prompts_per_iteration", "num_updates_per_iteration"
 SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"

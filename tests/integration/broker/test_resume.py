@@ -10,14 +10,15 @@ from onbeat.contracts.errors import CannotResume, LeaseLost
 from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from services.broker.retention import Retention
-from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, submit, tasks_for, train
+from tests.broker_fixtures import submit
 from tests.waiting import eventually
+from tests.world import job_body, tasks_for
 
 
-async def test_failed_job_goes_on_where_it_was(broker, ledger):
+async def test_failed_job_goes_on_where_it_was(broker, ledger, world):
     job_id = await submit(broker)
-    zombie = await start_training(ledger, job_id)
-    await train(ledger, job_id, zombie, range(1))
+    zombie = await world.start_training(job_id)
+    await world.train(job_id, zombie, range(1))
     await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     assert job_id in await ledger.lists.newest(JobState.FAILED, 0, 1000)
     record = (await broker.post(f"/v1/jobs/{job_id}:resume")).json()
@@ -28,21 +29,21 @@ async def test_failed_job_goes_on_where_it_was(broker, ledger):
         await ledger.trainer.renew_job(job_id, zombie, 30.0)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
-    await train(ledger, job_id, epoch, range(1, 3))
+    await world.train(job_id, epoch, range(1, 3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     assert (await broker.get(f"/v1/jobs/{job_id}/audit")).json()["is_clean"]
     iterations = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert [record["state"] for record in iterations] == ["COMMITTED"] * 3
 
 
-async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledger):
+async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledger, world):
     evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
     headers = {"Idempotency-Key": uuid.uuid4().hex}
     job_id = (await broker.post("/v1/jobs", json=job_body(evaluation=evaluation), headers=headers)).json()["id"]
-    epoch = await start_training(ledger, job_id)
-    await train(ledger, job_id, epoch, range(3))
+    epoch = await world.start_training(job_id)
+    await world.train(job_id, epoch, range(3))
     await eventually("the last evaluation is open", lambda: ledger.evaluations.state(job_id, 3))
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     for wanted in (1, 3, MAX_NUM_ITERATIONS + 1):
         answer = await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": wanted})
@@ -59,7 +60,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker, ledge
     assert epoch is not None
     again = await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": 6})
     assert (again.status_code, again.json()["num_iterations"]) == (200, 6)
-    await train(ledger, job_id, epoch, range(3, 6))
+    await world.train(job_id, epoch, range(3, 6))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     report = (await broker.get(f"/v1/jobs/{job_id}/audit")).json()
     assert (report["violation"], report["num_commits"]) == (None, 6)
@@ -96,8 +97,8 @@ async def test_refusal_says_what_to_do(broker, ledger, way, body, reason):
         ([], "body", "got []"),
     ],
 )
-async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(broker, ledger, body, field, message):
-    job_id, _ = await started_job(ledger)
+async def test_wrong_body_of_a_resume_is_not_taken_for_a_job(broker, world, body, field, message):
+    job_id, _ = await world.started_job()
     answer = await broker.post(f"/v1/jobs/{job_id}:resume", json=body)
     (error,) = answer.json()["errors"]
     assert (answer.status_code, error["field"]) == (422, field)
@@ -115,16 +116,16 @@ async def test_job_whose_data_has_gone_stays_as_it_is(broker, ledger, tmp_path):
     assert await ledger.jobs.state(job_id) is JobState.CANCELLED
 
 
-async def test_only_one_of_two_brings_a_job_back(ledger):
-    job_id = await create_job(ledger)
+async def test_only_one_of_two_brings_a_job_back(ledger, world):
+    job_id = await world.create_job()
     await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     await ledger.jobs.resume(job_id, JobState.FAILED)
     with pytest.raises(CannotResume, match="is PENDING: it was FAILED a moment ago; look again"):
         await ledger.jobs.resume(job_id, JobState.FAILED)
 
 
-async def test_outdated_look_at_a_resumed_job_is_put_right(ledger):
-    job_id = await create_job(ledger)
+async def test_outdated_look_at_a_resumed_job_is_put_right(ledger, world):
+    job_id = await world.create_job()
     await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     before = {job_id: await ledger.jobs.fields(job_id)}
     await ledger.jobs.resume(job_id, JobState.FAILED)
@@ -134,8 +135,8 @@ async def test_outdated_look_at_a_resumed_job_is_put_right(ledger):
     assert await ledger.redis.zscore(keys.WAITING_JOBS, job_id) is not None
 
 
-async def test_time_in_between_is_no_time_of_an_iteration(ledger):
-    job_id, _ = await started_job(ledger)
+async def test_time_in_between_is_no_time_of_an_iteration(ledger, world):
+    job_id, _ = await world.started_job()
     job = keys.JobKeys(job_id).job
     now = await ledger.now()
     await ledger.redis.hset(job, mapping={"last_commit_at": now - 1000})
@@ -151,8 +152,8 @@ async def test_time_in_between_is_no_time_of_an_iteration(ledger):
         assert last == pytest.approx(await ledger.now() - 100, abs=5)
 
 
-async def test_time_in_the_queue_is_the_jobs_and_no_iterations(ledger):
-    job_id, epoch = await started_job(ledger)
+async def test_time_in_the_queue_is_the_jobs_and_no_iterations(ledger, world):
+    job_id, epoch = await world.started_job()
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     job, now = keys.JobKeys(job_id).job, await ledger.now()
     assert float((await ledger.jobs.fields(job_id))["last_commit_at"]) == pytest.approx(now, abs=5)  # pauses move it on

@@ -25,19 +25,10 @@ from onbeat.streams.ledger.job_lists import FINAL
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
 from services.trainer.replay import read_record
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    create_job,
-    job_body,
-    make_group,
-    running_broker,
-    started_job,
-    submit_groups,
-    tasks_for,
-)
+from tests.broker_fixtures import running_broker
 from tests.conftest import own_redis, unfinished
 from tests.waiting import eventually
+from tests.world import World, job_body, make_group, tasks_for
 
 WEIGHTS = PublishedWeights(full_bytes=1, encode_s=0.0, publish_s=0.0)
 UPDATE = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.0)
@@ -51,7 +42,7 @@ async def keys_of(ledger: Ledger, job_id: str) -> set[str]:
 
 async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> tuple[str, str]:
     """A job that has used every key there is, all iterations committed; returns (job id, epoch)."""
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
+    job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await ledger.versions.announce(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)
         await ledger.versions.engine_ready(job_id, iteration, "w1", UPDATE)
@@ -59,13 +50,13 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         for row, task in enumerate(tasks):
             task.data_row = row
         assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
-        for claim in await claim_all(ledger, job_id):
+        for claim in await World(ledger).claim_all(job_id):
             group = make_group(claim.task)
             group.data_row = claim.task.data_row
             await ledger.rollout.submit(job_id, claim.entry_id, group)
         group_ids = [task.group_id for task in tasks]
         assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, group_ids) == group_ids
-        assert await commit(ledger, job_id, epoch, iteration)
+        assert await World(ledger).commit(job_id, epoch, iteration)
         await ledger.iterations.record_traced(job_id, iteration + 1)
     chats = Chats(ledger.redis, job_id)
     asked = CompletionRequest(model=job_id, messages=[Message(role="user", content="2+2=")])
@@ -81,7 +72,7 @@ async def evaluate(ledger: Ledger, job_id: str, evaluation: int) -> None:
         task.group_id, task.is_evaluation = f"eval-{evaluation}-{index}", True
     version = int((await ledger.jobs.fields(job_id))["policy_version"])
     assert await ledger.evaluations.open(job_id, evaluation, version, evaluation + 1, tasks) == ""
-    claim = (await claim_all(ledger, job_id, count=1))[0]
+    claim = (await World(ledger).claim_all(job_id, count=1))[0]
     await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
 
 
@@ -111,8 +102,8 @@ async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.PAUSED, JobState.CANCELLING])
-async def test_job_that_is_not_over_cannot_be_deleted(ledger, state):
-    job_id = await create_job(ledger)
+async def test_job_that_is_not_over_cannot_be_deleted(ledger, world, state):
+    job_id = await world.create_job()
     for step in {JobState.PENDING: [], JobState.RUNNING: [state]}.get(state, [JobState.RUNNING, state]):
         await ledger.jobs.move(job_id, step)
     with pytest.raises(JobNotFinal, match=f"is {state}; only a job that is over can be deleted: cancel it first"):
@@ -120,8 +111,8 @@ async def test_job_that_is_not_over_cannot_be_deleted(ledger, state):
     assert await ledger.jobs.state(job_id) is state
 
 
-async def test_large_job_goes_in_small_steps(ledger):
-    job_id, num_iterations = await over(ledger, await create_job(ledger)), 3000
+async def test_large_job_goes_in_small_steps(ledger, world):
+    job_id, num_iterations = await over(ledger, await world.create_job()), 3000
     job, pipeline = JobKeys(job_id), ledger.redis.pipeline(transaction=False)
     pipeline.hset(job.job, "num_opened", num_iterations)
     for number in range(num_iterations + 1):  # an evaluation and a version come after the last iteration
@@ -272,8 +263,8 @@ def test_every_script_is_tried_on_a_deleted_job():
 
 
 @pytest.mark.parametrize("script", LATE_CALLS)
-async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger, script):
-    job_id = await over(ledger, await create_job(ledger))
+async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger, world, script):
+    job_id = await over(ledger, await world.create_job())
     await ledger.jobs.delete(job_id)
     with contextlib.suppress(LeaseLost, JobNotFound, JobDeleted, AssertionError):  # said so
         await LATE_CALLS[script](ledger, job_id)
@@ -281,8 +272,8 @@ async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger, script):
     assert job_id not in await ledger.jobs.ids()
 
 
-async def test_trainer_waiting_for_groups_of_a_deleted_job_loses_it(ledger):
-    job_id = await create_job(ledger)
+async def test_trainer_waiting_for_groups_of_a_deleted_job_loses_it(ledger, world):
+    job_id = await world.create_job()
     waiting = asyncio.create_task(ledger.trainer.take(job_id, "rank-0", 1, timeout_s=1.0))
     await asyncio.sleep(0.2)
     await over(ledger, job_id)
@@ -304,16 +295,16 @@ async def kept_groups(ledger: Ledger, job_id: str) -> list[str]:
 async def interleaved_job(ledger: Ledger) -> tuple[str, str]:
     """Bounded, keeps 1: entries of iterations 1 and 2 alternate in the stream. 0 and 1 are committed, 2 is drained."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
-    job_id, epoch = await started_job(ledger, schedule=bounded, retention={"rollout_iterations": 1})
+    job_id, epoch = await World(ledger).started_job(schedule=bounded, retention={"rollout_iterations": 1})
     claims = []
     for iteration in range(3):
         assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
-        claims.append(await claim_all(ledger, job_id))
+        claims.append(await World(ledger).claim_all(job_id))
     alternating = [claim for pair in zip(claims[1], claims[2], strict=True) for claim in pair]
-    await submit_groups(ledger, job_id, alternating + claims[0])
+    await World(ledger).submit_groups(job_id, alternating + claims[0])
     for iteration in range(2):
         await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, [f"{iteration}-0", f"{iteration}-1"])
-        assert await commit(ledger, job_id, epoch, iteration)
+        assert await World(ledger).commit(job_id, epoch, iteration)
     return job_id, epoch
 
 
@@ -336,10 +327,10 @@ async def test_exactly_the_entries_of_old_durable_iterations_go(ledger):
     assert (report.num_groups, report.num_contents, report.num_contents_gone) == (6, 4, 2)
 
 
-async def test_running_job_is_trimmed_however_many_others_there_are(ledger):
+async def test_running_job_is_trimmed_however_many_others_there_are(ledger, world):
     job_id, epoch = await interleaved_job(ledger)
     await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
-    broken = await create_job(ledger)
+    broken = await world.create_job()
     await ledger.jobs.move(broken, JobState.RUNNING)
     await ledger.redis.hset(JobKeys(broken).job, mapping={"config": "{", "checkpoint_iteration": "1"})
     await Retention(ledger, 0).trim_started()
@@ -384,9 +375,9 @@ async def test_late_group_of_a_trimmed_iteration_changes_nothing(ledger):
     assert await kept_groups(ledger, job_id) == before == ["1-0", "1-1"]
 
 
-async def test_default_keeps_what_lies_between_two_checkpoints(ledger):
+async def test_default_keeps_what_lies_between_two_checkpoints(ledger, world):
     for every, kept in ((1, 50), (50, 50), (80, 80)):
-        job_id = await create_job(ledger, checkpoint={"every_iterations": every})
+        job_id = await world.create_job(checkpoint={"every_iterations": every})
         config = json.loads((await ledger.jobs.fields(job_id))["config"])
         assert config["retention"] == {"rollout_iterations": kept}
 
@@ -394,9 +385,9 @@ async def test_default_keeps_what_lies_between_two_checkpoints(ledger):
 # ---- jobs that were over long ago ------------------------------------------------------------------------------------
 
 
-async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger):
-    old, young = await over(ledger, await create_job(ledger)), await over(ledger, await create_job(ledger))
-    running = await create_job(ledger)
+async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger, world):
+    old, young = await over(ledger, await world.create_job()), await over(ledger, await world.create_job())
+    running = await world.create_job()
     long_ago = await ledger.now() - 11 * DAY_S
     await ledger.redis.hset(JobKeys(old).job, "finished_at", long_ago)
     await ledger.redis.hset(JobKeys(running).job, "finished_at", long_ago)

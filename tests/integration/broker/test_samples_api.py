@@ -14,18 +14,8 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.retention import Retention
 from services.broker.views import groups as groups_module
-from tests.broker_fixtures import (
-    LEASE_S,
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    make_group,
-    serving,
-    started_job,
-    tasks_for,
-    wait_open,
-)
+from tests.broker_fixtures import serving
+from tests.world import LEASE_S, World, failed_group, make_group, tasks_for
 
 TEXT = "Hi 😀!"
 TOKEN_TEXTS = ["Hi", " ", "", "😀", "!", ""]  # the third is a part of the next one's character, the last a special one
@@ -53,24 +43,24 @@ async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGrou
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:
     """A job that no broker goes on with: its iterations have these prompts. Returns (job id, epoch)."""
     sections.setdefault("schedule", {"num_iterations": len(prompts)})
-    job_id, epoch = await started_job(ledger, **sections)
+    job_id, epoch = await World(ledger).started_job(**sections)
     for iteration, texts in enumerate(prompts):
         tasks = tasks_for(iteration, len(texts))
         for task, text in zip(tasks, texts, strict=True):
             task.text = text
         assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
         await submit_open(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+        await World(ledger).commit(job_id, epoch, iteration)
     return job_id, epoch
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_have_their_place_and_advantages_once_trained(broker, ledger):
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
+async def test_samples_have_their_place_and_advantages_once_trained(broker, world):
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
+    await world.drain(job_id)
     before = (await get(broker, f"{job_id}/samples"))["samples"]
     assert [(s["group_id"], s["index"], s["advantage"]) for s in before] == [
         ("0-0", 0, None),
@@ -78,7 +68,7 @@ async def test_samples_have_their_place_and_advantages_once_trained(broker, ledg
         ("0-0", 1, None),
         ("0-1", 1, None),
     ]
-    await commit(ledger, job_id, epoch, 0)  # which tells reward - 0.5
+    await world.commit(job_id, epoch, 0)  # which tells reward - 0.5
     after = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
     assert {(s["iteration"], s["policy_version"]) for s in after} == {(0, 0)}
@@ -102,8 +92,8 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     assert await chosen("min_reward=0.5&offset=3") == []
 
 
-async def test_range_of_rewards_that_is_none_is_refused(broker, ledger):
-    job_id = await create_job(ledger)
+async def test_range_of_rewards_that_is_none_is_refused(broker, world):
+    job_id = await world.create_job()
     refused = await get(broker, f"{job_id}/samples?min_reward=2&max_reward=1.5", 422)
     assert refused["detail"] == "no reward is from 2 to 1.5: min_reward is above max_reward"
     for value in ("nan", "inf", "-inf", "1e999", "x"):
@@ -125,11 +115,11 @@ def with_tokens(group: RolloutGroup) -> None:
     group.responses[0].reward_parts["right"] = 0.75
 
 
-async def test_group_is_shown_token_by_token(broker, ledger):
-    job_id, epoch = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_is_shown_token_by_token(broker, ledger, world):
+    job_id, epoch = await world.started_job()
+    await world.wait_open(job_id, 0)
     await submit_open(ledger, job_id, with_tokens)
-    await commit(ledger, job_id, epoch, 0)
+    await world.commit(job_id, epoch, 0)
     detail = await get(broker, f"{job_id}/groups/0-1")
     place = ("iteration", "group_id", "policy_version", "worker_id", "num_prompt_tokens", "generate_s", "failure")
     assert [detail[name] for name in place] == [0, "0-1", 0, "w1", 3, 0.1, ""]
@@ -145,18 +135,18 @@ async def test_group_is_shown_token_by_token(broker, ledger):
     assert detail["responses"][0]["reward_parts"] == {"right": 0.75}
 
 
-async def test_group_that_failed_says_why(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_that_failed_says_why(broker, ledger, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
     detail = await get(broker, f"{job_id}/groups/0-0")
     assert (detail["failure"], detail["responses"], detail["tokens"]) == ("reward_failed: it raised", [], [])
 
 
-async def test_group_that_is_not_there_is_told_apart(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_group_that_is_not_there_is_told_apart(broker, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
     assert "has not been accepted yet" in (await get(broker, f"{job_id}/groups/0-0", 404))["detail"]
     for unknown in ("0-2", "7-0", "0-00", "999999999-999999999"):
         detail = (await get(broker, f"{job_id}/groups/{unknown}", 404))["detail"]
@@ -177,9 +167,9 @@ async def test_tokens_of_a_huge_group_are_cut_by_whole_responses(broker, ledger,
     assert len(detail["responses"]) == 2
 
 
-async def test_logprob_that_is_no_number_leaves_the_answer_valid(broker, ledger):
-    job_id, _ = await started_job(ledger)
-    await wait_open(ledger, job_id, 0)
+async def test_logprob_that_is_no_number_leaves_the_answer_valid(broker, ledger, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
 
     def spoil(group):
         group.responses[0].rollout_logprobs[:] = [float("nan"), float("-inf")]
@@ -216,14 +206,14 @@ async def test_client_reads_samples_and_groups(ledger, tmp_path):
 # ---- advantages in the ledger --------------------------------------------------------------------------------------
 
 
-async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger):
-    job_id, epoch = await started_job(ledger)
+async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger, world):
+    job_id, epoch = await world.started_job()
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     place = (job_id, epoch, 0, 1, "d1", {}, "used", True)
     with pytest.raises(AssertionError, match="iteration 0 is open"):
         await ledger.trainer.commit(*place, {"0-0": [1.0, -1.0]})
     assert await ledger.iterations.advantages(job_id, 0) == {}
-    await drain(ledger, job_id)
+    await world.drain(job_id)
     assert await ledger.trainer.commit(*place, {"0-0": [0.5, None]})
     assert not await ledger.trainer.commit(*place, {"0-0": [9.0, 9.0]})  # replayed
     assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}

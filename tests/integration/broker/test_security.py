@@ -31,10 +31,11 @@ from services.broker.app import create_app
 from services.broker.auth import MAX_BUCKETS, KeyRing, RateLimit
 from services.broker.middleware import FAILURE_BURST
 from services.broker.settings import Settings
-from tests.broker_fixtures import Keys, bearer, broker_process, job_body, running_broker, start_service
+from tests.broker_fixtures import Keys, bearer, broker_process, running_broker, start_service
 from tests.conftest import free_port
 from tests.integration.authority import Authority
 from tests.waiting import eventually
+from tests.world import job_body
 
 DEADLINE_S = 60.0
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.broker_fixtures import broker_process, job_body
+from tests.broker_fixtures import broker_process
+from tests.world import job_body
 
 pytestmark = pytest.mark.slow
 

@@ -25,23 +25,12 @@ from services.broker.metrics import Meters
 from services.broker.settings import Settings
 from services.broker.tracing import exporter as tracing
 from services.broker.tracing.exporter import Tracer
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    make_group,
-    run_iteration,
-    running_broker,
-    start_training,
-    started_job,
-    tasks_for,
-)
+from tests.broker_fixtures import running_broker
 from tests.conftest import free_port
 from tests.integration.authority import Authority
 from tests.otlp_receiver import OK, Receiver
 from tests.waiting import eventually
+from tests.world import World, failed_group, make_group, tasks_for
 
 LIMIT_S = 30.0
 QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
@@ -102,9 +91,9 @@ until = functools.partial(eventually, timeout_s=LIMIT_S)
 
 async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
     """Without a trainer's spans: for tests of what is exported when."""
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
+    job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
-        await run_iteration(ledger, job_id, epoch, iteration)
+        await World(ledger).run_iteration(job_id, epoch, iteration)
     return job_id
 
 
@@ -127,7 +116,9 @@ def exported(receiver: Receiver, job_id: str) -> list[int]:
 
 async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
     """Two iterations of three groups in two micro-batches; the second one's moments."""
-    job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 3}, schedule={"num_iterations": 2})
+    job_id, epoch = await World(ledger).started_job(
+        rollout={"num_prompts_per_iteration": 3}, schedule={"num_iterations": 2}
+    )
     moments: dict[str, float] = {}
     for iteration in range(2):
         update = WeightUpdate(received_bytes=9, pull_s=0.01, apply_s=0.0, load_s=0.02, held_s=0.03)
@@ -136,12 +127,12 @@ async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
         moments["ready"] = await ledger.now()
         assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, 3)) == ""
         await asyncio.sleep(0.25)  # longer than the groups' durations
-        claims = await claim_all(ledger, job_id)
+        claims = await World(ledger).claim_all(job_id)
         groups = [make_group(claims[0].task), make_group(claims[1].task, "w2"), failed_group(claims[2].task)]
         for claim, group in zip(claims, groups, strict=True):
             if claim is claims[1]:
                 await ledger.rollout.release(job_id, "w1", [claim.entry_id])
-                (claim,) = await claim_all(ledger, job_id, "w2")
+                (claim,) = await World(ledger).claim_all(job_id, "w2")
             await ledger.rollout.submit(job_id, claim.entry_id, group)
         now = moments["told"] = await ledger.now()
         ids = [f"{iteration}-{index}" for index in range(3)]
@@ -152,7 +143,7 @@ async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
         told += [("publish", now + 0.10, 0.01), ("publish", now + 0.12, 0.01)]
         metrics: dict[str, Any] = {"spans": told, "reward_mean": 0.5, "num_training_devices": 1}
         await asyncio.sleep(0.15)
-        assert await commit(ledger, job_id, epoch, iteration, **metrics)
+        assert await World(ledger).commit(job_id, epoch, iteration, **metrics)
     return job_id, moments
 
 
@@ -215,17 +206,17 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
     assert not [each for each in trace if "prompt of" in repr(each) or "response 0" in repr(each)]  # texts stay here
 
 
-async def test_replacing_group_waits_since_the_other_was_accepted(ledger, receiver):
+async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world, receiver):
     """0-0 has different rewards; 0-1 failed and is replaced by 0-2."""
     rollout = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 3}
-    job_id, epoch = await started_job(ledger, rollout=rollout)
+    job_id, epoch = await world.started_job(rollout=rollout)
     tasks = tasks_for(0, 3)
     assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
     for make in (make_group, failed_group, make_group):
-        (claim,) = await claim_all(ledger, job_id, count=1)
+        (claim,) = await world.claim_all(job_id, count=1)
         await asyncio.sleep(0.25)  # longer than the groups' durations
         await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task))
-    assert await commit(ledger, job_id, epoch, 0)
+    assert await world.commit(job_id, epoch, 0)
     async with exporting(ledger, receiver.url):
         await until("it is there", lambda: exported(receiver, job_id) == [0])
     found = {span.id: span for span in receiver.spans}
@@ -240,16 +231,16 @@ async def test_replacing_group_waits_since_the_other_was_accepted(ledger, receiv
     assert waited.start == replacing.start < waited.end
 
 
-async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger, receiver):
+async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger, world, receiver):
     """In `bounded` two iterations may have one version: each load is in one trace."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
-    job_id, epoch = await started_job(ledger, schedule=bounded)
+    job_id, epoch = await world.started_job(schedule=bounded)
     update = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.01)
     for iteration in range(2):
         assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
         await ledger.versions.engine_ready(job_id, 0, f"w{iteration}", update)
-        await drain(ledger, job_id)
-        assert await commit(ledger, job_id, epoch, iteration, is_published=False)
+        await world.drain(job_id)
+        assert await world.commit(job_id, epoch, iteration, is_published=False)
     async with exporting(ledger, receiver.url):
         await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
     loads = {span.instance: span.trace_id for span in receiver.spans if span.name == "load"}
@@ -257,14 +248,14 @@ async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger, receive
     assert len([span for span in receiver.spans if span.name == "load"]) == 2
 
 
-async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger, receiver):
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id, lease_s=0.01)
-    await run_iteration(ledger, job_id, epoch, 0)
+async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger, world, receiver):
+    job_id = await world.create_job()
+    epoch = await world.start_training(job_id, lease_s=0.01)
+    await world.run_iteration(job_id, epoch, 0)
     await asyncio.sleep(0.02)
     new_epoch = await ledger.trainer.claim_job(job_id, "trainer-b", LIMIT_S)
     assert new_epoch is not None
-    await run_iteration(ledger, job_id, new_epoch, 1)
+    await world.run_iteration(job_id, new_epoch, 1)
     async with exporting(ledger, receiver.url):
         await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
     trainers = {
@@ -276,12 +267,12 @@ async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger, receiv
     assert trainers == {0: {""}, 1: {"trainer-b"}}  # who it was before, the ledger does not say
 
 
-async def test_large_iteration_goes_in_several_requests(ledger, receiver):
-    job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 300})
+async def test_large_iteration_goes_in_several_requests(ledger, world, receiver):
+    job_id, epoch = await world.started_job(rollout={"num_prompts_per_iteration": 300})
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0, 300))
     for _ in range(3):
-        await drain(ledger, job_id)
-    assert await commit(ledger, job_id, epoch, 0)
+        await world.drain(job_id)
+    assert await world.commit(job_id, epoch, 0)
     async with exporting(ledger, receiver.url) as exporter:
         await until("all are there", lambda: exporter.count("exported") == 1)
     assert receiver.num_requests == 4  # 300 groups of 6 spans, and the root
@@ -291,27 +282,27 @@ async def test_large_iteration_goes_in_several_requests(ledger, receiver):
 # ---- when, and how often ---------------------------------------------------------------------------------------------
 
 
-async def test_resumed_job_is_traced_on(ledger, receiver):
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 2})
-    await run_iteration(ledger, job_id, epoch, 0)
+async def test_resumed_job_is_traced_on(ledger, world, receiver):
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 2})
+    await world.run_iteration(job_id, epoch, 0)
     await ledger.jobs.move(job_id, JobState.FAILED, "no disk space")
     exporter = Exporter(ledger, receiver.url)
     for _ in range(2):
         await exporter.tracer.step()
     await ledger.jobs.resume(job_id, JobState.FAILED)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)  # before the tracer looks again
-    await run_iteration(ledger, job_id, epoch, 1)
+    await world.run_iteration(job_id, epoch, 1)
     await exporter.tracer.step()
     await exporter.tracer.close()
     assert exported(receiver, job_id) == [0, 1]
 
 
-async def test_two_brokers_leave_no_iteration_out(ledger, receiver):
+async def test_two_brokers_leave_no_iteration_out(ledger, world, receiver):
     """Either may send one, and both may: it is the same trace then."""
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 12})
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 12})
     first, second = Exporter(ledger, receiver.url), Exporter(ledger, receiver.url)
     for iteration in range(12):
-        await run_iteration(ledger, job_id, epoch, iteration)
+        await world.run_iteration(job_id, epoch, iteration)
         await asyncio.gather(first.tracer.step(), second.tracer.step())
     await asyncio.gather(first.tracer.close(), second.tracer.close())
     assert set(exported(receiver, job_id)) == set(range(12))
@@ -329,23 +320,23 @@ async def test_job_that_cannot_be_read_keeps_no_other_one(ledger, receiver):
 
 
 @pytest.mark.parametrize("odd", ODD_SPANS)
-async def test_only_the_unreadable_iteration_of_a_job_has_no_trace(ledger, receiver, caplog, odd):
-    job_id, epoch = await started_job(ledger)
+async def test_only_the_unreadable_iteration_of_a_job_has_no_trace(ledger, world, receiver, caplog, odd):
+    job_id, epoch = await world.started_job()
     for iteration in range(3):
-        await run_iteration(ledger, job_id, epoch, iteration, **({"spans": [odd]} if iteration == 1 else {}))
+        await world.run_iteration(job_id, epoch, iteration, **({"spans": [odd]} if iteration == 1 else {}))
     async with exporting(ledger, receiver.url) as exporter:
         await until("all are counted", lambda: (exporter.count("unreadable"), exporter.count("exported")) == (1, 2))
     assert exported(receiver, job_id) == [0, 2]
     assert f"job {job_id}: iteration 1 cannot be read and has no trace: " in caplog.text
 
 
-async def test_stopping_broker_exports_what_is_left(ledger, receiver, monkeypatch):
+async def test_stopping_broker_exports_what_is_left(ledger, world, receiver, monkeypatch):
     monkeypatch.setattr(tracing, "LOOK_S", LIMIT_S)  # only its end makes it look again
-    job_id, epoch = await started_job(ledger)
-    await run_iteration(ledger, job_id, epoch, 0)
+    job_id, epoch = await world.started_job()
+    await world.run_iteration(job_id, epoch, 0)
     async with exporting(ledger, receiver.url) as exporter:
         await until("the first one is there", lambda: exporter.count("exported") == 1)
-        await run_iteration(ledger, job_id, epoch, 1)
+        await world.run_iteration(job_id, epoch, 1)
     assert exported(receiver, job_id) == [0, 1]
 
 
@@ -377,10 +368,10 @@ async def test_every_nth_iteration_is_traced(ledger, receiver):
     assert await ledger.redis.ttl(JobKeys(job_id).traces) > 0  # a record of a deleted job does not stay
 
 
-async def test_iteration_whose_groups_are_gone_is_left_out(ledger, receiver):
-    job_id, epoch = await started_job(ledger)
+async def test_iteration_whose_groups_are_gone_is_left_out(ledger, world, receiver):
+    job_id, epoch = await world.started_job()
     for iteration in range(3):
-        await run_iteration(ledger, job_id, epoch, iteration)
+        await world.run_iteration(job_id, epoch, iteration)
     await ledger.trainer.checkpointed(job_id, epoch, 0, 4, "/c")
     assert await ledger.iterations.trim(job_id, 0, 0)
     async with exporting(ledger, receiver.url) as exporter:
@@ -391,12 +382,12 @@ async def test_iteration_whose_groups_are_gone_is_left_out(ledger, receiver):
 # ---- collectors that do not do what they should ----------------------------------------------------------------------
 
 
-async def test_collector_that_was_away_gets_what_it_missed(ledger, caplog, quick):
+async def test_collector_that_was_away_gets_what_it_missed(ledger, world, caplog, quick):
     port = free_port()
-    job_id, epoch = await started_job(ledger)
+    job_id, epoch = await world.started_job()
     async with exporting(ledger, f"http://127.0.0.1:{port}", otlp_timeout_s=QUICK_S) as exporter:
         for iteration in range(3):
-            await run_iteration(ledger, job_id, epoch, iteration)
+            await world.run_iteration(job_id, epoch, iteration)
         await until("it was tried again", lambda: exporter.num_failures >= 3)
         assert await ledger.iterations.next_untraced(job_id) == 0
         warnings = {line.getMessage().split(" for ")[0] for line in caplog.records if line.levelno >= logging.WARNING}

@@ -23,9 +23,10 @@ from services.broker.settings import Settings
 from services.broker.watcher import fail_if_nobody_comes
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
-from tests.broker_fixtures import Keys, bearer, create_job, job_body, running_broker, write_prompts
+from tests.broker_fixtures import Keys, bearer, running_broker, write_prompts
 from tests.conftest import own_redis
 from tests.waiting import eventually
+from tests.world import World, job_body
 
 HARDWARE = Hardware("a test's processor", "", "native")
 
@@ -44,7 +45,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
 async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
     app = create_app(Settings(data_dir=tmp_path), alone)  # without the conductor: nobody else sends commands
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    first = await create_job(alone)
+    first = await World(alone).create_job()
     paths = ["/metrics", "/v1/pools/default", "/v1/doctor", "/v1/models", "/v1/jobs?limit=5", "/v1/jobs?state=FAILED"]
     paths += [f"/v1/jobs/{first}", f"/v1/jobs/{first}:explain", "/v1/jobs?state=PENDING&limit=5"]
 
@@ -58,7 +59,7 @@ async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
         counts: list[dict[str, int]] = []
         for num_more in (110, 0, 300):  # the first time also loads a script
             for _ in range(num_more):
-                await create_job(alone)
+                await World(alone).create_job()
             counts.append({path: await num_commands(client, path) for path in paths})
     assert counts[1] == counts[2]
 
@@ -67,7 +68,7 @@ async def test_conductor_watches_only_the_jobs_that_are_next(alone, tmp_path):
     write_prompts(tmp_path)
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
     conductor = Conductor(alone, process, timeout_s=10)
-    job_ids = [await create_job(alone) for _ in range(NUM_NEXT + 20)]
+    job_ids = [await World(alone).create_job() for _ in range(NUM_NEXT + 20)]
     running = asyncio.create_task(conductor.run())
     await asyncio.sleep(1)
     assert set(conductor._watchers) == set(job_ids[:NUM_NEXT])
@@ -88,8 +89,8 @@ async def lists_of(ledger: Ledger, job_id: str, pool: str) -> set[str]:
     return {what for what, name in names.items() if await ledger.redis.zscore(name, job_id) is not None}
 
 
-async def test_lists_follow_the_states(ledger, pool):
-    job_id = await create_job(ledger, pool=pool)
+async def test_lists_follow_the_states(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
     assert await lists_of(ledger, job_id, pool) == {"waiting", "queue"}
     await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert await lists_of(ledger, job_id, pool) == {"started"}
@@ -103,14 +104,14 @@ async def test_lists_follow_the_states(ledger, pool):
     assert float(fields["finished_at"]) >= float(fields["created_at"])
     await ledger.jobs.delete(job_id)
     assert await lists_of(ledger, job_id, pool) == set()
-    cancelled = await create_job(ledger, pool=pool)
+    cancelled = await world.create_job(pool=pool)
     await ledger.jobs.move(cancelled, JobState.CANCELLED)
     assert await lists_of(ledger, cancelled, pool) == {JobState.CANCELLED}
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.SUCCEEDED])
-async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(ledger, pool, state):
-    job_id = await create_job(ledger, pool=pool)
+async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(ledger, world, pool, state):
+    job_id = await world.create_job(pool=pool)
     right = await lists_of(ledger, job_id, pool)
     if state is not JobState.PENDING:
         await ledger.jobs.move(job_id, JobState.RUNNING)
@@ -127,9 +128,9 @@ async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(ledger, poo
     assert await lists_of(ledger, job_id, pool) == right
 
 
-async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, pool):
-    job_ids = [await create_job(ledger, pool=pool) for _ in range(4)]
-    await create_job(ledger, pool=f"{pool}-other")
+async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, world, pool):
+    job_ids = [await world.create_job(pool=pool) for _ in range(4)]
+    await world.create_job(pool=f"{pool}-other")
     deleted = f"{job_ids[0]}-deleted"
     await ledger.jobs.move(job_ids[1], JobState.CANCELLED)
     for job_id in (deleted, job_ids[1]):
@@ -142,8 +143,8 @@ async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, poo
     assert await ledger.lists.num_waiting(pool) == 0
 
 
-async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger, pool):
-    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
+async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger, world, pool):
+    job_id = await world.create_job(pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await Retention(ledger, 0).step()
     fields = await ledger.jobs.fields(job_id)
@@ -151,14 +152,14 @@ async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger, poo
     assert fields["error"].startswith("no trainer came for 1000 s (schedule.start_deadline_s)")
 
 
-async def test_job_is_listed_once_while_others_are_created(ledger, tmp_path, monkeypatch):
+async def test_job_is_listed_once_while_others_are_created(ledger, world, tmp_path, monkeypatch):
     for _ in range(6):
-        await create_job(ledger)
+        await world.create_job()
     newest = ledger.lists.newest
 
     async def newest_of_more(*args):
         found = await newest(*args)
-        await create_job(ledger)
+        await world.create_job()
         return found
 
     monkeypatch.setattr("services.broker.api.jobs.JOBS_AT_ONCE", 2)
@@ -168,8 +169,8 @@ async def test_job_is_listed_once_while_others_are_created(ledger, tmp_path, mon
     assert len({job["id"] for job in jobs}) == len(jobs) == 5
 
 
-async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger, pool):
-    job_id = await create_job(ledger, pool=pool)
+async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
     as_seen = await ledger.jobs.fields(job_id)
     assert await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     await fail_if_nobody_comes(ledger, as_seen, deadline_s=0.0)

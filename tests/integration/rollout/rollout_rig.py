@@ -24,8 +24,8 @@ from services.rollout.attach import SourceFactory
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
-from tests.broker_fixtures import job_body
 from tests.rollout_fakes import FakeEngine, FakeTrainer
+from tests.world import job_body
 
 CONTEXT_TOKENS = 128
 NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")

@@ -19,9 +19,9 @@ from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from services.rollout import claim_loop, puller, session
 from services.rollout.engines.registry import EngineDied
 from services.rollout.worker import FIND_JOB_S
-from tests.broker_fixtures import beat
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
+from tests.world import World
 
 # ---- the dtype of the job ------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ async def test_engine_starts_on_its_version_and_then_gets_the_newest(rig):
 async def test_heartbeat_reports_job_state_and_version(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
-    await beat(rig.ledger, rig.pool, WorkerRecord(id="long-dead", state="idle"), ago_s=2 * 86_400)
+    await World(rig.ledger).beat(rig.pool, WorkerRecord(id="long-dead", state="idle"), ago_s=2 * 86_400)
     rig.start_worker(engine, tensor_parallel_size=2)
     await rig.open(0, rig.task(0, 0))
     await rig.until_states("generating")

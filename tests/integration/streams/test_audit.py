@@ -14,30 +14,19 @@ from onbeat.streams.codec import encode_group, payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    create_job,
-    drain,
-    failed_group,
-    make_group,
-    start_training,
-    started_job,
-    submit_groups,
-    tasks_for,
-)
+from tests.world import World, failed_group, make_group, tasks_for
 
 
 async def finished_job(ledger: Ledger, num_durable: int = 1) -> str:
     """Three iterations of two groups; the second one has a failed group."""
-    job_id, epoch = await started_job(ledger)
+    job_id, epoch = await World(ledger).started_job()
     for iteration in range(3):
         await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration))
         if iteration == 1:
-            claim = (await claim_all(ledger, job_id, count=1))[0]
+            claim = (await World(ledger).claim_all(job_id, count=1))[0]
             await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
-        await drain(ledger, job_id)
-        await commit(ledger, job_id, epoch, iteration)
+        await World(ledger).drain(job_id)
+        await World(ledger).commit(job_id, epoch, iteration)
     await ledger.trainer.checkpointed(job_id, epoch, 0, num_durable, "/checkpoints/1")
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     return job_id
@@ -51,12 +40,12 @@ async def test_finished_job_is_clean(ledger: Ledger) -> None:
     assert len(report.head) == 40
 
 
-async def test_running_job_is_clean_while_others_write(ledger: Ledger) -> None:
-    job_id, _ = await started_job(ledger)
+async def test_running_job_is_clean_while_others_write(ledger: Ledger, world: World) -> None:
+    job_id, _ = await world.started_job()
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups=60))
-    claims = await claim_all(ledger, job_id)
+    claims = await world.claim_all(job_id)
 
-    submitting = asyncio.create_task(submit_groups(ledger, job_id, claims))
+    submitting = asyncio.create_task(world.submit_groups(job_id, claims))
     reports = []
     while not submitting.done():
         reports.append(await run_audit(ledger, job_id))
@@ -133,13 +122,13 @@ async def test_rewritten_log_does_not_contain_a_head_kept_earlier(ledger: Ledger
     assert "was written anew" in ((await run_audit(ledger, other, kept)).violation or "")
 
 
-async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Ledger) -> None:
+async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Ledger, world: World) -> None:
     """By calling the script itself: its argument says version 0, its tokens say 7."""
-    job_id = await create_job(ledger)
+    job_id = await world.create_job()
     job = JobKeys(job_id)
-    await start_training(ledger, job_id)
+    await world.start_training(job_id)
     await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
-    claim = (await claim_all(ledger, job_id))[0]
+    claim = (await world.claim_all(job_id))[0]
     payload = encode_group(make_group(claim.task, version=7))
     keys = [job.iteration(0), job.groups(0), job.busy(0), job.prompts, job.rollouts, job.lengths]
     args = [claim.entry_id, "w1", ROLLOUT_GROUP, 0, claim.task.group_id, payload, "0", "", 1.0, "iteration"]

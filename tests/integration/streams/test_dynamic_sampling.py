@@ -13,24 +13,14 @@ from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.streams.records import read_iterations
 from services.broker.auditor import run_audit
 from services.trainer.replay import read_record
-from tests.broker_fixtures import (
-    claim_all,
-    commit,
-    create_job,
-    failed_group,
-    make_group,
-    start_training,
-    started_job,
-    tasks_for,
-    wait_open,
-)
+from tests.world import World, failed_group, make_group, tasks_for
 
 ROLLOUT = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 4}
 
 
 async def open_job(ledger: Ledger) -> tuple[str, str]:
     """Iteration 0 has two groups and two spare prompts; returns (job id, epoch)."""
-    job_id, epoch = await started_job(ledger, rollout=ROLLOUT)
+    job_id, epoch = await World(ledger).started_job(rollout=ROLLOUT)
     tasks = tasks_for(0, 4)
     assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
     return job_id, epoch
@@ -45,7 +35,7 @@ def equal_group(task: PromptTask) -> RolloutGroup:
 
 async def submit_next(ledger: Ledger, job_id: str, make: object) -> str:
     """Be a rollout for one group; returns its id."""
-    (claim,) = await claim_all(ledger, job_id, count=1)
+    (claim,) = await World(ledger).claim_all(job_id, count=1)
     assert callable(make)
     assert await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task)) is Verdict.ACCEPTED
     return claim.task.group_id
@@ -57,7 +47,7 @@ async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("make", [equal_group, failed_group])
-async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, make):
+async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, world, make):
     job_id, epoch = await open_job(ledger)
     assert await submit_next(ledger, job_id, make) == "0-0"
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "3", "1")
@@ -66,7 +56,7 @@ async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, make)
     assert await submit_next(ledger, job_id, make_group) == "0-2"
     assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "3", "1")
     assert not await ledger.redis.exists(JobKeys(job_id).spares(0))
-    assert await commit(ledger, job_id, epoch, 0)
+    assert await world.commit(job_id, epoch, 0)
     report = await run_audit(ledger, job_id)
     assert (report.is_clean, report.num_groups) == (True, 3)
     groups, _, _ = await read_record(ledger, job_id, 0, 0)
@@ -88,8 +78,8 @@ async def test_used_up_prompts_end_the_iteration_with_an_event(ledger, num_equal
     assert (await run_audit(ledger, job_id)).is_clean
 
 
-async def test_job_without_spare_prompts_keeps_its_groups(ledger):
-    job_id, _ = await started_job(ledger)
+async def test_job_without_spare_prompts_keeps_its_groups(ledger, world):
+    job_id, _ = await world.started_job()
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     for _ in range(2):
         await submit_next(ledger, job_id, equal_group)
@@ -99,11 +89,11 @@ async def test_job_without_spare_prompts_keeps_its_groups(ledger):
     assert (await run_audit(ledger, job_id)).is_clean
 
 
-async def test_evaluation_takes_no_spare_prompt(ledger):
+async def test_evaluation_takes_no_spare_prompt(ledger, world):
     job_id, _ = await open_job(ledger)
     task = PromptTask(group_id="eval-0-0", iteration=0, is_evaluation=True, text="held out")
     assert await ledger.evaluations.open(job_id, 0, 0, 1, [task]) == ""
-    claims = await claim_all(ledger, job_id)
+    claims = await world.claim_all(job_id)
     (of_evaluation,) = [claim for claim in claims if claim.task.is_evaluation]
     group = equal_group(of_evaluation.task)
     assert await ledger.rollout.submit(job_id, of_evaluation.entry_id, group) is Verdict.ACCEPTED
@@ -111,8 +101,8 @@ async def test_evaluation_takes_no_spare_prompt(ledger):
     assert await fields_of(ledger, job_id) == (IterationState.OPEN, "2", "0")
 
 
-async def test_audit_sees_spare_prompts_out_of_order(ledger):
-    job_id, _ = await started_job(ledger, rollout=ROLLOUT)
+async def test_audit_sees_spare_prompts_out_of_order(ledger, world):
+    job_id, _ = await world.started_job(rollout=ROLLOUT)
     tasks = tasks_for(0, 4)
     assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], [tasks[3], tasks[2]]) == ""
     await submit_next(ledger, job_id, equal_group)
@@ -141,19 +131,19 @@ async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
     assert (await run_audit(ledger, job_id)).violation == violation
 
 
-async def test_each_iteration_has_its_own_prompts(broker, ledger):
+async def test_each_iteration_has_its_own_prompts(broker, ledger, world):
     """Of five rows, iteration 0 has the first four, iteration 1 the fifth and the first three; two are spare."""
-    job_id = await create_job(ledger, rollout=ROLLOUT, data={"shuffle": False})
-    epoch = await start_training(ledger, job_id)
+    job_id = await world.create_job(rollout=ROLLOUT, data={"shuffle": False})
+    epoch = await world.start_training(job_id)
     seen = {}
     for iteration in range(2):
-        await wait_open(ledger, job_id, iteration)
+        await world.wait_open(job_id, iteration)
         await submit_next(ledger, job_id, equal_group if iteration == 0 else make_group)
         tasks = [decode_task(fields[b"task"]) for _, fields in await ledger.redis.xrange(JobKeys(job_id).prompts)]
         seen |= {task.group_id: task.messages[-1].content for task in tasks}
         for _ in tasks:
             await submit_next(ledger, job_id, make_group)
-        assert await commit(ledger, job_id, epoch, iteration)
+        assert await world.commit(job_id, epoch, iteration)
     text = (await broker.get("/metrics")).text
     assert f'onbeat_replaced_groups_total{{job_id="{job_id}"}} 1.0' in text
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 5.0' in text

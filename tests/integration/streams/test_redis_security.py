@@ -20,9 +20,10 @@ from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.connection import RedisSettings, connect, public_address
 from onbeat.streams.ledger import Ledger
 from services.trainer.settings import Settings
-from tests.broker_fixtures import commit, create_job, drain_until, failed_group, running_broker, started_job, wait_open
+from tests.broker_fixtures import running_broker
 from tests.conftest import free_port, own_redis
 from tests.integration.authority import Authority
+from tests.world import World, failed_group
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "redis" / "users.acl.example"
@@ -82,27 +83,27 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
         async with running_broker(ledger, tmp_path) as broker:
             evaluation = {"every_iterations": 1, "num_samples_per_prompt": 1}
             evaluation["data"] = {"type": "jsonl", "path": "prompts.jsonl"}  # type: ignore[assignment]
-            job_id, epoch = await started_job(ledger, evaluation=evaluation, schedule={"num_iterations": 2})
+            job_id, epoch = await World(ledger).started_job(evaluation=evaluation, schedule={"num_iterations": 2})
             assert (await broker.post(f"/v1/jobs/{job_id}:pause")).json()["state"] == "PAUSED"
             assert (await broker.post(f"/v1/jobs/{job_id}:resume")).json()["state"] == "RUNNING"
-            await wait_open(ledger, job_id, 0)
+            await World(ledger).wait_open(job_id, 0)
             (claim,) = await ledger.rollout.claim(job_id, "w0", 1, 30)
             assert await ledger.rollout.renew(job_id, "w0", [claim.entry_id]) == [claim.entry_id]
             await ledger.rollout.release(job_id, "w0", [claim.entry_id])
             (claim,) = await ledger.rollout.claim(job_id, "w0", 1, 30)
             await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task, "w0"))
             for iteration in range(2):
-                await wait_open(ledger, job_id, iteration)
+                await World(ledger).wait_open(job_id, iteration)
                 state = partial(ledger.iterations.state, job_id, iteration)
-                await drain_until(ledger, job_id, state, IterationState.DRAINED, DEADLINE_S)
+                await World(ledger).drain_until(job_id, state, IterationState.DRAINED, DEADLINE_S)
                 groups = await ledger.trainer.take(job_id, "trainer", 100, 1.0)
                 ids = [group.group_id for group in groups]
                 assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, ids) == ids
-                assert await commit(ledger, job_id, epoch, iteration)
+                assert await World(ledger).commit(job_id, epoch, iteration)
                 await ledger.trainer.checkpointed(job_id, epoch, iteration, iteration + 1, "/checkpoint")
             await ledger.trainer.renew_job(job_id, epoch, 30)
             await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
-            other = await create_job(ledger)
+            other = await World(ledger).create_job()
             assert (await broker.post(f"/v1/jobs/{other}:cancel")).json()["state"] == "CANCELLED"
             for path in (f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}/samples", "/readyz"):
                 answer = await broker.get(path)
@@ -287,7 +288,7 @@ async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(port, pass
         place = {"redis_url": f"rediss://onbeat@127.0.0.1:{tls_port}", "redis_password_file": password_file}
         ours = {"redis_cert_file": cert, "redis_key_file": key, "redis_ca_file": authority.cert}
         client = RedisSettings.model_validate(place | ours).connect_redis(5)
-        job_id = await create_job(Ledger(client))
+        job_id = await World(Ledger(client)).create_job()
         assert await Ledger(client).jobs.state(job_id) is JobState.PENDING
         await client.aclose()
         for options in (ours | {"redis_ca_file": stranger.cert}, {"redis_ca_file": authority.cert}, {}):

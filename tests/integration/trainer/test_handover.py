@@ -19,8 +19,8 @@ from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.lease import YIELD_S, ClaimedJob
-from tests.broker_fixtures import create_job, started_job
 from tests.waiting import eventually
+from tests.world import World
 
 SCRIPT = """
 import ctypes, sys, time
@@ -51,7 +51,7 @@ CA = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.cr
 async def trainer(ledger: Ledger, redis_url: str, folder: Path, instead: str, **settings: str):
     """A trainer whose training is that function of SCRIPT, with a job: (process, id of the job)."""
     pool = f"p{uuid.uuid4().hex[:8]}"
-    job_id = await create_job(ledger, pool=pool)
+    job_id = await World(ledger).create_job(pool=pool)
     settings |= {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(folder)}
     command = (sys.executable, "-c", SCRIPT.format(instead=instead))
     environment = os.environ | settings | {"ONBEAT_DEVICE": "cpu", "ONBEAT_TRAINER_ID": "trainer-a"}
@@ -80,7 +80,9 @@ async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str
     assert await ledger.trainer.claim_job(job_id, "another", 30)  # although the lease was for ten minutes
 
 
-async def test_paused_job_leaves_its_trainer_to_one_that_waits(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+async def test_paused_job_leaves_its_trainer_to_one_that_waits(
+    ledger: Ledger, world: World, redis_url: str, tmp_path: Path
+) -> None:
     async def has_trainer(job_id: str) -> bool:
         return float((await ledger.jobs.fields(job_id)).get("lease_until", "0")) > await ledger.now()
 
@@ -90,7 +92,7 @@ async def test_paused_job_leaves_its_trainer_to_one_that_waits(ledger: Ledger, r
         await asyncio.sleep(YIELD_S + 1)
         assert await has_trainer(paused)  # nobody else wants it
         pool = (await ledger.jobs.fields(paused))["pool"]
-        other = await create_job(ledger, pool=pool)
+        other = await world.create_job(pool=pool)
         await eventually("the other job has the trainer", partial(has_trainer, other), timeout_s=YIELD_S + 10)
         assert not await has_trainer(paused)
         assert await events_of(ledger, paused, "job.handed_over") == ["trainer-a leaves the job to another trainer"]
@@ -144,8 +146,10 @@ async def test_wrong_settings_of_a_trainer_cost_no_job(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_trainer_notices_between_its_writes_that_it_lost_its_job(rank: int, ledger: Ledger, lease_of) -> None:
-    job_id, epoch = await started_job(ledger)
+async def test_trainer_notices_between_its_writes_that_it_lost_its_job(
+    rank: int, ledger: Ledger, world: World, lease_of
+) -> None:
+    job_id, epoch = await world.started_job()
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))
     lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0, rank))
 

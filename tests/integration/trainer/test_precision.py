@@ -12,7 +12,7 @@ from onbeat.machine.processor import Hardware
 from services.trainer.__main__ import claim_next
 from services.trainer.job.precision import resolve_dtype
 from services.trainer.settings import Settings
-from tests.broker_fixtures import beat, create_job
+from tests.world import World
 
 NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
 OLD = Hardware("Older", "AVX2, no bfloat16", "emulated")
@@ -26,7 +26,7 @@ class Pool:
     async def create(cls, ledger, dtype, is_claimed=True):
         pool = cls()
         pool.ledger, pool.name = ledger, f"pool-{uuid.uuid4().hex[:8]}"
-        pool.job_id = await create_job(ledger, pool=pool.name, model={"path": "tiny", "dtype": dtype})
+        pool.job_id = await World(ledger).create_job(pool=pool.name, model={"path": "tiny", "dtype": dtype})
         if is_claimed:
             pool.epoch = await ledger.trainer.claim_job(pool.job_id, "trainer-0", lease_s=30.0)
         return pool
@@ -38,7 +38,7 @@ class Pool:
             hardware=str(hardware),
             bfloat16=hardware.bfloat16,
         )
-        await beat(self.ledger, self.name, record, age_s)
+        await World(self.ledger).beat(self.name, record, age_s)
 
     async def resolve(self, trainer=NEW):
         fields = await self.ledger.jobs.fields(self.job_id)

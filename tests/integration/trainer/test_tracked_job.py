@@ -12,12 +12,12 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.lease import ClaimedJob
 from services.trainer.trackers.follow import LeasedJob, tracking
-from tests.broker_fixtures import run_iteration, started_job
+from tests.world import World
 
 
 async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int) -> None:
     values = {"reward_mean": iteration / 4, "prompt_tokens": 30.0, "response_tokens": 70.0, "train/grad_norm": 1.5}
-    await run_iteration(ledger, job_id, epoch, iteration, **values)
+    await World(ledger).run_iteration(job_id, epoch, iteration, **values)
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -27,10 +27,10 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 async def test_two_trainers_in_turn_leave_the_curves_of_rest(
-    ledger: Ledger, lease_of, tmp_path: Path, monkeypatch
+    ledger: Ledger, world: World, lease_of, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("services.trainer.trackers.follow.LOOK_S", 0.05)
-    job_id, epoch = await started_job(ledger, schedule={"num_iterations": 9})
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 9})
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))
     lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0))
     for iterations in (range(3), range(3, 5)):

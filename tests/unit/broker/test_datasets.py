@@ -24,7 +24,7 @@ from services.broker.datasets.child import ReadRequest, answer_request, open_dat
 from services.broker.datasets.files import epoch_order
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, build_tasks
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
 FOUR = {"prompt": "2 + 2", "answer": "four"}

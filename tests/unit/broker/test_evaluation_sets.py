@@ -11,7 +11,8 @@ from onbeat.streams.codec import Response, RolloutGroup
 from services.broker.datasets import PromptItem
 from services.broker.evaluations import describe, score_sets, split
 from services.broker.tasks import build_evaluation_tasks
-from tests.broker_fixtures import job_body, write_prompts
+from tests.broker_fixtures import write_prompts
+from tests.world import job_body
 
 DATA = {"type": "jsonl", "path": "prompts.jsonl"}
 EASY = {"name": "easy", "data": DATA, "num_prompts": 2}

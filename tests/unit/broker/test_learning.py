@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
 from onbeat.contracts.states import EvaluationState, IterationState
 from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}
 

@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.config import JobConfig
 from services.broker.admission.models import review_model
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 512}
 

@@ -23,7 +23,7 @@ from onbeat.streams.records import (
 from services.broker.evaluations import due_evaluation, score
 from services.broker.samples import group_samples, turns_of
 from services.broker.views.groups import group_detail
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 COMMITTED = {
     "iteration": "3",

@@ -20,8 +20,8 @@ from onbeat.config import apply_override
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import Event, IterationUpdate, WorkerRecord
 from onbeat.contracts.states import JobState
-from tests.broker_fixtures import job_body
 from tests.broker_thread import BrokerThread
+from tests.world import job_body
 
 CONFIG = job_body()
 

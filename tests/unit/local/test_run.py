@@ -25,11 +25,11 @@ from onbeat.contracts.states import JobState
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack, state_path
-from tests.broker_fixtures import job_body, start_training
 from tests.broker_thread import BrokerThread
 from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
 from tests.scripted_trainer import CHECKPOINT
 from tests.waiting import wait_until
+from tests.world import World, job_body
 
 pytestmark = pytest.mark.slow
 
@@ -237,7 +237,7 @@ def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerTh
     def begin(config: JobConfig, *, is_fresh: bool = False) -> str:
         """Submit a job that is new, and be its trainer."""
         job_id = asyncio.run(submit(config, is_fresh=is_fresh))
-        broker.run(start_training(broker.ledger, job_id))
+        broker.run(World(broker.ledger).start_training(job_id))
         return job_id
 
     def states() -> list[JobState]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from onbeat.config import JobConfig
 from onbeat.contracts.records import WorkerRecord
 from services.rollout.choice import Candidate, choose_job, find_move
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 
 def job(job_id: str, num_prompts: int = 4, is_paused: bool = False, dtype: str = "float32") -> Candidate:

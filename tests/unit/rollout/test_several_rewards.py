@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from services.broker.datasets import PromptItem
 from services.broker.tasks import build_tasks
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
-from tests.broker_fixtures import job_body
+from tests.world import job_body
 
 SEVERAL = [
     {"name": "exact", "weight": 0.9},

@@ -22,11 +22,11 @@ from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
-from tests.broker_fixtures import started_job
 from tests.broker_thread import BrokerThread
 from tests.scripted_trainer import CHECKPOINT
 from tests.unit.terminal.conftest import Command
 from tests.waiting import wait_until
+from tests.world import World
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICKSTART = EXAMPLES / "quickstart.toml"
@@ -403,7 +403,7 @@ async def answer_chats(chats: Chats) -> None:
 
 
 def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    job_id, _ = broker.run(started_job(broker.ledger))
+    job_id, _ = broker.run(World(broker.ledger).started_job())
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
     with broker.meanwhile(answer_chats(Chats(broker.ledger.redis, job_id))):
         assert onbeat("chat", job_id, "2 + 2").out == "1: 2 + 2\\x1b[2J\n"

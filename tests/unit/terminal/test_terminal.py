@@ -16,10 +16,10 @@ from onbeat.contracts.records import Finding, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from onbeat.terminal.top import take_overview
-from tests.broker_fixtures import started_job
 from tests.broker_thread import BrokerThread
 from tests.conftest import free_port
 from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
+from tests.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def test_refused_question_ends_the_watch_with_an_error(
 
 
 def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(broker: BrokerThread) -> None:
-    job_id, _ = broker.run(started_job(broker.ledger, name="tiny"))
+    job_id, _ = broker.run(World(broker.ledger).started_job(name="tiny"))
     broker.beat(WorkerRecord(id="rollout-10", state="idle"), WorkerRecord(id="rollout-9", state="idle"))
     broker.beat(WorkerRecord(id="rollout-2", state="generating", job_id=job_id), ago_s=100.0)
     out = in_pipe("top")

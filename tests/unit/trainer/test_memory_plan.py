@@ -16,8 +16,8 @@ from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
 from services.trainer.model.model import DTYPES, Passes, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
-from tests.broker_fixtures import job_body
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+from tests.world import job_body
 
 pytestmark = pytest.mark.slow
 

@@ -359,7 +359,7 @@ def test_published_weights_are_those_after_the_step(dtype, tmp_path):
 
 
 def test_group_used_twice_is_noticed_before_the_commit():
-    from tests.broker_fixtures import make_group, tasks_for
+    from tests.world import make_group, tasks_for
 
     first, second = (make_group(task, version=0) for task in tasks_for(0))
     stats, replica = IterationStats(0), IterationStats(0)
