@@ -9,7 +9,7 @@ import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
 from onbeat.contracts.errors import OnbeatError
-from onbeat.local.state import resolve_data_dir, running_stack
+from onbeat.local.state import REDIS_FOLDER, resolve_data_dir, running_stack
 
 if TYPE_CHECKING:
     from onbeat.local.stack import StackOptions
@@ -58,6 +58,7 @@ def up(
     from dataclasses import replace
 
     from onbeat.local.daemon import start_in_background
+    from onbeat.local.redis_choice import choose_server
     from onbeat.local.redis_server import choose_port, free_port
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
@@ -75,6 +76,7 @@ def up(
         )
         return
     options = replace(options, port=choose_port(port))
+    typer.echo(f"using {choose_server(options.data_dir / REDIS_FOLDER)}")
     try:
         state = start_in_background(options)
     except OnbeatError:
