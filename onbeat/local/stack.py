@@ -16,9 +16,11 @@ from socket import gethostname
 
 import httpx
 
+from onbeat.contracts.data_folder import REDIS_FOLDER
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENGINES
 from onbeat.contracts.suggestions import close_names, suggest
+from onbeat.local.redis_choice import choose_server
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.state import StackLock, StackState, create_data_dir, this_machine
 from onbeat.local.supervisor import ServiceSpec, Supervisor
@@ -71,7 +73,9 @@ def local_stack(
         held.callback(lock.release)
         scratch = make_scratch(report)
         held.callback(scratch.remove)
-        redis, redis_url = redis_service(options.data_dir)
+        server = choose_server(options.data_dir / REDIS_FOLDER)
+        report(f"using {server}")
+        redis, redis_url = redis_service(options.data_dir, server)
         port = options.port or free_port()
         url = f"http://{HOST}:{port}"
         supervisor = Supervisor(options.data_dir / "logs", report, [lock.children_fd, scratch.lock_fd], scratch.path)

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
+from onbeat.local.redis_choice import embedded_server
 from onbeat.local.redis_server import redis_service
 from onbeat.local.state import StackLock, StackState
 from services.broker.datasets import DatasetError, DatasetSpec
@@ -203,7 +204,7 @@ def test_password_of_the_local_stack_is_no_data(tmp_path, monkeypatch, folder):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
-    redis_service(tmp_path)
+    redis_service(tmp_path, *embedded_server())
     StackLock(tmp_path).write(StackState(1, "up", "http://u", "redis://:password@r", 1.0))
     (tmp_path / "stack.new").write_bytes((tmp_path / "stack.json").read_bytes())
     for name in ("stack.json", "STACK.json", "stack.new", "redis/redis.conf"):

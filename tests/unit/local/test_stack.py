@@ -23,6 +23,7 @@ from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import OnbeatError
 from onbeat.local.daemon import start_in_background, stop_in_background
+from onbeat.local.redis_choice import RedisServer
 from onbeat.local.redis_server import choose_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
 from onbeat.local.state import (
@@ -231,13 +232,15 @@ def test_service_that_does_not_start_or_stay_is_given_up(supervisor, reports, mo
 # ---- the stack's own services ----------------------------------------------------------------------------------
 
 
-def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_redis_starts_with_a_password_on_loopback_and_keeps_data(
+    supervisor: Supervisor, tmp_path: Path, redis_server: RedisServer
+) -> None:
     from redis import Redis
     from redis.exceptions import AuthenticationError
 
     folder = tmp_path / os.fsdecode(b'an "odd" \\ name, \xff')  # not UTF-8 either
     for expected in (None, b"kept"):
-        spec, url = redis_service(folder)
+        spec, url = redis_service(folder, redis_server)
         supervisor.start([spec])
         client = Redis.from_url(url)
         assert client.get("k") == expected

@@ -17,6 +17,7 @@ from onbeat.config import JobConfig, apply_override
 from onbeat.contracts.completions import ChatFailed
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import Finding
+from onbeat.local.redis_choice import choose_server
 from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
@@ -188,10 +189,11 @@ def test_up_tries_another_port_when_it_loses_the_first(
         return StackState(1, "up", f"http://127.0.0.1:{options.port}", "", 0.0)
 
     monkeypatch.setattr("onbeat.local.daemon.start_in_background", start)
-    out = onbeat("up", "--data-dir", str(tmp_path)).out
+    server, where = onbeat("up", "--data-dir", str(tmp_path)).out.splitlines()
     port = taken[0].getsockname()[1]
-    assert out.startswith("up at http://127.0.0.1:")
-    assert f":{port} " not in out
+    assert server == f"using {choose_server(tmp_path)}"
+    assert where.startswith("up at http://127.0.0.1:")
+    assert f":{port} " not in where
     taken[0].close()
     taken.clear()
     assert "did not start" in onbeat("up", "--port", str(port), "--data-dir", str(tmp_path), code=1).err

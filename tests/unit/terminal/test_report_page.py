@@ -62,3 +62,12 @@ def test_view_of_a_folder_without_a_run_is_refused(
     assert "is no data folder of a run" in onbeat("view", str(tmp_path), code=2).err
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path / "other"))
     assert f"{tmp_path / 'other'} is no data folder of a run" in onbeat("view", code=2).err
+
+
+def test_view_and_up_refuse_data_that_no_server_here_reads(onbeat: Command, tmp_path: Path) -> None:
+    (tmp_path / "redis" / "appendonlydir").mkdir(parents=True)
+    (tmp_path / "redis" / "server.json").write_text('{"kind": "Redis", "version": "99.1.0"}')
+    for words in (["view", str(tmp_path)], ["up", "--data-dir", str(tmp_path)]):
+        error = onbeat(*words, code=1).err
+        assert f"{tmp_path / 'redis'} holds data of Redis 99.1.0, which " in error
+        assert "put redis-server 99.1.0 or newer on the PATH" in error
