@@ -2,8 +2,9 @@
 
 import asyncio
 import builtins
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +29,11 @@ from onbeat.process.network import OptionalFile, check_certificate, read_file, t
 
 MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
 PASSWORD_FILE = "ONBEAT_REDIS_PASSWORD_FILE"
+OLDEST = (6, 2)  # has XAUTOCLAIM, and NOMKSTREAM and MINID of XADD
+
+
+class RedisTooOld(RedisError):
+    """Redis lacks commands that Onbeat sends."""
 
 
 class RedisSettings(BaseModel):
@@ -121,15 +127,29 @@ class LimitedPipeline(Pipeline):
 
 class LimitedRedis(Redis):
     limit_s: float  # of a command, with its retries
+    is_known: bool = False  # whether the server was asked for its version
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Execute a command; before the first one, raise RedisTooOld for a server that lacks commands of Onbeat."""
         async with limited(self.limit_s):
+            if not self.is_known:
+                with suppress(ResponseError):  # a user without the right to ask: its commands show what is missing
+                    check_version(await super().execute_command("INFO", "server"))
+                self.is_known = True
             return await super().execute_command(*args, **options)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> LimitedPipeline:
         pipeline = LimitedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
         pipeline.limit_s = self.limit_s
         return pipeline
+
+
+def check_version(info: Mapping[str, Any]) -> None:
+    """Raise RedisTooOld by the answer to INFO, in which Valkey reports the version of Redis that it began as."""
+    version = str(info.get("redis_version", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
+        raise RedisTooOld(f"it is Redis {version}; Onbeat needs 6.2 or newer, or Valkey")
 
 
 class PasswordFile(CredentialProvider):
@@ -195,6 +215,8 @@ def describe_loss(redis: Redis, error: Exception) -> str:
     where = public_address(redis)
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} does not let this process in; {explain_refusal(error)}"
+    if isinstance(error, RedisTooOld):
+        return f"Redis at {where} is too old: {error}"
     if isinstance(error, ResponseError):
         is_full = isinstance(error, OutOfMemoryError) or "MISCONF" in str(error)
         return f"Redis at {where} refuses a command: {error}" + "; its memory or its disk is full" * is_full
