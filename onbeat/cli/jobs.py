@@ -75,7 +75,7 @@ def list_jobs(
     as_json: AsJson = False,
 ) -> None:
     """List the jobs, newest first, with the reward of their newest iteration."""
-    from onbeat.terminal.top import newest_iteration
+    from onbeat.client.active import newest_iteration
 
     async def look(client: "AsyncClient") -> list[tuple["JobRecord", "IterationRecord | None"]]:
         jobs = await client.jobs.list(state, limit)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from onbeat.client import AsyncClient
+from onbeat.client.active import find_active
 from onbeat.client.datasets import DataFile, take_local_files
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import ApiError, OnbeatError
@@ -24,7 +25,6 @@ from onbeat.local.state import create_data_dir, running_stack
 from onbeat.terminal.follow import follow
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
-from onbeat.terminal.top import find_active
 
 PAUSE_DEADLINE_S = 10.0
 START_GRACE_S = 30.0  # for trainer and rollouts to import their libraries, and to say that they are there

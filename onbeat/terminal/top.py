@@ -11,16 +11,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from onbeat.client import AsyncClient
-from onbeat.contracts.errors import ApiError
-from onbeat.contracts.records import MAX_LISTED_JOBS, IterationRecord, JobRecord, PoolStatus, WorkerRecord
-from onbeat.contracts.states import IterationState, JobState
+from onbeat.client.active import find_active, newest_iteration
+from onbeat.contracts.records import IterationRecord, JobRecord, PoolStatus, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.terminal.formatting import Column, duration, number, printable, table_lines
 from onbeat.terminal.job_view import heartbeat_time, is_silent
 from onbeat.terminal.live import LATE_S, live_view, look_until, press_of_q
 from onbeat.terminal.report import num_tokens
 
 DEFAULT_POOL = "default"
-NUM_NEWEST = 200  # jobs of any state in the first request
 MAX_MEASURED_JOBS = 20  # jobs whose newest iteration is requested
 
 
@@ -56,31 +55,6 @@ async def take_overview(client: AsyncClient, only_pool: str | None = None) -> Ov
         newest={job.id: record for job, record in zip(measured, newest, strict=True) if record is not None},
         pools=views,
     )
-
-
-async def find_active(client: AsyncClient) -> list[JobRecord]:
-    """Return jobs that are not over, at most MAX_LISTED_JOBS of each state."""
-    newest = await client.jobs.list(limit=NUM_NEWEST)
-    lists = [newest]
-    if len(newest) == NUM_NEWEST:  # there are more
-        states = [state for state in JobState if not state.is_final]
-        lists += await asyncio.gather(*(client.jobs.list(state, MAX_LISTED_JOBS) for state in states))
-    known = {job.id: job for found in lists for job in found}  # as last seen: a job may be in two lists
-    return [job for job in known.values() if not job.state.is_final]
-
-
-async def newest_iteration(client: AsyncClient, job: JobRecord) -> IterationRecord | None:
-    """Return the newest committed iteration of a job; None without one of its own."""
-    if job.next_iteration <= job.first_iteration:
-        return None
-    try:
-        records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
-    except ApiError as error:
-        if error.status == 404:  # the job was just deleted
-            return None
-        raise
-    committed = [record for record in records if record.state is IterationState.COMMITTED]
-    return committed[-1] if committed else None
 
 
 async def look_at_pool(client: AsyncClient, pool: str) -> PoolView:

@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.quota import Quota
 from services.broker.admission.review import Admission
-from services.broker.api import chat, dashboard, datasets, health, jobs, pools, problems, samples, stream
+from services.broker.api import dashboard, datasets, health, jobs, pools, problems, samples, stream
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
-from services.broker.chats import ChatDesk
+from services.broker.chat import routes as chat
+from services.broker.chat.desk import ChatDesk
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.metrics import Meters
@@ -80,9 +81,9 @@ def create_app(
         is_read_only=settings.is_read_only,
         streams=streams,
         timelines=Timelines(ledger),
-        chats=ChatDesk(ledger, settings, is_stopping),
         uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
     )
+    app.state.chats = ChatDesk(ledger, settings, is_stopping)
     add_middleware(app, settings, meters)
     problems.install(app)
     app.include_router(health.doctor)  # before those of jobs: else JOB:explain is a job's id

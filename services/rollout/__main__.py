@@ -17,6 +17,8 @@ from onbeat.streams.best_effort import best_effort
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
+from services.rollout.attach import Factories
+from services.rollout.chat.server import create_chat_server
 from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import check_engine, create_engine, find_hardware, prepare_engine
 from services.rollout.settings import Settings
@@ -75,13 +77,10 @@ async def supervise(settings: Settings) -> int:
             **place,
         )
 
-    worker = Worker(
-        settings,
-        ledger,
-        find_hardware(device),
-        engine_of,
-        lambda address, job_id: WeightsClient(address, job_id, security),
+    factories = Factories(
+        engine_of, lambda address, job_id: WeightsClient(address, job_id, security), create_chat_server
     )
+    worker = Worker(settings, ledger, find_hardware(device), factories)
     watching = asyncio.create_task(health.watch(ledger.redis))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)

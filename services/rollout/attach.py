@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.records import WeightUpdate
-from onbeat.streams.chat import Chats
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
@@ -20,7 +20,6 @@ from onbeat.weights.security import join_address, reachable_host
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
-from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
 from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import stop_engine, wait_for_engine
@@ -40,6 +39,26 @@ EngineFactory = Callable[[JobConfig], Engine]
 SourceFactory = Callable[[str, str], WeightsClient]  # address, job id
 
 
+class VisitorServer(Protocol):
+    """A server beside the claim loop, for visitors of the version gate."""
+
+    async def serve(self) -> None:
+        """Serve until the session drains."""
+
+
+# The last argument is set when the session drains.
+VisitorFactory = Callable[[Assignment, Engine, VersionGate, PromptEncoder, asyncio.Event], VisitorServer | None]
+
+
+@dataclass(frozen=True)
+class Factories:
+    """The functions that create what serves a job."""
+
+    create_engine: EngineFactory
+    connect_weights: SourceFactory
+    serve_visitors: VisitorFactory | None = None
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts that serve a job once the engine has its model."""
@@ -48,19 +67,17 @@ class Parts:
     gate: VersionGate
     producer: GroupProducer
     loop: ClaimLoop
-    chats: ChatServer | None
+    visitors: VisitorServer | None
 
 
 class Attachment:
     """The start of a session."""
 
-    def __init__(
-        self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory, ends: Ends
-    ) -> None:
+    def __init__(self, job: Assignment, factories: Factories, ends: Ends) -> None:
         self.job_id = job.job_id
         self._job, self._ends = job, ends
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
-        self._create_engine, self._connect_weights = create_engine, connect_weights
+        self._factories = factories
         self._newest_served = -1
         self._starting: Engine | None = None
         self.has_model = asyncio.Event()
@@ -79,7 +96,10 @@ class Attachment:
         is_relay = settings.weights_relay and security.can_serve
         is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
         puller = WeightsPuller(
-            lambda address: self._connect_weights(address, self.job_id), self._find_address, peer, is_kept=is_kept
+            lambda address: self._factories.connect_weights(address, self.job_id),
+            self._find_address,
+            peer,
+            is_kept=is_kept,
         )
         cleanup.push_async_callback(puller.close)
         if is_relay:
@@ -98,7 +118,7 @@ class Attachment:
         loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
-        engine = self._starting = self._create_engine(self._config)
+        engine = self._starting = self._factories.create_engine(self._config)
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
@@ -115,8 +135,9 @@ class Attachment:
         producer = GroupProducer(gate, encoder, rewards, attempts, episodes)
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
-        chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None
-        return Parts(engine, gate, producer, loop, chats)
+        serve_visitors = self._factories.serve_visitors
+        visitors = serve_visitors(self._job, engine, gate, encoder, self._ends.drain) if serve_visitors else None
+        return Parts(engine, gate, producer, loop, visitors)
 
     async def _serve_episodes(self, cleanup: AsyncExitStack, encoder: PromptEncoder) -> EpisodeRunner | None:
         """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
@@ -131,12 +152,6 @@ class Attachment:
         await server.start()
         cleanup.push_async_callback(server.stop)
         return EpisodeRunner(encoder, environments, server, environment.max_attempts)
-
-    def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
-        num_slots = self._settings.chat_slots
-        speaker = Speaker(engine, gate, encoder, num_slots, self._config.rollout.max_response_tokens)
-        chats = Chats(self._ledger.redis, self.job_id)
-        return ChatServer(chats, self._settings.worker_id, speaker, num_slots, self._ends.drain)
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.states import JobState
 from onbeat.process.temporary import private_folder
-from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory
+from services.rollout.attach import Attachment, Factories, Parts
 from services.rollout.claim_loop import Assignment, Ends
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.puller import WeightsPuller
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class RolloutSession:
-    def __init__(self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
+    def __init__(self, job: Assignment, factories: Factories) -> None:
         self.job_id = job.job_id
         self._settings, self._ledger = job.settings, job.ledger
         self._ends = Ends()
         self._is_stopping = False
-        self._attachment = Attachment(job, create_engine, connect_weights, self._ends)
+        self._attachment = Attachment(job, factories, self._ends)
         self._parts: Parts | None = None
 
     async def run(self) -> None:
@@ -45,8 +45,8 @@ class RolloutSession:
                 if parts is not None:
                     steady = (parts.loop.keep_leases(), load_when_idle(parts, puller), watch_idle_engine(parts))
                     background += [tasks.create_task(work) for work in steady]
-                    if parts.chats is not None:
-                        background.append(tasks.create_task(parts.chats.serve()))
+                    if parts.visitors is not None:
+                        background.append(tasks.create_task(parts.visitors.serve()))
                     await parts.loop.serve()
                     await parts.loop.drain()
                 for task in background:

@@ -18,7 +18,7 @@ from onbeat.machine.processor import Hardware
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from services.rollout.attach import EngineFactory, SourceFactory
+from services.rollout.attach import Factories
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.claim_loop import Assignment
 from services.rollout.session import SERVED_STATES, RolloutSession
@@ -34,16 +34,9 @@ FAREWELL_DEADLINE_S = 5.0
 
 
 class Worker:
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        hardware: Hardware,
-        create_engine: EngineFactory,
-        connect_weights: SourceFactory,
-    ) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, hardware: Hardware, factories: Factories) -> None:
         self._settings, self._ledger, self._hardware = settings, ledger, hardware
-        self._create_engine, self._connect_weights = create_engine, connect_weights
+        self._factories = factories
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
         self._unsuited_for: list[str] = []  # active jobs that this rollout cannot serve
@@ -105,7 +98,7 @@ class Worker:
             what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
             await self._warn(job.job_id, what)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
-        return RolloutSession(served, self._create_engine, self._connect_weights)
+        return RolloutSession(served, self._factories)
 
     async def _move_if_needed(self) -> None:
         """Leave the job for one that has no rollout, once `find_move` has returned it twice in a row."""

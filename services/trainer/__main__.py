@@ -41,6 +41,8 @@ from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession
 from services.trainer.job.watchdog import Watchdog, stall_limit_s
 from services.trainer.settings import Settings
+from services.trainer.trackers import installed_trackers
+from services.trainer.trackers.follow import LeasedJob, tracking
 from services.trainer.world import PeerLost, World, is_lost_peer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ def main() -> int:
         if settings.cpu_cores and device.type == "cpu":
             run_on_cores(settings.cpu_cores)
         world = World.from_environment(device, settings.peer_timeout_s)
-        of_main = closing(Presence(background, ledger, settings.pool, settings.trainer_id)) if world.is_main else None
+        place = (settings.pool, settings.trainer_id)
+        of_main = closing(Presence(background, ledger, *place, installed_trackers())) if world.is_main else None
         with of_main or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
         world.close()
@@ -193,10 +196,14 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
 
 def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState | None, str]:
     """Run the job. Returns its final state and the reason; the state is None if another trainer is to continue it."""
+    from services.trainer.attention import PLANNERS
+    from services.trainer.attention.npu import plan_npu
     from services.trainer.session import run_job
 
+    PLANNERS["npu"] = plan_npu
+
     try:
-        run_job(settings, job, world)
+        run_job(settings, job, world, functools.partial(tracking, LeasedJob(job.lease), job.job_id, job.config))
         return JobState.SUCCEEDED, ""
     except JobCancelled:
         return JobState.CANCELLED, ""

@@ -26,6 +26,8 @@ from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from services.device import choose_device
+from services.trainer.attention import PLANNERS
+from services.trainer.attention.npu import plan_npu
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import make_deterministic, pin_cores
 from services.trainer.job.interface import Commit, Groups
@@ -163,6 +165,7 @@ def main() -> int:
     parser.add_argument("job_id")
     parser.add_argument("iteration", type=int)
     arguments = parser.parse_args()
+    PLANNERS["npu"] = plan_npu
     try:
         settings = Settings()
         result = replay(settings, arguments.job_id, arguments.iteration)

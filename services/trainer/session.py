@@ -1,7 +1,8 @@
 """The session of one job on this trainer: load or resume, serve weights, train."""
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -19,14 +20,15 @@ from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import model_files
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
-from services.trainer.trackers.follow import LeasedJob, tracking
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
+Tracking = Callable[[Path], AbstractContextManager[object]]  # the job's folder -> a block in which the job is tracked
 
-def run_job(settings: Settings, job: JobSession, world: World) -> None:
+
+def run_job(settings: Settings, job: JobSession, world: World, tracking: Tracking = nullcontext) -> None:
     """Train to the last iteration, together with the world's other ranks.
 
     Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
@@ -80,7 +82,7 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
     policy.files = model_files(source, policy.compute_dtype)
     job.serve_weights(policy.files, settings, policy.holders)
     try:
-        with tracking(LeasedJob(job.lease), job.job_id, config, folder) if world.is_main else nullcontext():
+        with tracking(folder) if world.is_main else nullcontext():
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()

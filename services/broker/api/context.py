@@ -9,7 +9,6 @@ from fastapi import Depends, Request
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.quota import Quota
 from services.broker.admission.review import Admission
-from services.broker.chats import ChatDesk
 from services.broker.metrics import Meters
 from services.broker.uploads import Uploads
 from services.broker.views.live import JobStreams
@@ -26,7 +25,6 @@ class Context:
     is_read_only: bool
     streams: JobStreams
     timelines: Timelines
-    chats: ChatDesk
     uploads: Uploads
 
 

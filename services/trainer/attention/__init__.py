@@ -1,7 +1,7 @@
 """Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there.
 
 `layout` describes in integers which place sees which; `short`, `sdpa` and, where a response forks, `tree` (CPU), `flex`
-(CUDA) and `npu` (Ascend) compute the attention.
+(CUDA) compute the attention. Programs add the kernel of another device, such as `npu` (Ascend), to PLANNERS.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch
 
 from services.trainer.attention.flex import forget_compiled, plan_flex
 from services.trainer.attention.layout import PackedLayout, Tree, build_layout, dense_mask
-from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import ShortPlan, is_short
 from services.trainer.attention.tree import plan_tree
@@ -43,7 +42,7 @@ def plan_cpu(layout: PackedLayout) -> AttentionPlan:
     return ShortPlan(layout) if is_short(layout) else plan_sdpa(layout)
 
 
-PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_cpu, "cuda": plan_flex, "npu": plan_npu}
+PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_cpu, "cuda": plan_flex}
 
 
 def plan_attention(layout: PackedLayout) -> AttentionPlan:

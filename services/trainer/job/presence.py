@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
@@ -10,7 +11,6 @@ from onbeat.machine.memory import read_memory
 from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
-from services.trainer.trackers import installed_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +18,13 @@ HEARTBEAT_S = 2.0
 
 
 class Presence:
-    """A heartbeat from construction to `close`. Set `job_id` while a job is trained."""
+    """A heartbeat from construction to `close`. Set `job_id` while a job is trained. `trackers`: those installed."""
 
-    def __init__(self, background: LoopThread, ledger: Ledger, pool: str, trainer_id: str) -> None:
+    def __init__(
+        self, background: LoopThread, ledger: Ledger, pool: str, trainer_id: str, trackers: Sequence[str] = ()
+    ) -> None:
         self.job_id: str | None = None
+        self._trackers = list(trackers)
         self._background, self._ledger, self._pool, self._trainer_id = background, ledger, pool, trainer_id
         self._heartbeats = background.start(self._send_heartbeats())
 
@@ -42,7 +45,7 @@ class Presence:
             id=self._trainer_id,
             job_id=self.job_id,
             state=state,
-            trackers=installed_trackers(),
+            trackers=self._trackers,
             host=read_memory(),
         )
         await self._ledger.trainers.heartbeat(self._pool, record)

@@ -20,7 +20,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.weights.host import host_id
 from onbeat.weights.wire import Peer
 from services.rollout.__main__ import root_cause
-from services.rollout.attach import SourceFactory
+from services.rollout.attach import Factories, SourceFactory
+from services.rollout.chat.server import create_chat_server
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
@@ -139,7 +140,8 @@ class Rig:
     def start_worker(self, engine: FakeEngine | None = None, hardware: Hardware = NEW, **settings) -> Worker:
         engine = engine or FakeEngine()
         defaults = {"pool": self.pool, "worker_id": f"w{len(self.running)}", "lease_s": 30.0, "drain_s": 5.0}
-        worker = Worker(Settings(**(defaults | settings)), self.ledger, hardware, lambda config: engine, self.connect)
+        factories = Factories(lambda config: engine, self.connect, create_chat_server)
+        worker = Worker(Settings(**(defaults | settings)), self.ledger, hardware, factories)
         self.engines.append(engine)
         self.running.append((worker, asyncio.create_task(worker.run())))
         return worker

@@ -21,8 +21,8 @@ from onbeat.process.api_keys import Role
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from services.broker import chats as broker_chats
-from services.rollout import chat as rollout_chat
+from services.broker.chat import desk as broker_chats
+from services.rollout.chat import server as rollout_chat
 from services.rollout.engines.interface import ChatSampling, Sampling
 from tests.broker_fixtures import Keys
 from tests.integration.rollout.chat_rig import HELLO, ChatRig, PacedEngine, chatting

@@ -26,17 +26,17 @@ SCRIPT = """
 import ctypes, sys, time
 import services.trainer.session as session
 
-def train_for_ever(settings, job, world):
+def train_for_ever(settings, job, world, tracking):
     while True:
         job.check()
         time.sleep(0.05)
 
-def stuck_step(settings, job, world):
+def stuck_step(settings, job, world, tracking):
     job.status.enter_barrier(0)
     job.lease._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
     ctypes.CDLL(None).sleep(600)
 
-def serve(settings, job, world):
+def serve(settings, job, world, tracking):
     job.serve_weights({{}}, settings, world)
 
 session.run_job = {instead}

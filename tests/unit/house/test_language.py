@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-SHOWN = ("services/broker/api/chat.py",)  # texts for users that are not in this form
+SHOWN = ("services/broker/chat/routes.py",)  # texts for users that are not in this form
 NO_VERBS = {
     *("A", "All", "An", "As", "At", "By", "Every", "For", "From", "How", "In", "Its", "No", "None", "Of", "One", "The"),
     *("Those", "To", "Until", "What", "When", "Where", "Whether", "Which", "Who", "Whoever", "Why", "With", "Without"),

@@ -187,7 +187,7 @@ async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
         for job_id in others:
             await client.jobs.cancel(job_id)
         for num_newest, num_questions in ((5, 1), (4, 5), (2, 5)):
-            monkeypatch.setattr("onbeat.terminal.top.NUM_NEWEST", num_newest)
+            monkeypatch.setattr("onbeat.client.active.NUM_NEWEST", num_newest)
             broker.wire.requests.clear()
             assert [job.id for job in (await take_overview(client)).jobs] == [oldest]
             assert broker.wire.requests.count(("GET", "/v1/jobs")) == num_questions

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.trainer.__main__ import train
 from services.trainer.attention import PLANNERS, build_layout, dense_mask, packed_attention, plan_attention
 from services.trainer.attention.flex import plan_flex
 from services.trainer.attention.npu import plan_npu
@@ -185,9 +187,16 @@ def test_npu_refuses_more_sequences_than_the_kernel_takes(documented_npu):
         plan_npu(build_layout([(1, [2] * 1024)]))
 
 
-@pytest.mark.parametrize(("device", "kernel"), [("cpu", "ShortPlan"), ("cuda", "FlexPlan"), ("npu", "NpuPlan")])
-def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "ShortPlan"), ("cuda", "FlexPlan")])
+def test_the_device_chooses_the_kernel(device, kernel):
     assert type(PLANNERS[device](build_layout([(2, [3])]))).__name__ == kernel
+
+
+def test_trainer_attends_by_the_fused_kernel_on_an_npu(documented_npu, monkeypatch):
+    monkeypatch.setitem(PLANNERS, "npu", None)
+    monkeypatch.setattr("services.trainer.session.run_job", lambda *arguments: None)
+    train(None, MagicMock(), None)
+    assert PLANNERS["npu"] is plan_npu
 
 
 @pytest.mark.parametrize("prefix_length", [0, 1])

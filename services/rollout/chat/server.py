@@ -25,6 +25,8 @@ from onbeat.streams.best_effort import best_effort
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
+from services.rollout.chat.stops import StopFilter
+from services.rollout.claim_loop import Assignment
 from services.rollout.engines.interface import (
     ChatSampling,
     Engine,
@@ -35,7 +37,6 @@ from services.rollout.engines.interface import (
 )
 from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.prompts import MAX_CHARS_PER_TOKEN, GroupFailed, PromptEncoder
-from services.rollout.stops import StopFilter
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,16 @@ FAREWELL_DEADLINE_S = 2.0
 MAX_STARTS = 5  # tries of a chat whose versions pass too quickly
 
 Say = Callable[[Reply], Awaitable[bool]]
+
+
+def create_chat_server(
+    job: Assignment, engine: Engine, gate: VersionGate, encoder: PromptEncoder, ending: asyncio.Event
+) -> "ChatServer | None":
+    """Create the server of a job's chats; None where the settings allow no chats."""
+    if not (num_slots := job.settings.chat_slots):
+        return None
+    speaker = Speaker(engine, gate, encoder, num_slots, job.config.rollout.max_response_tokens)
+    return ChatServer(Chats(job.ledger.redis, job.job_id), job.settings.worker_id, speaker, num_slots, ending)
 
 
 class ChatServer:

@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
@@ -15,9 +15,9 @@ from onbeat.contracts.completions import ChatFailed, Completion, CompletionReque
 from onbeat.contracts.errors import JobNotFound
 from onbeat.process.hangup import unless_left
 from onbeat.streams.chat import Reply
-from services.broker.api.context import Broker
 from services.broker.api.problems import CLIENT_LEFT, documented, explain_redis
 from services.broker.api.stream import EventStream
+from services.broker.chat.desk import ChatDesk
 
 VERSION_HEADER = "Onbeat-Policy-Version"
 RETRY_AFTER_S = 5
@@ -121,22 +121,29 @@ BEFORE: dict[int | str, dict[str, Any]] = {
 # ---- routes ------------------------------------------------------------------------------------------------------
 
 
+def desk_of(request: Request) -> ChatDesk:
+    return cast(ChatDesk, request.app.state.chats)
+
+
+Desk = Annotated[ChatDesk, Depends(desk_of)]
+
+
 @router.get("/models", responses=documented(503))
-async def list_models(broker: Broker) -> ModelList:
+async def list_models(desk: Desk) -> ModelList:
     """List the policies that answer chats: those of running and paused jobs."""
-    jobs = await broker.chats.models()
+    jobs = await desk.models()
     return ModelList(data=[ModelCard(id=job.id, created=int(job.created_at), name=job.name) for job in jobs])
 
 
 @chat.post(
     "/chat/completions", response_model=Completion, responses=OK | both_kinds(400, 404, 429, 500, 503, 504) | BEFORE
 )
-async def create_completion(body: CompletionRequest, request: Request, broker: Broker) -> Response:
+async def create_completion(body: CompletionRequest, request: Request, desk: Desk) -> Response:
     """Ask the policy as it is now. All answers of a request are of one policy version."""
-    job = await broker.chats.find(body.model)
+    job = await desk.find(body.model)
     request.path_params["job_id"] = job.id  # for the access log
     async with AsyncExitStack() as stack:
-        replies = await stack.enter_async_context(broker.chats.converse(job.id, body))
+        replies = await stack.enter_async_context(desk.converse(job.id, body))
         first = await unless_left(request.receive, anext(replies))
         if first is None:
             return Response(status_code=CLIENT_LEFT)

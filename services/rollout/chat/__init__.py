@@ -1,0 +1,1 @@
+"""The annex that answers chats with the served policy; a rollout works without it."""
