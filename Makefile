@@ -7,6 +7,7 @@ PYTHON ?= python3
 OWN_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard .venv/.setup-*)),.venv/bin/python,$(PYTHON))
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
+DIST ?= dist
 JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
@@ -31,7 +32,7 @@ else ifneq ($(ISA),)
 $(error ISA=$(ISA): use avx2 or avx512)
 endif
 
-.PHONY: setup images engine run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
+.PHONY: setup images engine wheel run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
 
 setup: $(STAMP)
 
@@ -56,6 +57,12 @@ images:
 # Docker and its compose plugin, installed and started where there are none and where this may be done.
 engine: setup
 	deploy/docker/engine.sh
+
+# A release, in DIST: the wheel, and what docs/install.md uses with it.
+wheel: setup
+	rm -rf build && mkdir -p $(DIST)
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) .
+	cp requirements/cpu.lock requirements/cuda.lock requirements/install.py examples/quickstart.toml $(DIST)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -120,4 +127,4 @@ proto: setup
 		proto/onbeat/weights/v1/weights.proto proto/onbeat/rollout/v1/rollout.proto
 
 clean:
-	rm -rf .venv $(REHEARSAL) .wheels site
+	rm -rf .venv $(REHEARSAL) .wheels site build dist
