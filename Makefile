@@ -8,6 +8,8 @@ OWN_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard .venv/.setup
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 DIST ?= dist
+# Every file that names the version; it stands in the first one, and the others cannot compute.
+VERSIONED := onbeat/__init__.py .env $(addprefix docs/,deploy.md install.md kubernetes.md platforms.md) $(wildcard deploy/kubernetes/overlays/*/kustomization.yaml)
 JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
@@ -32,7 +34,7 @@ else ifneq ($(ISA),)
 $(error ISA=$(ISA): use avx2 or avx512)
 endif
 
-.PHONY: setup images engine wheel run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
+.PHONY: setup images engine wheel run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean version
 
 setup: $(STAMP)
 
@@ -49,6 +51,11 @@ $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 
 run: setup
 	$(BIN)/onbeat run $(JOB)
+
+# The next version, everywhere: make version VERSION=0.2.0.
+version:
+	test -n "$(VERSION)" || { echo "which one? make version VERSION=0.2.0"; exit 1; }
+	old=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' onbeat/__init__.py) && sed -i "s/\b$${old//./\\.}\b/$(VERSION)/g" $(VERSIONED)
 
 # Three container images of PLATFORM, by default cpu; what they are built from is in docs/deploy.md.
 images:

@@ -104,7 +104,7 @@ LABEL org.opencontainers.image.description="Generates and scores responses with 
 
 FROM ${SERVICE}
 ARG SERVICE
-ARG VERSION=0.1.0
+ARG VERSION=unknown
 ARG REVISION=unknown
 ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="onbeat $SERVICE" \
