@@ -1,10 +1,12 @@
 """Procedural tasks of reasoning_gym: item i is generated from (seed, i) alone."""
 
 import difflib
+from functools import partial
 from typing import Any
 
 from onbeat.config import ReasoningGymData
 from onbeat.contracts.task_options import find_code
+from onbeat.process.extras import require_extra
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}
@@ -17,7 +19,11 @@ class ReasoningGymDataset(PromptDataset):
     """
 
     def __init__(self, data: ReasoningGymData, spec: DatasetSpec) -> None:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ImportError:
+            require_extra("reasoning-gym", user="this type of data", error=partial(DatasetError, "data.type"))
+            raise
 
         if data.task not in DATASETS:
             raise DatasetError("data.task", f"reasoning_gym has no task {data.task!r}; {nearest(data.task, DATASETS)}")
