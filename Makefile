@@ -7,6 +7,9 @@ PYTHON ?= python3
 OWN_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard .venv/.setup-*)),.venv/bin/python,$(PYTHON))
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
+DIST ?= dist
+# Every file that names the version; it stands in the first one, and the others cannot compute.
+VERSIONED := onbeat/__init__.py .env $(addprefix docs/,deploy.md install.md kubernetes.md platforms.md) $(wildcard deploy/kubernetes/overlays/*/kustomization.yaml)
 JOB ?= examples/quickstart.toml
 PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
@@ -34,7 +37,7 @@ else ifneq ($(ISA),)
 $(error ISA=$(ISA): use avx2 or avx512)
 endif
 
-.PHONY: setup images engine run check test test-all test-rest test-avx2 test-other-python lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
+.PHONY: setup images engine wheel run check test test-all test-rest test-avx2 test-other-python lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean version
 
 setup: $(STAMP)
 
@@ -52,6 +55,11 @@ $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 run: setup
 	$(BIN)/onbeat run $(JOB)
 
+# The next version, everywhere: make version VERSION=0.2.0.
+version:
+	test -n "$(VERSION)" || { echo "which one? make version VERSION=0.2.0"; exit 1; }
+	old=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' onbeat/__init__.py) && sed -i "s/\b$${old//./\\.}\b/$(VERSION)/g" $(VERSIONED)
+
 # Three container images of PLATFORM, by default cpu; what they are built from is in docs/deploy.md.
 images:
 	deploy/docker/build-images.sh $(IMAGE_PLATFORM)
@@ -59,6 +67,12 @@ images:
 # Docker and its compose plugin, installed and started where there are none and where this may be done.
 engine: setup
 	deploy/docker/engine.sh
+
+# A release, in DIST: the wheel, and what docs/install.md uses with it.
+wheel: setup
+	rm -rf build && mkdir -p $(DIST)
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) .
+	cp requirements/cpu.lock requirements/cuda.lock requirements/install.py examples/quickstart.toml $(DIST)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -146,4 +160,4 @@ proto: setup
 		proto/onbeat/weights/v1/weights.proto proto/onbeat/rollout/v1/rollout.proto
 
 clean:
-	rm -rf .venv $(REHEARSAL) $(OTHER) .wheels site
+	rm -rf .venv $(REHEARSAL) $(OTHER) .wheels site build dist

@@ -60,7 +60,7 @@ ENV ONBEAT_HOST=0.0.0.0 \
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=6 CMD ["python", "-I", "-c", \
     "import http.client as h, os, ssl, sys; p = int(os.environ['ONBEAT_PORT']); c = h.HTTPSConnection('127.0.0.1', p, timeout=4, context=ssl._create_unverified_context()) if os.environ.get('ONBEAT_TLS_CERT') else h.HTTPConnection('127.0.0.1', p, timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.broker"]
-ARG VERSION=0.1.0
+ARG VERSION=unknown
 ARG REVISION=unknown
 ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="onbeat broker" \

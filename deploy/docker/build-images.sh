@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the three images: build-images.sh [cpu|cuda|npu]. In the environment, all optional:
 #   BASE_IMAGE                          to build from; default: what base-image.sh finds
-#   ONBEAT_IMAGES, ONBEAT_TAG           names, default onbeat/SERVICE:0.1.0-PLATFORM
+#   ONBEAT_IMAGES, ONBEAT_TAG           names, default onbeat/SERVICE:VERSION-PLATFORM
 #   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL  package sources inside the builds
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 platform=${1:-cpu}
 ascend=vllm-ascend:v0.23.0rc1
 pytorch_index=$(sed -n 's/^PYTORCH_INDEX = "\(.*\)"/\1/p' requirements/install.py)
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' onbeat/__init__.py)
 images=${ONBEAT_IMAGES:-onbeat}
 tag=${ONBEAT_TAG:-$version-$platform}
 python=.venv/bin/python

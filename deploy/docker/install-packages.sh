@@ -8,7 +8,7 @@ mkdir -p wheels
 if [ "$1" = npu ] && [ ! -e requirements/npu.lock ]; then
     # The base image (vllm-ascend) has PyTorch and torch_npu, fitted to its CANN: they stay as they are.
     python3 -m venv --without-pip --system-site-packages /opt/onbeat
-    /tools/bin/pip --python "$python" install --quiet --no-compile -r requirements/runtime.in
+    /tools/bin/pip --python "$python" install --quiet --no-compile -r requirements/direct.in
 else
     python3 -m venv --without-pip /opt/onbeat
     /tools/bin/python requirements/install.py --python "$python" "requirements/$1.lock"

@@ -31,9 +31,16 @@ COPY requirements/image.lock requirements/install.py requirements/
 RUN python3 -m venv /tools && /tools/bin/python requirements/install.py requirements/image.lock
 COPY deploy/docker/install-packages.sh deploy/docker/install-code.sh deploy/docker/
 
+# Only a change of this list, not each change of pyproject.toml, builds the packages anew.
+FROM tools AS direct
+COPY requirements/direct.py requirements/
+COPY pyproject.toml ./
+RUN python3 requirements/direct.py local > direct.in
+
 FROM tools AS packages
 ARG PLATFORM
-COPY requirements/runtime.in requirements/${PLATFORM}.* requirements/
+COPY requirements/${PLATFORM}.* requirements/
+COPY --from=direct /src/direct.in requirements/
 COPY deploy/docker/wheels wheels
 RUN sh deploy/docker/install-packages.sh "$PLATFORM"
 
@@ -97,7 +104,7 @@ LABEL org.opencontainers.image.description="Generates and scores responses with 
 
 FROM ${SERVICE}
 ARG SERVICE
-ARG VERSION=0.1.0
+ARG VERSION=unknown
 ARG REVISION=unknown
 ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="onbeat $SERVICE" \

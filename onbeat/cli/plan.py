@@ -34,7 +34,9 @@ def memory(
     """
     from onbeat.config import JobConfig
     from onbeat.machine.processor import read_processor
+    from onbeat.process.extras import require_extra
 
+    require_extra("trainer", user="a plan of the memory")
     fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
     if fields["model"]["dtype"] == "auto":
         fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"

@@ -47,6 +47,7 @@ def try_reward(
     """
     from onbeat.config import JobConfig
     from onbeat.contracts.rewards import HTTP_REWARD
+    from onbeat.process.extras import require_extra
 
     if job_id is not None:
         samples = broker.ask(lambda client: client.jobs.samples(job_id, limit=num_rows))
@@ -60,6 +61,7 @@ def try_reward(
         raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
     if any(reward.name == HTTP_REWARD for reward in config.rewards):
         raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
+    require_extra("broker", user="the data of a job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
     prompts, problem = render_prompts(config, items)
     if problem:

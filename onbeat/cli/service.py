@@ -11,6 +11,7 @@ import typer
 
 from onbeat.cli.options import App, DataDir, JobId
 from onbeat.local.state import resolve_data_dir, running_stack
+from onbeat.process.extras import require_extra
 
 app = App("Manage models on this machine.")
 
@@ -43,6 +44,7 @@ def prepare(
     name: Annotated[str, typer.Argument(help="A bundled model, such as smollm2-135m-instruct.", show_default=False)],
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
+    require_extra("trainer", user="a model of the trainer")
     command = [sys.executable, "-P", "-m", "services.trainer.model.bundled", name]
     raise typer.Exit(subprocess.call(command))
 
@@ -59,6 +61,7 @@ def replay(
     """Replay an iteration from its stream. The exit code is 0 only if the weights agree bit for bit."""
     from onbeat.local.supervisor import inherited_environment
 
+    require_extra("trainer", user="a replay")
     folder = resolve_data_dir(data_dir)
     stack = running_stack(folder)
     environment = dict(os.environ)

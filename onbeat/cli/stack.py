@@ -105,6 +105,7 @@ def view(
     from onbeat.local.redis_server import choose_port
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.local.stack import StackOptions, local_stack
+    from onbeat.process.extras import require_extra
 
     folder = resolve_data_dir(folder)
     state = running_stack(folder)
@@ -113,6 +114,7 @@ def view(
         return
     if not (folder / "redis").is_dir():
         raise ValueError(f"{folder} is no data folder of a run: it has no folder redis")
+    require_extra("broker", user="the dashboard")
     options = StackOptions(folder, port=choose_port(port), is_view=True)
     with terminations_as_interrupts():
         try:
@@ -130,7 +132,9 @@ def make_options(
 ) -> "StackOptions":
     from onbeat.local.stack import StackOptions, check_engine_name, plan_of
     from onbeat.machine.cores import parse_cores
+    from onbeat.process.extras import require_extra
 
+    require_extra("broker", "trainer", "rollout", user="a stack on this machine", install="local")
     check_engine_name(engine)
     options = StackOptions(
         data_dir=resolve_data_dir(data_dir),

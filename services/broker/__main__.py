@@ -8,6 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 
+from onbeat.process.extras import require_extra
+
+require_extra("broker", user="the broker", error=SystemExit)  # before the imports that would fail
+
 import uvicorn
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError

@@ -7,6 +7,10 @@ import resource
 import signal
 import sys
 
+from onbeat.process.extras import require_extra
+
+require_extra("rollout", user="the rollout", error=SystemExit)  # before the imports that would fail
+
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig

@@ -15,6 +15,10 @@ import traceback
 from collections.abc import AsyncIterator
 from contextlib import closing, nullcontext
 
+from onbeat.process.extras import require_extra
+
+require_extra("trainer", user="the trainer", error=SystemExit)  # before the imports that would fail
+
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic_settings import BaseSettings
 
+from onbeat import __version__
 from onbeat.contracts.records import PoolStatus
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.process.api_keys import Role
@@ -99,7 +100,7 @@ def test_the_settings_are_what_the_pod_is(manifests, service, tmp_path, monkeypa
     assert (settings.weights_host, settings.metrics_host) == ("0.0.0.0", "0.0.0.0")
     assert settings.weights_advertise == FIELDS["status.podIP"]
     assert settings.wire_security().api_key == "key"
-    assert settings.device == {"0.1.0-cpu": "cpu", "0.1.0-cuda": "cuda", "0.1.0-npu": "npu"}[run.image.split(":")[1]]
+    assert settings.device == run.image.rpartition("-")[2]
     if service == "trainer":
         assert run.claims == {str(settings.data_dir): "onbeat-trainer-data"}
         assert str(settings.cache_dir) in run.scratch
@@ -185,8 +186,8 @@ def test_placeholders_start_no_service(cpu: Manifests, service: str, tmp_path: P
 
 @pytest.fixture(scope="session")
 def compose() -> dict[str, Any]:
-    """compose.yaml with the defaults of its variables."""
-    text = (ROOT / "compose.yaml").read_text()
+    """compose.yaml with the version of .env and the defaults of its variables."""
+    text = (ROOT / "compose.yaml").read_text().replace("${ONBEAT_VERSION}", __version__)
     text = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text).replace("$$", "$")
     assert "${" not in text
     services: dict[str, Any] = yaml.safe_load(text)["services"]
@@ -220,7 +221,7 @@ def test_images_are_those_of_compose(cpu: Manifests, compose: dict[str, Any], se
 def test_images_of_a_platform_have_its_tag(overlay: str):
     manifests = build(KUBERNETES / "overlays" / overlay)
     images = {service: run_of(manifests, service).image for service in SETTINGS}
-    assert images == {service: f"onbeat/{service}:0.1.0-{PLATFORMS[overlay]}" for service in SETTINGS}
+    assert images == {service: f"onbeat/{service}:{__version__}-{PLATFORMS[overlay]}" for service in SETTINGS}
 
 
 @pytest.mark.parametrize("service", SETTINGS)

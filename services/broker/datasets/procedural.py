@@ -1,8 +1,11 @@
 """Procedural tasks of reasoning_gym: item i is generated from (seed, i) alone."""
 
+from functools import partial
+
 from onbeat.config import ReasoningGymData
 from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.contracts.task_options import find_code
+from onbeat.process.extras import require_extra
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem
 
 RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the number of iterations and prompts"}
@@ -15,7 +18,11 @@ class ReasoningGymDataset(PromptDataset):
     """
 
     def __init__(self, data: ReasoningGymData, spec: DatasetSpec) -> None:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ImportError:
+            require_extra("reasoning-gym", user="this type of data", error=partial(DatasetError, "data.type"))
+            raise
 
         if data.task not in DATASETS:
             hint = suggest(close_names(data.task, DATASETS), DATASETS)

