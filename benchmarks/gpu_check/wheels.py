@@ -58,10 +58,12 @@ def unpack(folder: Path, target: Path) -> str:
 
 def write_entry_points(target: Path) -> None:
     """Write entry points, so that Onbeat's engines and rewards are found by name as if the checkout were installed."""
+    from onbeat import __version__  # not at the top: `make gpu-check-wheels` runs this file as a program
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    folder = target / f"{project['name']}-{project['version']}.dist-info"
+    folder = target / f"{project['name']}-{__version__}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n")
     groups = (
         f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in entries.items())
         for group, entries in project["entry-points"].items()
