@@ -102,7 +102,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tu
 
 
 def free_port() -> int:
-    """Not one of those that the system gives to connections: one of these could take it before its server does."""
+    """Return a port below the ephemeral range, so that no outgoing connection takes it first."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ def create(
     job: Job,
     overrides: Overrides = None,
     idempotency_key: Annotated[
-        str | None, typer.Option(help="A repeated call with the same key creates no second job.")
+        str | None, typer.Option(help="Repeat a call with the same key to get the same job.")
     ] = None,
     is_watched: Annotated[bool, typer.Option("--watch", help="Follow the job until it ends.")] = False,
 ) -> None:

@@ -31,7 +31,8 @@ Url = Annotated[
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar="ONBEAT_API_KEY", help="API key. Other users of the machine can see options, but not the variable."
+        envvar="ONBEAT_API_KEY",
+        help="API key. Prefer ONBEAT_API_KEY: other users of this machine can see command lines.",
     ),
 ]
 CaFile = Annotated[

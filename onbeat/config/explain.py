@@ -136,7 +136,7 @@ def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
     homes = homes_of(dotted(path)) or homes_of(key)
     here = (name for name in own if name.startswith(f"{key}_") or any(home.endswith(f".{name}") for home in homes))
     close = [dotted([*above, name]) for name in here] or homes or close_names(key, own, most=1, likeness=0.6)
-    return f"is no key of a job; {suggest(close, own)}"
+    return f"unknown key; {suggest(close, own)}"
 
 
 def homes_of(key: str) -> list[str]:

@@ -108,7 +108,7 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
 def published_at(version: int, iterations: Mapping[int, Fields]) -> float | None:
     """Return the Unix time since when rollouts could have the version; None when its iteration is not committed.
 
-    The first version of a job was made by none of its iterations.
+    No iteration produced a job's first version.
     """
     made_by = iterations.get(version - 1)
     time = iterations[version].get("opened_at") if made_by is None else made_by.get("committed_at")

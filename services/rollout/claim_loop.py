@@ -68,7 +68,7 @@ class Ends:
     """The two ends of a session, set by the one who decides on them."""
 
     drain: asyncio.Event = field(default_factory=asyncio.Event)  # claim no more
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # do not even finish what is in flight
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # abandon groups in flight
 
 
 class Pause:

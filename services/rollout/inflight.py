@@ -85,7 +85,7 @@ def num_claimable(
     being scored hold no place in the engine, but no more than twice its capacity may pile up.
 
     Episodes that wait for their environment hold no place either. Their groups are bounded by `num_playable`: so many
-    can be played at a time; None where responses are no episodes. The flights come in the order of their claims.
+    can be played at a time; None for jobs without episodes. The flights come in the order of their claims.
     """
     loads = {False: training, True: evaluation or training}
     largest = max(load.num_samples for load in loads.values())

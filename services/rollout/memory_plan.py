@@ -20,7 +20,7 @@ TOKEN_BYTES = 3_200  # for each token of the vocabulary, in the tokenizers of th
 ENGINE_BYTES = 300_000_000  # the engine core without weights, cache and what it shares with the service
 PACKED_EMBEDDINGS = 2  # the embedding's copy, which nothing reads, and the head's
 LOADED_EMBEDDINGS = 2  # while a version is loaded, the largest weight and its packed copy exist beside the former ones
-GAPS = 0.1  # of the layers: what they leave when they are packed one by one, as far as it is not given back
+GAPS = 0.1  # share of the layers: the allocator's slack after packing them one by one
 NUM_LOGITS = 3  # copies of the logits of a step, float32: raw, tempered, probabilities
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 

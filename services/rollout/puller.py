@@ -125,8 +125,8 @@ class Announcements:
 class WeightsPuller:
     """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`PayloadOwner`).
 
-    `find_trainer` returns the address of the trainer's rank 0; what it raises beside WeightsError (Redis is down) ends
-    `announcements.follow`. `connect` makes a client of an address.
+    `find_trainer` returns the address of the trainer's rank 0; any error other than WeightsError, such as a lost Redis,
+    ends `announcements.follow`. `connect` makes a client of an address.
     """
 
     def __init__(

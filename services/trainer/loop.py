@@ -60,7 +60,7 @@ class TrainLoop:
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
             self._job.wait_for_evaluation()
-            while self._job.check() is JobState.PAUSED:  # in its last iteration: its user decides when it ends
+            while self._job.check() is JobState.PAUSED:  # paused in its last iteration: wait until it is resumed
                 time.sleep(0.5)
             self._world.all_gather_bytes(b"")  # to the others the job is lost once rank 0 has ended it
         except Stopped:

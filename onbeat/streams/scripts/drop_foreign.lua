@@ -11,6 +11,7 @@ for _, entry in ipairs(entries) do
 end
 if num_dropped > 0 then
   redis.call('HINCRBY', job, 'num_foreign', num_dropped)
-  emit('stream.foreign', num_dropped .. ' entries of ' .. stream .. ' are none of ours, dropped', {num = num_dropped})
+  emit('stream.foreign', 'dropped ' .. num_dropped .. ' entries of ' .. stream .. ' that Onbeat did not write',
+    {num = num_dropped})
 end
 return num_dropped

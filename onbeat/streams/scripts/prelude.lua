@@ -38,7 +38,7 @@ local function is_owner(epoch)
   return field('epoch') == epoch
 end
 
--- Time that counts for no iteration: the last commit moves on by as much.
+-- Shifts `last_commit_at` by seconds that count for no iteration.
 local function skip(seconds)
   local last = field('last_commit_at')
   if last then redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(last) + seconds)) end

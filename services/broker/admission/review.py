@@ -48,7 +48,7 @@ class JobRefused(OnbeatError):
 
 
 class Admission:
-    """A review of jobs. `patterns`: one more process, with a short deadline, as an odd pattern must hold up no data."""
+    """A review of jobs. `patterns`: one more process, with a short deadline, so that a slow pattern cannot delay data."""
 
     def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
@@ -59,7 +59,7 @@ class Admission:
         while numbers or options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
-        to_try: list[tuple[RewardUse, int]] = []  # with the number of groups of its pattern
+        to_try: list[tuple[RewardUse, int]] = []  # with the number of capture groups in its pattern
         for use in reward_uses(config):
             of_pattern, num_groups = await self._review_pattern(use)
             of_reward = review_reward(use, num_groups)
@@ -184,7 +184,7 @@ def review_environment(config: JobConfig) -> list[Complaint]:
 
 
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
-    """Check the reward without its data's content. `num_groups`: of its pattern."""
+    """Check the reward without its data's content. `num_groups`: capture groups in the reward's pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
     if name == HTTP_REWARD:
         return review_service(use)

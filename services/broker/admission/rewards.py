@@ -25,7 +25,8 @@ Answer = dict[str, Any]
 
 
 def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
-    """Return whether the reward needs the prompt's answer. `num_groups`: of its pattern; regex without one needs none.
+    """Return whether the reward needs the prompt's answer. `num_groups`: capture groups in its pattern; regex needs an
+    answer only with one.
 
     >>> compares_with_answer(RewardConfig(name="regex"), 0), compares_with_answer(RewardConfig(name="regex"), 1)
     (False, True)

@@ -45,7 +45,7 @@ class ChatDesk:
             raise ChatFailed(503, "no_rollout", message)
         if job.state not in SERVED_STATES:
             message = f"job {name} is {job.state}: no rollout serves it any more; "
-            raise ChatFailed(404, "model_not_found", message + "GET /v1/models lists those there are", "model")
+            raise ChatFailed(404, "model_not_found", message + "GET /v1/models lists the available jobs", "model")
         return job
 
     async def _find_named(self, name: str) -> JobRecord:
@@ -54,7 +54,7 @@ class ChatDesk:
             ids = ", ".join(job.id for job in named)
             raise ChatFailed(400, "ambiguous_model", f"several jobs are named {name}: {ids}; take an id", "model")
         if not named:
-            message = f"no running job has the id or the name {name!r}; GET /v1/models lists those there are"
+            message = f"no running job has the id or the name {name!r}; GET /v1/models lists the available jobs"
             raise ChatFailed(404, "model_not_found", message, "model")
         return named[0]
 

@@ -83,7 +83,7 @@ class Comparison extends Component {
   /** Its curves stay as they are. */
   lose(run) {
     run.isGone = true;
-    const text = `${this.nameOf(run.job)} is gone: it was deleted. What is shown of it is what was read before.`;
+    const text = `${this.nameOf(run.job)} was deleted. These are the values loaded before.`;
     this.setState({ notes: [...this.state.notes, text] });
     announce(text);
   }

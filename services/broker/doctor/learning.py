@@ -237,7 +237,7 @@ def look_at_parts(c: Course) -> Finding | None:
         return None
     parts, were = ("part", "was") if len(steady) == 1 else ("parts", "were")
     sentence = f"{c.lately} of {c.job_id}, {parts} {', '.join(steady)} of the reward {were} the same for every "
-    sentence += "response, and distinguished none of them: read samples, then correct it or leave it out (reward)"
+    sentence += "response, so it has no effect on advantages: read samples, then correct it or leave it out (reward)"
     return c.find(sentence, "reward", is_problem=False)
 
 

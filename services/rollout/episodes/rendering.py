@@ -101,7 +101,7 @@ class Renderer:
 
 
 class Conversations:
-    """The message histories of one episode. `begun`: the task's own messages, which are no news to anybody."""
+    """The message histories of one episode. `begun`: the task's messages, which the environment already has."""
 
     def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
         self._renderer = renderer

@@ -229,6 +229,6 @@ def judge(outcome: Outcome, calls: Sequence[Call], refusal: str) -> PlayResult:
         return EpisodeFailure(Kind.NO_CALL, message)
     unknown = sorted(outcome.turn_rewards.keys() - {call.call_id for call in calls})
     if unknown:
-        message = f"turn_rewards names {unknown[0]!r}, which is none of its calls"
+        message = f"turn_rewards names {unknown[0]!r}, which is not a call of this episode"
         return EpisodeFailure(Kind.INVALID, message)
     return outcome

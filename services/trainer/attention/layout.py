@@ -76,7 +76,7 @@ class GroupSpan:
 
     prompt: Segment
     segments: tuple[Segment, ...]
-    trees: tuple[Tree, ...]  # of the responses, which the segments are of
+    trees: tuple[Tree, ...]  # one for each response; `segments` lists their segments
 
     @property
     def end(self) -> int:

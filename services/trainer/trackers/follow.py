@@ -159,7 +159,7 @@ class Follower(threading.Thread):
 
 @contextmanager
 def tracking(job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> Iterator[list[Follower]]:
-    """Run the trackers of a job until the end of the block. `folder`: the job's own."""
+    """Run the trackers of a job until the end of the block. `folder`: the job's data folder."""
     followers = [Follower("tensorboard", (folder / "tensorboard",), job, None)]
     for tracker in config.tracking:
         file = folder / "trackers" / f"{tracker.type}.json"

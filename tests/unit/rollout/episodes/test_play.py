@@ -213,7 +213,7 @@ async def test_reward_of_a_turn_that_was_not_recorded_is_invalid():
         return Outcome(0.0, turn_rewards={"chatcmpl-else": 1.0})
 
     async with playing(play) as rig:
-        with pytest.raises(EnvironmentFailed, match=r"invalid: .*'chatcmpl-else', which is none of its calls"):
+        with pytest.raises(EnvironmentFailed, match=r"invalid: .*'chatcmpl-else', which is not a call of this episode"):
             await rig.group()
 
 
