@@ -48,7 +48,7 @@ class JobRefused(OnbeatError):
 
 
 class Admission:
-    """A review of jobs. `patterns`: one more process, with a short deadline, so that a slow pattern cannot delay data."""
+    """A review of jobs. `patterns`: one more process, with a short deadline: a slow pattern cannot delay data."""
 
     def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders

@@ -138,7 +138,7 @@ class SnapshotWriter:
         self._encoded[name] = self._threads.submit(self._encode, entry, buffer, tensor.element_size())
 
     def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
-        """Wait for the threads after all tensors are put. `order`: order of the tensors in the manifest; default: of `put`.
+        """Wait for the threads after all tensors are put. `order`: of the manifest's tensors; default: as put.
 
         In a `world` of several ranks, each puts its own run of the tensors, ascending by rank: its shard. All must
         call this.
