@@ -9,6 +9,7 @@ FOREIGN_PROGRAMS = {
     "kubectl": "of Kubernetes",
     "openssl": "makes certificates and random keys",
     "printf": "of the system",
+    "python3": "of the system",
     "redis-server": "of Redis",
     "sha256sum": "of the system",
     "tensorboard": "reads the files that a trainer writes",
@@ -18,6 +19,7 @@ FOREIGN_PROGRAMS = {
 MADE_PATHS = {
     ("docs/kubernetes.md", "deploy/kubernetes/clusters/mine"): "made by deploy/kubernetes/new_cluster.py on the page",
     ("docs/deploy.md", "deploy/docker/wheels/"): "filled by make images",
+    ("docs/install.md", "onbeat-env/bin/"): "made by the page's first command; tests/e2e/test_wheel.py runs the others",
 }
 
 # Commands of `onbeat` that are parsed by the real command line, and not run.

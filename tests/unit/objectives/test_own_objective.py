@@ -129,7 +129,7 @@ def refusal(**sections):
         ({"type": "half"}, "objective.type", "(half:Half) does not define token_loss"),
         ({"type": "lenient", "belov": 1}, "objective.belov", "did you mean below?"),
         ({"type": "lenient", "below": 2}, "objective.below", "got 2"),
-        ({"type": "grpo", "below": 2}, "objective.below", "is no key of a job"),
+        ({"type": "grpo", "below": 2}, "objective.below", "unknown key"),
     ],
 )
 def test_what_cannot_be_an_objective_is_refused(site, objective, field, message):

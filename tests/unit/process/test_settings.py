@@ -39,7 +39,7 @@ def test_misspelt_setting_is_named(monkeypatch, caplog):
     monkeypatch.setenv("ONBEAT_LEASE", "5")
     monkeypatch.setenv("ONBEAT_POOL", "default")
     warn_of_misspelt(TrainerSettings(), "trainer")
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == "onbeat.process.settings"]
     assert record.message.startswith("ONBEAT_LEASE is no setting of the trainer")
     assert record.message.endswith("did you mean ONBEAT_LEASE_S?")
 

@@ -197,9 +197,9 @@ async def test_engine_is_prepared_before_there_is_a_job_with_settings(monkeypatc
     steps, options = [], {}
 
     class Jobless:
-        def __init__(self, settings, ledger, hardware, engine_of, client_of) -> None:
+        def __init__(self, settings, ledger, hardware, factories) -> None:
             self.stop = None
-            engine_of(JobConfig.from_file(QUICKSTART))
+            factories.create_engine(JobConfig.from_file(QUICKSTART))
 
         async def run(self) -> None:
             steps.append("wait for a job")
