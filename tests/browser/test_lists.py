@@ -77,10 +77,10 @@ async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledg
     await ledger.jobs.delete(deleted)
     await world.start_training(other)
     await expect(states).to_have_text(["gone", "running"])
-    await expect(page.get_by_text("deleted is gone")).to_have_count(2)  # in sight, and said
+    await expect(page.get_by_text("deleted was deleted")).to_have_count(2)  # in sight, and said
     await ledger.jobs.move(other, JobState.PAUSED)
     await expect(states).to_have_text(["gone", "paused"])
-    await expect(page.locator(".notice").filter(has_text="is gone")).to_have_count(1)
+    await expect(page.locator(".notice").filter(has_text="was deleted")).to_have_count(1)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
