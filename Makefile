@@ -1,5 +1,6 @@
 # Everyday targets. `make run` and `make test` do everything on a fresh machine.
 SHELL := bash
+unexport PYTHONDONTWRITEBYTECODE# else each of the many processes that tests start would compile the sources anew
 IMAGE_PLATFORM := $(or $(PLATFORM),cpu)
 # That of .venv, if it is there, also if its set-up was interrupted.
 PLATFORM := $(or $(PLATFORM),$(patsubst .venv/.setup-%,%,$(firstword $(wildcard .venv/.setup-*))),$(patsubst .venv/.for-%,%,$(firstword $(wildcard .venv/.for-*))),cpu)
