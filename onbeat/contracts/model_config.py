@@ -1,5 +1,6 @@
-"""The `config.json` of a model in Hugging Face layout, as far as broker and rollouts must agree on it."""
+"""What broker, trainer and rollouts must agree on about a model in Hugging Face layout."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ CONTEXT_NAMES = (
     "max_sequence_length",
     "seq_len",
 )
+
+# Numbers of 8 bits or less, as safetensors names them (F8_E4M3, U8, ...): only their scales say what they stand for.
+PACKED_DTYPE = re.compile(r"([IU]8|F[468])(_|$)")
 
 
 def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:

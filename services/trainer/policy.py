@@ -33,6 +33,7 @@ from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.model.sharding import gather_full, load_shards, shard
 from services.trainer.model.stored_model import open_model
 from services.trainer.model.tensor_files import StoredWeights
+from services.trainer.model.whole import check_source
 from services.trainer.passes.choice import choose_passes
 from services.trainer.weights.store import Snapshot, num_served, split_evenly
 from services.trainer.world import ALONE, World
@@ -155,7 +156,9 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
     if world.device.type == "cuda":
         forget_compiled()
     dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
-    passes, reason = choose_passes(load_config(source), limit, world.device, dtype, is_sharded)
+    model_config = load_config(source)
+    check_source(source, model_config)
+    passes, reason = choose_passes(model_config, limit, world.device, dtype, is_sharded)
     opened = open_model(source, dtype, world.device, passes) if is_sharded else None
     model, stored = opened or (load_model(source, dtype, world.device, passes), None)
     if config.training.has_gradient_checkpointing:

@@ -18,6 +18,7 @@ from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import model_files
+from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
 from services.trainer.weights.store import take_snapshot
@@ -56,6 +57,8 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         message = f"responses share no prompt in a pass, which is slower: {reason}"
         logger.warning("job %s: %s", job.job_id, message)
         job.emit("trainer.not_packed", message)
+    if world.is_main and (unused := left_out(source, policy.model)):
+        job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
     folder = settings.data_dir / "jobs" / job.job_id
     checkpoints = CheckpointStore(
         folder / "checkpoints",

@@ -7,7 +7,7 @@ from pathlib import Path
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from services.broker.admission.models import Complaint
+from services.broker.admission.model_files import Complaint
 
 
 async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:

@@ -1,7 +1,6 @@
 """The checks of a model that the broker can make without loading it: complete files, and the length of its context;
 for a hub's model, whether it is in this machine's cache or on the hub."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,12 @@ import httpx
 
 from onbeat.config import JobConfig
 from onbeat.contracts.model_config import context_tokens, text_config
+from services.broker.admission.model_files import Complaint, read_json, review_files, wrong_model
 from services.broker.datasets.hub import HUB_ID
 
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
-PICKLED = ("*.bin", "*.pt", "*.pth")
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
-MAX_HEADER_BYTES = 32 << 20  # of a file of a model; longer ones are left to the trainer
-MAX_JSON_BYTES = 16 << 20  # of a configuration
 HUB, HUB_S = "https://huggingface.co", 5.0
 OTHER_HEADS = ("ForMaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")  # ends of architectures' names
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-
-Complaint = tuple[str, str]  # field, message with a remedy
-
-
-def wrong_model(message: str) -> list[Complaint]:
-    return [("model.path", message)]
 
 
 def review_model(config: JobConfig, has_model_folders: bool) -> list[Complaint]:
@@ -90,26 +79,23 @@ def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
     try:
         model = read_json(folder / "config.json")
     except OSError:
-        what = "has no readable config.json" if os.path.isdir(folder) else "is no folder"
-        return wrong_model(f"{folder} {what}; give a model in Hugging Face layout, or `bundled:NAME`")
+        if complaints := review_adapter(folder):
+            return complaints
+        problem = "has no readable config.json" if os.path.isdir(folder) else "is no folder"
+        return wrong_model(f"{folder} {problem}; give a model in Hugging Face layout, or `bundled:NAME`")
     except (ValueError, RecursionError):
         return wrong_model(f"{folder}/config.json is not valid JSON; save the model in Hugging Face layout")
     if not isinstance(model, dict) or not isinstance(model.get("model_type"), str):
         return wrong_model(f"{folder}/config.json names no model_type; save the model in Hugging Face layout")
     return (
         review_head(folder, model)
+        or review_adapter(folder)
+        or review_quantization(folder, model)
         or review_files(folder, model)
         or review_template(config, folder)
         or review_context(config, context_tokens(model))
         or review_rotary(config, model)
     )
-
-
-def read_json(path: Path) -> Any:
-    """Read JSON. Raises OSError for what is no ordinary file of a sensible size, ValueError, RecursionError."""
-    if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
-        raise OSError("no file of a sensible size")
-    return json.loads(path.read_text())
 
 
 def review_head(folder: Path, model: dict[str, Any]) -> list[Complaint]:
@@ -120,32 +106,34 @@ def review_head(folder: Path, model: dict[str, Any]) -> list[Complaint]:
     return wrong_model(f"{folder} is a {named[0]}, which generates no text; give a causal language model")
 
 
-def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
-    """Check weights and tokenizer by their names, headers and sizes."""
-    weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    if not weights:
-        pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
-        what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
-        return wrong_model(f"{folder} {what}; save the model as safetensors")
-    embedded: set[int] = set()  # numbers of tokens in embeddings
-    for path in weights:
-        try:
-            problem, found = read_header(path)
-        except OSError as error:
-            return wrong_model(
-                f"{path} cannot be read: {error.strerror or error}; copy it again, or correct its rights"
-            )
-        if problem:
-            return wrong_model(f"{path} is not whole: {problem}; copy or download it again")
-        embedded |= found
-    if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
-        return wrong_model(f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")
-    stated = text_config(model).get("vocab_size")
-    if not embedded or not isinstance(stated, int) or stated in embedded:
+def review_adapter(folder: Path) -> list[Complaint]:
+    """Complain about an adapter, alone or beside the weights, where transformers would put it on top of them."""
+    try:
+        adapter = read_json(folder / "adapter_config.json")
+    except OSError:
         return []
-    found_tokens = " or ".join(map(str, sorted(embedded)))
-    message = f"has vocab_size = {stated}, but the embedding of the weights has {found_tokens} tokens"
-    return wrong_model(f"{folder}/config.json {message}; correct one of them")
+    except (ValueError, RecursionError):
+        adapter = None
+    base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+    merge = "merge it (PeftModel.merge_and_unload, then save_pretrained)"
+    if (folder / "config.json").exists():
+        message = f"{folder} has an adapter (adapter_config.json) beside the weights; {merge}, or take it away"
+    else:
+        message = f"{folder} is an adapter for {base or 'a model that it does not name'}, and no model; {merge} and "
+        message += "give the folder of the result, or give that model"
+    return wrong_model(message)
+
+
+def review_quantization(folder: Path, model: dict[str, Any]) -> list[Complaint]:
+    """Complain about weights that are no plain numbers."""
+    quantization = model.get("quantization_config") or text_config(model).get("quantization_config")
+    if not quantization:
+        return []
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return wrong_model(
+        f"{folder} is quantised ({method or 'quantization_config'}), and such weights cannot be trained; take the "
+        "model that it was made from, or convert it to bfloat16"
+    )
 
 
 def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
@@ -162,30 +150,6 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
         return []
     message = f"{folder} has no chat template, which episodes need; put chat_template.jinja into it, or set "
     return wrong_model(f"{message}data.as_chat = false for an environment that sends token ids only")
-
-
-def read_header(path: Path) -> tuple[str, set[int]]:
-    """Return what is missing from a safetensors file ('' if nothing), and the numbers of tokens in its embeddings.
-
-    The file has 8 bytes of length, a JSON header, and the tensors that it names.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if 8 + header_bytes > size:
-            return f"it ends after {size} bytes, within its header", set()
-        if header_bytes > MAX_HEADER_BYTES:
-            return "", set()
-        header = file.read(header_bytes)
-    try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-        missing = 8 + header_bytes + max(ends, default=0) - size
-        embedded = {int(entry["shape"][0]) for name, entry in tensors.items() if name.endswith(EMBEDDINGS)}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        return "its header is no header of safetensors", set()
-    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), embedded
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:

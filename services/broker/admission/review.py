@@ -15,7 +15,8 @@ from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
 from onbeat.contracts.suggestions import close_names, suggest
-from services.broker.admission.models import Complaint, review_model
+from services.broker.admission.model_files import Complaint
+from services.broker.admission.models import review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold

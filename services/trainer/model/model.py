@@ -21,6 +21,7 @@ from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
 from services.trainer.model.sharding import call
+from services.trainer.model.whole import check_loaded
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -64,8 +65,11 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Pa
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    options: dict[str, Any] = {"attn_implementation": passes.attention}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_loaded` says it better
     with loading(source):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=passes.attention)
+        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    check_loaded(source, model, report)
     return set_up(model, passes, device)
 
 

@@ -56,6 +56,7 @@ class StoredWeights:
 
     files: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]  # as safetensors names them, such as BF16
 
     @classmethod
     def find(cls, source: str) -> "StoredWeights":
@@ -69,12 +70,13 @@ class StoredWeights:
             paths = [cached_file(source, SAFE_WEIGHTS_NAME)]
         except OSError:  # there is none, but perhaps several with an index
             paths, _ = get_checkpoint_shard_files(source, cached_file(source, SAFE_WEIGHTS_INDEX_NAME))
-        files, shapes = {}, {}
+        files, shapes, dtypes = {}, {}, {}
         for path in paths:
             with safe_open(path, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118  not a mapping
-                    files[name], shapes[name] = path, tuple(stored.get_slice(name).get_shape())
-        return cls(files, shapes)
+                    tensor = stored.get_slice(name)
+                    files[name], shapes[name], dtypes[name] = path, tuple(tensor.get_shape()), tensor.get_dtype()
+        return cls(files, shapes, dtypes)
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor on the host; the file is mapped, and only pages that are used are read."""

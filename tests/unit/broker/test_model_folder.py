@@ -102,3 +102,98 @@ def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, confi
     write_model(tmp_path, "model.embed_tokens.weight", **config)
     found, message = complaint(tmp_path, **model)
     assert (found, what in message) == (field, True), message
+
+
+# ---- weights, their index, adapters, quantised ones --------------------------------------------------------------
+
+
+def tensor_file(*names: str, dtype: str = "F32") -> bytes:
+    entry = {"dtype": dtype, "shape": [2], "data_offsets": [0, 8]}
+    return as_safetensors(json.dumps(dict.fromkeys(names, entry)).encode()) + bytes(8)
+
+
+def write_shards(folder: Path, weight_map: object) -> None:
+    write_model(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model-1.safetensors").write_bytes(tensor_file("a", "b"))
+    (folder / "model-2.safetensors").write_bytes(tensor_file("c"))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+WHOLE = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
+
+
+def test_whole_shards_are_accepted_beside_files_of_others(tmp_path):
+    write_shards(tmp_path, WHOLE)
+    (tmp_path / "consolidated.safetensors").write_bytes(tensor_file("z"))  # another layout, which the index leaves out
+    assert complaint(tmp_path) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "what"),
+    [
+        (WHOLE | {"d": "model-3.safetensors"}, "names model-3.safetensors, which is not there"),
+        (WHOLE | {"d": "model-2.safetensors"}, "says that model-2.safetensors holds d, and it does not"),
+        ({}, "is no index of safetensors files"),
+        ([], "is no index of safetensors files"),
+        ({"a": 3}, "is no index of safetensors files"),
+        ({"a": "../other/model.safetensors"}, "is no index of safetensors files"),
+        (WHOLE | {"a": "model.safetensors"}, "names model.safetensors, which is not there"),
+    ],
+)
+def test_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, what):
+    write_shards(tmp_path, weight_map)
+    field, message = complaint(tmp_path)
+    assert (field, what in message) == ("model.path", True), message
+
+
+def test_index_that_is_cut_off_is_named(tmp_path):
+    write_shards(tmp_path, WHOLE)
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(path.read_bytes()[:40])
+    assert f"{path} is no index of safetensors files" in complaint(tmp_path)[1]
+
+
+def test_shards_without_an_index_are_refused(tmp_path):
+    write_shards(tmp_path, WHOLE)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert "that says what is in model-1.safetensors and others" in complaint(tmp_path)[1]
+
+
+def test_old_single_file_beside_shards_is_refused(tmp_path):
+    write_shards(tmp_path, WHOLE)
+    (tmp_path / "model.safetensors").write_bytes(tensor_file("a"))
+    assert "has both model.safetensors and an index of other files" in complaint(tmp_path)[1]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "F8_E8M0"])
+def test_weights_of_eight_bits_are_not_taken_for_numbers(tmp_path, dtype):
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(tensor_file("q.weight", dtype=dtype))
+    assert "has weights of 8 bits or less (q.weight)" in complaint(tmp_path)[1]
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "I64", "BOOL"])
+def test_plain_numbers_and_counters_are_accepted(tmp_path, dtype):
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(tensor_file("w", dtype=dtype))
+    assert complaint(tmp_path) == ("", "")
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_quantised_model_is_refused_in_one_sentence(tmp_path, method, is_nested):
+    quantization = {"quantization_config": {"quant_method": method}}
+    write_model(tmp_path, **({"text_config": quantization} if is_nested else quantization))
+    assert f"is quantised ({method}), and such weights cannot be trained" in complaint(tmp_path)[1]
+
+
+def test_adapter_is_named_as_one_alone_and_beside_weights(tmp_path):
+    write_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    assert "has an adapter (adapter_config.json) beside the weights" in complaint(tmp_path)[1]
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).unlink()
+    assert "is an adapter for org/base, and no model" in complaint(tmp_path)[1]
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert "is an adapter for a model that it does not name" in complaint(tmp_path)[1]
