@@ -210,7 +210,7 @@ def test_closed_terminal_pauses_the_job(cli: list[str], job_file: str, data_dir:
     while b"RUNNING" not in shown:
         shown += os.read(control, 1000)
     os.close(control)
-    assert process.wait(timeout=60) == 130 or is_signal_late
+    assert process.wait(timeout=60) in (130, 1)  # interrupted, or a write failed before the signal came
     assert ":pause status=200" in (data_dir / "logs" / "broker.log").read_text()
     assert processes_of(data_dir) == []
 
