@@ -8,6 +8,7 @@ from onbeat.contracts.model_config import context_tokens
 from onbeat.streams.codec import PromptTask
 from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText
+from services.tokenizer import load_tokenizer
 
 MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 
@@ -32,9 +33,7 @@ class PromptEncoder:
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
         """Load the model's tokenizer. That takes seconds (it imports transformers): not for the event loop."""
         with large_import():
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)  # this imports more
+            tokenizer = load_tokenizer(model_dir, local_files_only=True)
         limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
         return cls(tokenizer, min(limits, default=None))
 

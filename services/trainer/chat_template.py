@@ -6,6 +6,7 @@ Whether a template takes the roles that an environment uses shows at its first c
 from typing import Any
 
 from onbeat.config import JobConfig
+from services.tokenizer import load_tokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "a-first-question"},
@@ -22,9 +23,7 @@ def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the job's environment cannot talk to the model in several turns."""
     if config.environment is None or not getattr(config.data, "as_chat", True):
         return
-    from transformers import AutoTokenizer
-
-    if problem := problem_of(AutoTokenizer.from_pretrained(source)):
+    if problem := problem_of(load_tokenizer(source)):
         raise ValueError(f"the chat template of {config.model.path} {problem}; episodes need that: {REMEDY}")
 
 

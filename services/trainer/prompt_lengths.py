@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from onbeat.process.confine import die_with_parent
+from services.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 
@@ -29,9 +30,7 @@ def main() -> None:
         sys.exit(str(error))
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     for line in sys.stdin:
         token_ids = tokenise(tokenizer, json.loads(line))
         found: Any = len(token_ids)

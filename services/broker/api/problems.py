@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
 from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.connection import explain_refusal
-from services.broker.admission.models import Complaint
+from services.broker.admission.model_files import Complaint
 from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import context_of

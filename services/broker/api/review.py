@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from services.broker.admission.ledger_checks import review_fork, review_trackers
-from services.broker.admission.models import Complaint
+from services.broker.admission.model_files import Complaint
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import Context
 from services.broker.datasets.process import TooBusy

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from onbeat.contracts.errors import OnbeatError
-from services.broker.admission.models import Complaint
+from services.broker.admission.model_files import Complaint
 
 MEDIA_TYPE = "application/toml"
 MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million

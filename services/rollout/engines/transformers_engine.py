@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from services.rollout.engines.arrivals import (
     LM_HEAD_WEIGHT,
@@ -31,6 +31,7 @@ from services.rollout.engines.interface import (
     VersionMismatch,
     VersionSpan,
 )
+from services.tokenizer import load_tokenizer
 
 GREEDY_BELOW = 1e-5  # below this temperature a chat takes the likeliest token
 
@@ -73,7 +74,7 @@ class TransformersEngine:
 
     def _read_model(self, model_dir: Path) -> None:
         self._shapes = read_checkpoint_shapes(model_dir)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self._tokenizer = load_tokenizer(model_dir, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self._dtype, local_files_only=True)
         eos = model.generation_config.eos_token_id
         eos_token_ids = set(eos if isinstance(eos, list) else [eos]) | {self._tokenizer.eos_token_id}

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.objectives.base import Logprobs
+from services.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_file
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.model.lean_layers import use_lean_layers
@@ -139,17 +140,20 @@ def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
     """Return the config and tokenizer files by name, which a rollout needs besides weights.
 
+    `tokenizer.json` stays as it is.
     The config names the dtype of the weights that are published and exported, whatever that of the source was:
     `from_pretrained` would round them to it.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(source)
         config.dtype = config.get_text_config().dtype = dtype
         config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
+        if file := tokenizer_file(source):
+            shutil.copy(file, Path(folder, TOKENIZER_FILE))
         with suppress(OSError):  # not every model has one; as it is, because transformers refuses to save some
             shutil.copy(cached_file(source, GENERATION_CONFIG_NAME), Path(folder, GENERATION_CONFIG_NAME))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
