@@ -32,6 +32,12 @@ class RowData(Section):
     )
     as_chat: bool = Field(True, description="wrap a string prompt in a user message and apply the chat template")
     system_prompt: str | None = Field(None, description="system message before every prompt")
+    metadata_only: list[str] = Field(
+        [],
+        max_length=100,
+        description="columns that look like inputs of the model (`images`, `tools`, ...) and are for the reward alone; "
+        "other jobs with such columns are refused, because the model would not see them",
+    )
     shuffle: bool = Field(True, description="use a new seeded order in every epoch")
     max_prompt_tokens: PositiveInt | None = Field(
         None,

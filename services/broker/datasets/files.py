@@ -17,12 +17,12 @@ from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
 from onbeat.config.explain import MAX_SHOWN
-from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
+from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
+from services.broker.datasets.messages import check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
-ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 
 Row = dict[str, Any]
@@ -130,6 +130,7 @@ def check_options(data: RowData) -> None:
 
 def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     """Convert row `index` of the file. Raises DatasetError with a message that goes behind the name of the row."""
+    check_columns(row, data)
     prompt = pick(row, data.prompt_field, "data.prompt_field")
     answer = find_answer(row, data)
     metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
@@ -168,41 +169,6 @@ def pick(row: Row, name: str, field: str) -> Any:
         hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
         raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
     return value
-
-
-def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
-    """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
-    if is_text(prompt):
-        if not prompt.strip():
-            raise DatasetError("data.prompt_field", "has an empty prompt")
-        messages = [ChatMessage(role="user", content=prompt)] if data.as_chat else []
-    elif isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
-        if not data.as_chat:
-            raise DatasetError("data.as_chat", "has a list of messages as its prompt; set as_chat = true")
-        messages = [ChatMessage(role=role_of(message), content=message["content"]) for message in prompt]
-    else:
-        shapes = "a string nor a list of {role, content}"
-        raise DatasetError("data.prompt_field", f"has a prompt that is neither {shapes}: {str(prompt)[:60]}")
-    if unknown := [message.role for message in messages if message.role not in ROLES]:
-        message = f"has a message of the role {unknown[0][:MAX_SHOWN]!r}; the roles are {', '.join(ROLES)}"
-        raise DatasetError("data.prompt_field", message)
-    if data.system_prompt is not None:
-        messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
-    return messages
-
-
-def role_of(message: dict[str, Any]) -> str:
-    """Return the role; `developer` is the newer name of `system`, and many templates leave it out without a word."""
-    return "system" if message["role"] == "developer" else str(message["role"])
-
-
-def is_message(value: Any) -> bool:
-    return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))
-
-
-def is_text(value: Any) -> bool:
-    """Return whether the value is text. JSON can carry halves of surrogate pairs, which are not."""
-    return isinstance(value, str) and value.encode("utf-8", "ignore").decode() == value
 
 
 def to_answer(answer: Any) -> Any:

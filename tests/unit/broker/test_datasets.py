@@ -23,6 +23,7 @@ from onbeat.local.state import StackLock, StackState
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order
+from services.broker.datasets.messages import INPUT_COLUMNS
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import build_evaluation_tasks, build_tasks
 from tests.world import job_body
@@ -188,6 +189,72 @@ def test_wrong_file_is_refused_with_field_and_place(tmp_path, rows, options, fie
     error = refusal(tmp_path, **options)
     assert error.field == field
     assert message in error.message
+
+
+# ---- what the model would not see --------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "2 + 2?"}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "a message 2 with tool_calls, which the prompt"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "a message 2 with tool_calls, which the prompt"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "add"}}, "message 2 with function_call"),
+        ({"role": "tool", "content": "4", "tool_call_id": "1"}, "a message 2 with tool_call_id, which the prompt"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "a message 2 with name, which the prompt would not show"),
+        ({"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}, "message 2 with reasoning_content"),
+        ({"role": "assistant", "content": "The answer is ", "prefix": True}, "a message 2 with prefix, which"),
+        ({"role": "user", "content": None}, "a message 2 without content; write a text"),
+        ({"role": "user"}, "a message 2 without content; write a text"),
+        ({"role": "user", "content": 7}, "a message 2 whose content is neither a string nor a list of parts: '7'"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a part of the type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, "a part of the type 'image'"),
+        ({"role": "user", "content": "\ud800"}, "a message 2 whose content is neither"),
+        ({"role": ["user"], "content": "x"}, "a message 2 of the role \"['user']\"; the roles are"),
+        ("hello", "a message 2 that is 'hello', and not {role, content}"),
+        ({"role": "assistant", "content": "The answer is "}, "ends with a message of the assistant's"),
+        ({"role": "assistant", "content": "<think>\n"}, "ends with a message of the assistant's"),
+    ],
+)
+def test_message_that_would_lose_something_is_refused(tmp_path, message, reason):
+    write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": [USER, message], "answer": "4"}])
+    error = refusal(tmp_path)
+    assert (error.field, error.message[:19]) == ("data.prompt_field", "rows.jsonl, line 2 ")
+    assert reason in error.message
+
+
+def test_empty_fields_of_a_message_lose_nothing(tmp_path):
+    message = USER | {"tool_calls": None, "name": "", "images": [], "weight": None, "prefix": False}
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [message], "answer": "4"}])
+    assert open_file(tmp_path).item(0).messages[0].content == "2 + 2?"
+
+
+def test_parts_of_text_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": parts}], "answer": "4"}])
+    item = open_file(tmp_path).item(0)
+    assert (item.messages[0].content, item.context["question"]) == ("2 + 2?", "2 + 2?")
+
+
+@pytest.mark.parametrize("column", sorted(INPUT_COLUMNS))
+@pytest.mark.parametrize("as_chat", [True, False])
+def test_column_that_looks_like_an_input_is_refused(tmp_path, column, as_chat):
+    rows = [{"prompt": "x", "answer": "4", column: None}, {"prompt": "y", "answer": "4", column: [{"a": 1}]}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    error = refusal(tmp_path, as_chat=as_chat)
+    assert error.field == "data.metadata_only"
+    assert f"line 2 has something in {column!r}, which the model would not see" in error.message
+    item = open_file(tmp_path, as_chat=as_chat, metadata_only=[column], shuffle=False).item(1)
+    assert item.context["metadata"] == {column: [{"a": 1}]}
+
+
+def test_prompt_in_a_column_with_such_a_name_is_read(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"documents": "2 + 2?", "tools": "4"}])
+    item = open_file(tmp_path, prompt_field="documents", answer_field="tools").item(0)
+    assert (item.messages[0].content, item.context["answer"]) == ("2 + 2?", "4")
 
 
 def test_link_out_of_the_data_folder_is_refused(tmp_path):
