@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from onbeat.config import JobConfig
-from onbeat.contracts.model_config import context_tokens, text_config
+from onbeat.contracts.model_config import context_tokens, rope_settings, rope_type, text_config
 from services.broker.admission.model_files import Complaint, read_json, review_files, wrong_model
 from services.broker.datasets.hub import HUB_ID
 
@@ -153,18 +153,21 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:
-    """Complain if a `longrope` model may get long passes: other rotary embeddings would make results depend on what
-    shares a pass."""
-    text = text_config(model)
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
-        return []
-    limit = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    longest = config.model.max_context_tokens or context_tokens(model)
-    if not isinstance(limit, int) or (longest is not None and longest <= limit):
-        return []
-    message = f"the model has other rotary embeddings (longrope) beyond {limit} tokens; set it to {limit} or less"
-    return [("model.max_context_tokens", message)]
+    """Complain if a model of longrope or dynamic scaling may get long passes: other rotary embeddings would make
+    results depend on what shares a pass."""
+    text, longest = text_config(model), config.model.max_context_tokens or context_tokens(model)
+    for rope in rope_settings(model):
+        kind = rope_type(rope)
+        if kind in ("longrope", "su"):
+            limit = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        elif kind == "dynamic":
+            limit = text.get("max_position_embeddings")
+        else:
+            continue
+        if isinstance(limit, int) and (longest is None or longest > limit):
+            message = f"the model has other rotary embeddings ({kind}) beyond {limit} tokens; set it to {limit} or less"
+            return [("model.max_context_tokens", message)]
+    return []
 
 
 def review_context(config: JobConfig, supported: int | None) -> list[Complaint]:

@@ -11,6 +11,9 @@ from onbeat.config import JobConfig
 from services.broker.admission.models import review_model
 from tests.world import job_body
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LINEAR = {"type": "linear", "factor": 4.0}  # as older configurations name it
+SHORT = {"max_position_embeddings": 64}
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 512}
 
 
@@ -96,6 +99,16 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
         ({"rope_parameters": LONG_ROPE}, {}, "model.max_context_tokens", "set it to 512 or less"),
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 513}, "model.max_context_tokens", "512 or less"),
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 512}, "", ""),
+        (
+            {"rope_scaling": DYNAMIC, **SHORT},
+            {},
+            "model.max_context_tokens",
+            "(dynamic) beyond 64 tokens; set it to 64",
+        ),
+        ({"rope_scaling": DYNAMIC, **SHORT}, {"max_context_tokens": 64}, "", ""),
+        ({"rope_scaling": DYNAMIC, **SHORT}, {"max_context_tokens": 257}, "model.max_context_tokens", "supports 256 t"),
+        ({"rope_scaling": LINEAR, **SHORT}, {"max_context_tokens": 256}, "", ""),
+        ({"rope_scaling": LINEAR, **SHORT}, {"max_context_tokens": 257}, "model.max_context_tokens", "supports 256 t"),
     ],
 )
 def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, what):
