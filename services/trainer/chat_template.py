@@ -1,4 +1,5 @@
-"""The check of a model's chat template before a job of episodes begins, which would fail at every episode.
+"""The check of a model's chat template before a job begins: otherwise all groups of its first iteration would fail, or
+a message would be left out of every prompt without a word.
 
 Whether a template takes the roles that an environment uses shows at its first call.
 """
@@ -8,33 +9,52 @@ from typing import Any
 from onbeat.config import JobConfig
 from services.tokenizer import load_tokenizer
 
+QUESTION = {"role": "user", "content": "a-first-question"}
 CONVERSATION = [
-    {"role": "user", "content": "a-first-question"},
+    QUESTION,
     {"role": "assistant", "content": "an-answer"},
     {"role": "user", "content": "a-second-question"},
 ]
-REMEDY = (
-    "give the model a template that does (chat_template.jinja in its folder), or set data.as_chat = false for an "
-    "environment that sends token ids only"
-)
+FILE = "chat_template.jinja in its folder"
 
 
 def check_chat_template(source: str, config: JobConfig) -> None:
-    """Raise ValueError when the job's environment cannot talk to the model in several turns."""
-    if config.environment is None or not getattr(config.data, "as_chat", True):
+    """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
+    if not getattr(config.data, "as_chat", True):
         return
-    if problem := problem_of(load_tokenizer(source)):
-        raise ValueError(f"the chat template of {config.model.path} {problem}; episodes need that: {REMEDY}")
+    tokenizer, model = load_tokenizer(source), config.model.path
+    if config.environment is not None:
+        if problem := problem_of(tokenizer, CONVERSATION):
+            raise ValueError(
+                f"the chat template of {model} {problem}; episodes need that: give the model a template that does "
+                f"({FILE}), or set data.as_chat = false for an environment that sends token ids only"
+            )
+        return
+    if problem := problem_of(tokenizer, [QUESTION]):
+        raise ValueError(
+            f"the chat template of {model} {problem}; give the model a template that does ({FILE}), or set "
+            "data.as_chat = false for prompts that are rendered already"
+        )
+    system = config.data.system_prompt
+    if system and (problem := problem_of(tokenizer, [{"role": "system", "content": "a-system-prompt"}, QUESTION])):
+        raise ValueError(
+            f"the chat template of {model} {problem}; put the text of data.system_prompt into the prompts, or give the "
+            f"model a template that does ({FILE})"
+        )
 
 
-def problem_of(tokenizer: Any) -> str:
-    """Return why a conversation cannot be rendered, in words behind `the chat template`; '' if it can."""
+def problem_of(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return why messages cannot be rendered, in words behind `the chat template`; '' if all of them are shown but
+    answers, which templates may shorten."""
     from jinja2.exceptions import TemplateError
 
+    roles = " and ".join(message["role"] for message in messages)
     try:
-        text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = str(error).splitlines() or [type(error).__name__]
-        return f"does not render a conversation of user, assistant and user ({reason[0][:200]})"
-    last = CONVERSATION[-1]["content"]
-    return "" if last in text else "does not show the last message of a conversation"
+        return f"does not render a conversation of {roles} ({reason[0][:200]})"
+    left_out = [
+        message["role"] for message in messages if message["role"] != "assistant" and message["content"] not in text
+    ]
+    return f"does not show the message of the role {left_out[0]} in a conversation of {roles}" if left_out else ""

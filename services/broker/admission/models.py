@@ -137,8 +137,8 @@ def review_quantization(folder: Path, model: dict[str, Any]) -> list[Complaint]:
 
 
 def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
-    """Complain about a model without a chat template in a job of episodes. The trainer tries those that are there."""
-    if config.environment is None or not getattr(config.data, "as_chat", True):
+    """Complain about a model without a chat template where one is needed. The trainer tries those that are there."""
+    if not getattr(config.data, "as_chat", True):
         return []
     if any(folder.glob("*chat_template*")):
         return []
@@ -148,8 +148,13 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
         return []  # the template may be elsewhere
     if not isinstance(tokenizer, dict) or tokenizer.get("chat_template"):
         return []
-    message = f"{folder} has no chat template, which episodes need; put chat_template.jinja into it, or set "
-    return wrong_model(f"{message}data.as_chat = false for an environment that sends token ids only")
+    user, plain = "episodes need", "an environment that sends token ids only"
+    if config.environment is None:
+        user, plain = "data.as_chat = true needs", "a model that continues plain text"
+    message = (
+        f"{folder} has no chat template, which {user}; put chat_template.jinja into it, or set data.as_chat = false"
+    )
+    return wrong_model(f"{message} for {plain}")
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:

@@ -1,5 +1,6 @@
 """Jobs of episodes are refused before they begin when their model cannot talk in several turns."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,11 @@ def model_with(folder: Path, template: str | None) -> Path:
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [(None, "chat_template"), (ONE_TURN, "one message only"), (FIRST_ONLY, "does not show the last message")],
+    [
+        (None, "chat_template"),
+        (ONE_TURN, "one message only"),
+        (FIRST_ONLY, "does not show the message of the role user in a conversation of user and assistant and user"),
+    ],
 )
 def test_template_without_several_turns_is_refused_by_name(tmp_path, template, reason):
     folder = model_with(tmp_path, template)
@@ -63,7 +68,55 @@ def test_environments_of_token_ids_need_no_template(tmp_path):
     assert field == "model.path"
     assert "has no chat template, which episodes need; put chat_template.jinja into it" in message
     ids_only = job(data={"type": "jsonl", "path": "prompts.jsonl", "as_chat": False})
-    one_response = job(environment=None, reward={"name": "exact"})
-    for config in (ids_only, one_response):
-        check_chat_template(str(folder), config)
-        assert review_template(config, folder) == []
+    check_chat_template(str(folder), ids_only)
+    assert review_template(ids_only, folder) == []
+
+
+# ---- jobs of one response ----------------------------------------------------------------------------------------
+
+DATA = {"type": "jsonl", "path": "prompts.jsonl"}
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0].content }}"
+)
+SILENT_SYSTEM = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+
+
+def job_of_responses(**data: object) -> JobConfig:
+    return job(environment=None, reward={"name": "exact"}, data=DATA | data)
+
+
+@pytest.mark.parametrize(
+    ("template", "data", "reason"),
+    [
+        (None, {}, "chat_template"),
+        ("{% for message in messages %}", {}, "does not render a conversation of user (Unexpected end of template"),
+        ("{{ messages[0].text }}", {}, "does not show the message of the role user"),
+        (NO_SYSTEM, {"system_prompt": "Be short."}, "(no system role); put the text of data.system_prompt into the"),
+        (SILENT_SYSTEM, {"system_prompt": "Be short."}, "does not show the message of the role system"),
+    ],
+)
+def test_template_that_cannot_show_the_prompts_is_refused(tmp_path, template, data, reason):
+    folder = model_with(tmp_path, template)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        check_chat_template(str(folder), job_of_responses(**data))
+
+
+@pytest.mark.parametrize(
+    ("template", "data"),
+    [
+        (None, {"as_chat": False}),
+        (NO_SYSTEM, {}),
+        (SILENT_SYSTEM, {}),
+        (QWEN_LIKE, {"system_prompt": "Be short."}),
+        (FIRST_ONLY, {}),
+    ],
+)
+def test_template_that_shows_the_prompts_is_taken(tmp_path, template, data):
+    check_chat_template(str(model_with(tmp_path, template)), job_of_responses(**data))
+
+
+def test_model_without_a_template_is_refused_at_submission(tmp_path):
+    folder = model_with(tmp_path, None)
+    ((field, message),) = review_template(job_of_responses(), folder)
+    assert (field, "has no chat template, which data.as_chat = true needs" in message) == ("model.path", True)
+    assert review_template(job_of_responses(as_chat=False), folder) == []
