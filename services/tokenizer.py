@@ -2,7 +2,7 @@
 
 transformers 5 builds a tokenizer by the class or the model type that the configuration names, and takes only
 vocabulary and merges from the file. Where these bring a splitting of their own, digits, spaces and accents get other
-ids than the model was trained with, and nobody is told.
+ids than the model was trained with, without a word.
 """
 
 import logging

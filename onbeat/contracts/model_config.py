@@ -1,4 +1,4 @@
-"""What broker, trainer and rollouts must agree on about a model in Hugging Face layout."""
+"""Facts of a model in Hugging Face layout on which broker, trainer and rollouts must agree."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What can be seen of a model's files without loading it: headers and sizes of weights, their index, a tokenizer."""
+"""The check of a model's files without loading it: headers and sizes of weights, their index, a tokenizer."""
 
 import json
 from dataclasses import dataclass, field

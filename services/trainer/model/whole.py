@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what it says: each tensor of the model comes from its files, and each of the files is used.
+"""The check that a checkpoint is what it says: each of the model's tensors comes from its files, and all are used.
 
 transformers draws missing tensors at random, ignores those that it has no place for, and puts an adapter that lies
 beside the weights on top of them. A policy that was loaded so is not the one that the user meant.
