@@ -13,7 +13,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]+)(?=[)#])")
 
 
 def outside_of(page: str, target: str) -> str | None:
-    """The path in the repository of what a page (`reference/job.md`) links to; None for what lies in docs/."""
+    """Return the path in the repository of a page's link target (`reference/job.md`), or None for a file of docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
     return None if path.startswith("docs/") else path
 

@@ -175,7 +175,7 @@ def measure_rounding(folder: Path) -> float:
 
 @torch.no_grad()
 def export_gap(trained: Any, plain: Any, folder: Path) -> float:
-    """Of the logits of a model that is loaded from what is published."""
+    """Return the largest gap between the logits of a model and of one that is loaded from its published tensors."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in published_tensors(trained)}

@@ -251,7 +251,7 @@ class Rig:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def paths(self, group: RolloutGroup) -> list[list[tuple[list[int], list[int]]]]:
-        """The prompt and the sample of each turn of each response, put together from the tree."""
+        """Return the prompt and the sample of each turn of each response, put together from the tree."""
         return [list(turn_paths(response, list(group.prompt_token_ids))) for response in group.responses]
 
 

@@ -78,7 +78,7 @@ class Receiver:
         return found
 
     def most_often(self) -> int:
-        """How often the span came that came most often."""
+        """Return how often the most frequent span came."""
         return max(Counter((span.trace_id, span.id) for span in list(self.spans)).values(), default=0)
 
     def _handler(receiver) -> type[BaseHTTPRequestHandler]:

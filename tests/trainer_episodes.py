@@ -83,7 +83,7 @@ def random_turns(draw):
 
 
 def paths_of(group):
-    """For every turn, in order: all tokens before those that it sampled, and these."""
+    """Return, for every turn in order, all tokens before the sampled ones, and the sampled ones."""
     found = []
     for response in group.responses:
         paths, sampled = [], list(response.token_ids)
@@ -97,7 +97,7 @@ def paths_of(group):
 
 
 def path_logprobs(model, groups, temperature=1.0):
-    """The reference: each path alone through a plain transformers model; each sampled token once."""
+    """Compute the reference: each path alone through a plain transformers model; each sampled token once."""
     model.set_attn_implementation("sdpa")
     logprobs = []
     for group in groups:

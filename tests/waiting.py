@@ -26,7 +26,7 @@ async def eventually(
 
 
 async def until(is_true: Callable[[], object], deadline_s: float = 30.0) -> None:
-    """For moments that are soon over: it looks more often than `eventually`."""
+    """Wait for a moment that is soon over: look more often than `eventually`."""
     async with asyncio.timeout(deadline_s):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -40,7 +40,7 @@ def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 180
 
 
 def wait_until_gone(stat: Path) -> None:
-    """Until the process of this file in /proc has ended."""
+    """Wait until the process of this file in /proc has ended."""
     wait_until(lambda: not is_running(stat), f"{stat} is gone")
 
 

@@ -31,7 +31,7 @@ Fault = Callable[[Messages, PayloadKey], Messages]
 
 
 def weights(seed: int, num_items: int = 300_000) -> Tensors:
-    """Of all dtypes, with an empty tensor and a scalar; the largest has two bytes an item."""
+    """Return weights of all dtypes, with an empty tensor and a scalar; the largest has two bytes an item."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "big": torch.randn(num_items + 5, generator=generator).bfloat16(),
@@ -44,7 +44,7 @@ def weights(seed: int, num_items: int = 300_000) -> Tensors:
 
 
 def stepped(tensors: Tensors, seed: int, share: float = 0.01, names: Iterable[str] | None = None) -> Tensors:
-    """As after an optimizer's step: about that share of the items of these tensors (default: all) has moved."""
+    """Move about that share of the items of these tensors (default: all), as an optimizer's step does."""
     generator = torch.Generator().manual_seed(seed)
     moved = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in moved if names is None else names:
@@ -192,7 +192,7 @@ class Rollout:
         return None if self.puller.host is None else self.puller.host.version
 
     def assert_holds(self, version: int) -> None:
-        """The file that engines read has the trainer's bits, as any safetensors reader sees it."""
+        """Assert that the file for engines has the trainer's bits, as any safetensors reader sees it."""
         assert self.version == version
         received, expected = load(self.puller.host.path.read_bytes()), self.plane.trainer.tensors[version]
         assert received.keys() == expected.keys()
@@ -244,7 +244,7 @@ class Plane:
 
 @contextlib.contextmanager
 def hosts_apart() -> Iterator[None]:
-    """One machine plays several here: its loopback addresses are good on all of them."""
+    """Let this machine play several hosts: its loopback addresses are good on all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "is_ambiguous", lambda address: False)
         yield

@@ -53,7 +53,7 @@ def usage(path: tuple[str, ...], command: Command) -> str:
 
 
 def name_of(argument: Parameter) -> str:
-    """`JOB`, in brackets where it may be left out."""
+    """Return the name in capitals, such as `JOB`, in brackets where it may be left out."""
     name = (argument.metavar or argument.name.upper()).strip("[]")
     return name if argument.required else f"[{name}]"
 

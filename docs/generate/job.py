@@ -94,7 +94,7 @@ def fields(
 
 
 def union_rows(name: str, field: Schema, owner: Schema, definitions: dict[str, Schema]) -> Iterator[tuple[str, ...]]:
-    """A field that holds one of several kinds of section; `data` has a section of its own."""
+    """Yield the rows of a field that holds one of several kinds of section; `data` has a section of its own."""
     inner = variants(field, definitions)
     default = default_of(name.rpartition(".")[2], field, owner)
     is_data = inner == variants(JobConfig.model_json_schema()["properties"]["data"], definitions)
@@ -118,7 +118,7 @@ def section_row(name: str, field: Schema, schema: Schema) -> tuple[str, ...]:
 
 
 def variants(field: Schema, definitions: dict[str, Schema]) -> list[Schema]:
-    """The sections that a field may hold; none for a plain value."""
+    """Return the sections that a field may hold; none for a plain value."""
     alternatives = [field, *field.get("anyOf", []), *field.get("oneOf", []), field.get("items", {})]
     alternatives += [inner for each in alternatives[1:] for inner in (*each.get("oneOf", []), *each.get("anyOf", []))]
     names = [each["$ref"].rpartition("/")[2] for each in alternatives if isinstance(each, dict) and "$ref" in each]
@@ -126,7 +126,7 @@ def variants(field: Schema, definitions: dict[str, Schema]) -> list[Schema]:
 
 
 def chooser(definition: Schema) -> str:
-    """`type = "grpo"`, the field by which this kind is chosen."""
+    """Return the text of the field by which this kind is chosen, such as `type = "grpo"`."""
     for name in ("type", "mode"):
         field = definition["properties"].get(name, {})
         values = [field["const"]] if "const" in field else field.get("enum", []) if name == "type" else []

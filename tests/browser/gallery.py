@@ -24,7 +24,7 @@ class Gallery:
     job_ids: dict[str, str]  # by name
 
     def place(self, page: str) -> str:
-        """'job {learned}' has the id of that job in it."""
+        """Return the page's address, with the job's id in place of the name in 'job {learned}'."""
         return PAGES[page][0].format(**self.job_ids)
 
 

@@ -27,7 +27,7 @@ SETTLE_MS = 1000  # until the curves of the list and the timeline of the job's p
 
 
 async def open_page(browser: Browser, url: str, place: str, name: str, **options: Any) -> Page:
-    """`name`: of the page in the gallery."""
+    """Open the page that has this `name` in the gallery."""
     page = await browser.new_page(**{"viewport": DESKTOP, "reduced_motion": "reduce"} | options)
     page.set_default_timeout(STEP_MS)
     await page.goto(f"{url}/{place}")
@@ -36,7 +36,7 @@ async def open_page(browser: Browser, url: str, place: str, name: str, **options
 
 
 async def save(page: Page, name: str, height: int) -> None:
-    """`height`: pixels of the page that are seen."""
+    """Save a screenshot of the page's first `height` pixels."""
     width = page.viewport_size["width"] if page.viewport_size else DESKTOP["width"]
     await page.set_viewport_size({"width": width, "height": height})
     await page.wait_for_timeout(SETTLE_MS)

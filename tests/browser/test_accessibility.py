@@ -27,7 +27,7 @@ BROKEN_IDS = """[...document.querySelectorAll(".pool, tbody .mono, tbody th a[hr
 
 
 async def violations(page: Page) -> list[str]:
-    """Of axe-core, whose script the page's own policy would refuse: its context has to bypass it."""
+    """Return the violations that axe-core finds. The page's policy would refuse its script: the context bypasses it."""
     await page.evaluate(AXE_FILE_PATH.read_text())
     return [described(violation) for violation in await page.evaluate(AXE)]
 
@@ -87,7 +87,7 @@ async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit, galle
 
 
 async def tab_to(page: Page, selector: str) -> None:
-    """As one does who has no mouse; each stop can be seen."""
+    """Move the focus with the Tab key, as users without a mouse do, and check that each stop is visible."""
     for _ in range(60):
         await page.keyboard.press("Tab")
         if await page.evaluate("(selector) => document.activeElement.matches(selector)", selector):

@@ -34,7 +34,7 @@ async def serve(route: Route) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def modules(browser: Browser) -> AsyncIterator[Page]:
-    """An empty page that can import the dashboard's modules."""
+    """Open an empty page that can import the dashboard's modules."""
     context = await browser.new_context(viewport={"width": 800, "height": 600})
     await context.route(f"{ORIGIN}/**", serve)
     page = await context.new_page()
@@ -44,7 +44,7 @@ async def modules(browser: Browser) -> AsyncIterator[Page]:
 
 
 async def call(page: Page, module: str, body: str, argument: Any = None) -> Any:
-    """`body`: a function of `m`, the module, and `a`, the argument."""
+    """Call a function whose `body` uses `m`, the module, and `a`, the argument."""
     script = f"async (a) => {{ const m = await import('{ORIGIN}/{module}'); return ({body})(m, a); }}"
     return await page.evaluate(script, argument)
 
@@ -305,7 +305,7 @@ CHOSEN = re.compile("^w: generate, group 0-0 of iteration 0")
 
 
 async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Page) -> None:
-    """As before the first commit, when nothing is known of the trainer."""
+    """The state is that before the first commit, when nothing is known of the trainer."""
     await call(modules, "lanes.js", LANES)
     slider = modules.get_by_role("slider")
     await slider.focus()
@@ -422,7 +422,7 @@ BAND = """(m, rewards) => {
 
 
 async def test_band_around_shares_stays_within_them(modules: Page) -> None:
-    """What is drawn is what is said."""
+    """The drawn band and the values in words agree."""
     line = await call(modules, "series.js", BAND, [0.25, 0.75])
     assert line["band"] == [[0, 0, 0.75], [1, 0.25, 1]]
     await draw(modules, [line])

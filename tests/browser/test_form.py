@@ -16,19 +16,19 @@ def editor(page: Page) -> Locator:
 
 
 def toml_of(value: Any) -> str:
-    """A value on one line."""
+    """Write a value as TOML on one line."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {toml_of(each)}" for key, each in value.items()) + " }"
     return json.dumps(value)
 
 
 async def write(page: Page, job: dict[str, Any]) -> None:
-    """One line for each section."""
+    """Fill the editor with one line for each section."""
     await editor(page).fill("\n".join(f"{key} = {toml_of(value)}" for key, value in job.items()))
 
 
 async def selected(page: Page) -> str:
-    """In the editor, which has the focus."""
+    """Return the selected text of the editor, which has the focus."""
     await expect(editor(page)).to_be_focused()
     script = "(text) => text.value.slice(text.selectionStart, text.selectionEnd)"
     return str(await editor(page).evaluate(script))

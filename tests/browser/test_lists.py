@@ -19,7 +19,7 @@ NOTE_WHAT_IS_SAID = """() => {
 
 
 async def next_list(page: Page) -> None:
-    """Until a list has been asked for and shown after this."""
+    """Wait until the page has asked for a list and shown it."""
     async with page.expect_request_finished(lambda request: bool(LIST.search(request.url))):
         pass
     await page.evaluate("new Promise((resolve) => setTimeout(resolve))")

@@ -58,7 +58,7 @@ class Proxy:
             self._writers -= both
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one side closes: then the other is closed, too."""
+        """Pass bytes on until one side closes, and then close the other."""
         try:
             while data := await reader.read(CHUNK_BYTES):
                 if self.delay_s:

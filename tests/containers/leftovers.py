@@ -1,7 +1,7 @@
-"""What tests and benchmarks make on a container engine says who made it, so that what killed ones left can be removed.
+"""Names of everything that tests and benchmarks make on a container engine, so that later ones remove the leftovers.
 
 A project is named KIND-HOST-PROCESS-TOKEN, and all of it has the label that compose gives. Only things of a project
-whose process has ended on this machine are removed. Images stay, but for a tag that is named like a project.
+whose process has ended on this machine are removed. Images stay, except a tag that is named like a project.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def is_dead(project: str) -> bool:
 
 
 def remove_dead() -> list[str]:
-    """What was removed, by name. What cannot be removed stays for the next time."""
+    """Remove leftovers and return their names. Whatever cannot be removed stays for the next time."""
     removed = []
     for what, all_of_them, remove in (
         ("container", ["--all"], ["rm", "--force", "--volumes"]),
@@ -60,6 +60,6 @@ def remove_dead() -> list[str]:
 
 
 def docker(*arguments: str) -> str:
-    """Its output; '' when it fails: what is left costs room, and no test."""
+    """Return the output of docker, or '' when it fails: leftovers cost disk space, but fail no test."""
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     return done.stdout if done.returncode == 0 else ""

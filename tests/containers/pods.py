@@ -53,7 +53,7 @@ class Pods:
                 self._cleanup.callback(container.stop)
 
     def start(self, service: str, name: str = "", **settings: str) -> None:
-        """One pod of a workload, with environment variables besides its own. Returns when its probes pass."""
+        """Start one pod of a workload, with more environment variables, and return when its probes pass."""
         pod = self._manifests.pod(service)
         name = name or pod.name
         config_maps, secret_texts = self._manifests.config_maps(), self._manifests.secrets()
@@ -88,7 +88,7 @@ class Pods:
                 time.sleep(0.5)
 
     def passes(self, name: str, probe: Probe) -> bool:
-        """From inside the container, with what its image has: the probed port is not published."""
+        """Run a probe inside the container, with the image's own tools: the probed port is not published."""
         command = {
             "exec": list(probe.command),
             "http": ["bash", "-c", GET, str(probe.port), probe.path],
@@ -98,7 +98,7 @@ class Pods:
         return container.status == "running" and container.exec_run(command).exit_code == 0
 
     def container(self, name: str) -> Container:
-        """As the engine sees it now."""
+        """Return the container's state from the engine."""
         container = self._containers[name].get_wrapped_container()
         container.reload()
         return container
@@ -107,7 +107,7 @@ class Pods:
         self.container(name).kill()
 
     def restart(self, name: str) -> None:
-        """As a kubelet does: the same pod, another process."""
+        """Restart the container as a kubelet does: the same pod, another process."""
         self.container(name).start()
         self.wait_ready(name)
 

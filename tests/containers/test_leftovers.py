@@ -1,4 +1,4 @@
-"""What killed sessions of tests left on the engine goes; what others have there stays."""
+"""Tests that leftovers of killed test sessions are removed from the engine, and things of others stay."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.containers.leftovers import KINDS, host_token, is_dead, new_project
 
 @pytest.fixture(scope="module")
 def dead_process() -> int:
-    """The id of a process that has ended."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(10)
     return process.pid

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kustomization of its own with new secrets, as the runbook makes it."""
+    """Write a kustomization with new secrets, as the runbook does."""
     folder = tmp_path_factory.mktemp("cluster") / "own"
     runpy.run_path(str(KUBERNETES / "new_cluster.py"))["create"](folder, "cpu")
     return folder

@@ -46,7 +46,7 @@ def tokens_of(page: str) -> tuple[Token, ...]:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """In order; an indented one, too."""
+    """Return the blocks in order, indented ones included."""
     return [
         Block(page, (token.map or [0])[0] + (2 if token.type == "fence" else 1), token.info.strip(), token.content)
         for token in tokens_of(page)
@@ -82,7 +82,7 @@ def links_of(page: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors_of(page: str) -> set[str]:
-    """Of headings, as code hosts make them."""
+    """Return the anchors of the headings, as code hosts make them."""
     found: set[str] = set()
     for token, inner in zip(tokens_of(page), tokens_of(page)[1:], strict=False):
         if token.type == "heading_open":

@@ -28,7 +28,7 @@ class Command:
 
 
 def is_shell(block: Block, programs: set[str]) -> bool:
-    """A block without a language is one when a line of it begins with a program that pages use."""
+    """Return whether a block is a shell's: if it has no language, a line begins with a program that pages use."""
     if block.language:
         return block.language in SHELL
     return any(program_of(line) in programs for line in block.text.splitlines())
@@ -40,9 +40,9 @@ def program_of(line: str) -> str:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """Those inside `$(...)` included. What is exported stays set for the commands that follow.
+    """Return the commands, including those inside `$(...)`. Exported variables stay set for the commands that follow.
 
-    Of a dialogue (`$ ...`) only the typed lines count.
+    A dialogue (`$ ...`) gives only its typed lines.
     """
     typed = [line.removeprefix("$ ") for line in block.text.splitlines(keepends=True) if line.startswith("$ ")]
     text = COMMENT.sub("", "".join(typed) or block.text).replace("\\\n", " ")
@@ -67,7 +67,7 @@ def commands_of(block: Block) -> list[Command]:
 
 
 def to_command(block: Block, words: list[str], exported: tuple[str, ...]) -> Command:
-    """An assignment alone is an export, too: it stays set."""
+    """Build a command. An assignment alone is an export, too: the variable stays set."""
     words = words[words[0] == "export" :]
     sets = exported
     while words and (assignment := ASSIGNMENT.fullmatch(words[0])):

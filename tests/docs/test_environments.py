@@ -17,7 +17,7 @@ TASK = Task([{"role": "user", "content": "When did Emma appear?"}], "When did Em
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """The names that the page's Python makes."""
+    """Return the names that the page's Python defines."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in blocks_of(page):
         if block.language == "python":

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rare
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` leaves in its folder."""
+    """Return the folder that `make wheel` fills."""
     folder = tmp_path_factory.mktemp("release")
     set_up = Path(sys.prefix) / ".setup-cpu"  # these packages run the test, old or not: there is no set-up now
     run(["make", "--silent", "wheel", f"DIST={folder}", f"--old-file={set_up.relative_to(ROOT)}"], ROOT)

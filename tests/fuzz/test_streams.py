@@ -1,4 +1,4 @@
-"""What strangers and broken rollouts put on a job's streams or submit: none of it is trained on, all is counted."""
+"""Entries of strangers and broken rollouts on a job's streams: none of them is trained on, all are counted."""
 
 import math
 import random
@@ -58,7 +58,7 @@ async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger, wo
 
 
 async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger, world: World) -> None:
-    """Those of this iteration and of the one before."""
+    """The entries are those of this iteration and of the one before."""
     job_id, epoch = await world.open_job()
     await world.drain(job_id)
     played = await ledger.redis.xrange(JobKeys(job_id).rollouts)

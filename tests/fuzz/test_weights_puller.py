@@ -47,9 +47,10 @@ class Liar(grpc.GenericRpcHandler):
 
 @contextlib.asynccontextmanager
 async def lied_to(way: str) -> AsyncIterator[tuple[Rollout, Liar]]:
-    """A rollout that knows the liar only, and the liar knows all that the trainer would say.
+    """Run a rollout that knows the liar only, while the liar knows all that the trainer would send.
 
-    "in full": it has nothing yet; "delta": it has the version before. At the end it finds the trainer, and gets both.
+    It has no version yet if `way` is "in full", and version 0 if it is "delta". At the end it finds the trainer, and
+    gets both versions.
     """
     with hosts_apart():
         async with Plane() as plane:
@@ -175,7 +176,7 @@ def size_of(dtype: str, shape: list[int]) -> int:
 
 @pytest.mark.parametrize("way", ["in full", "delta"])
 def test_consistent_but_unreasonable_manifest_is_refused(way: str) -> None:
-    """Its digest is right; sizes, names, dtypes and shards are whatever they are."""
+    """The manifest's digest is right, but its sizes, names, dtypes and shards are arbitrary."""
 
     @fuzzed(50)
     @given(

@@ -53,7 +53,7 @@ class Manifests:
         return [item for item in self.objects if item["kind"] == kind]
 
     def get(self, kind: str, name: str) -> Object:
-        """By the full name, or the one before kustomize appended a hash."""
+        """Return an object by its full name, or by the one before kustomize appended a hash."""
         (found,) = [o for o in self.of(kind) if name in (o["metadata"]["name"], HASH.sub("", o["metadata"]["name"]))]
         return found
 
@@ -81,7 +81,7 @@ class Manifests:
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
-    """Whether a label selector (matchLabels, matchExpressions with In) matches."""
+    """Return whether a label selector (matchLabels, matchExpressions with In) matches."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}, selector
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
         rule["operator"] == "In" and labels.get(rule["key"]) in rule["values"]
@@ -90,7 +90,7 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def kubectl() -> str:
-    """The kubectl of this environment, or the machine's. Without one the test is skipped, in CI it fails."""
+    """Return the kubectl of this environment, or the machine's. Without one the test is skipped, in CI it fails."""
     own = Path(sys.executable).parent / "kubectl"
     found = str(own) if own.exists() else shutil.which("kubectl")
     if found is None:
@@ -102,7 +102,7 @@ def kubectl() -> str:
 
 
 def build(folder: Path) -> Manifests:
-    """Raises ValueError with what kustomize says."""
+    """Build manifests. Raises ValueError with the message of kustomize."""
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, timeout=BUILD_S)
     if done.returncode:
         raise ValueError(f"{folder} cannot be built: {done.stderr}")
@@ -111,7 +111,7 @@ def build(folder: Path) -> Manifests:
 
 
 def build_variant(overlay: str, components: tuple[str, ...], folder: Path) -> Manifests:
-    """An overlay with components on top, as a cluster's own kustomization has them; `folder` is for that."""
+    """Build an overlay with components, as the kustomization of a cluster, which is written into `folder`."""
     if not components:
         return build(KUBERNETES / "overlays" / overlay)
     return build(write_kustomization(folder, overlay, components))

@@ -1,4 +1,4 @@
-"""What a kubelet would hand to the container engine for one container of a pod, as data: no engine, no cluster."""
+"""Options that a kubelet would hand to the container engine for one container of a pod: no engine, no cluster."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Files:
-    """Of a ConfigMap or Secret, at a folder of the container; read-only, as the kubelet mounts them."""
+    """Files of a ConfigMap or Secret, at a folder of the container; read-only, as the kubelet mounts them."""
 
     texts: Mapping[str, str]  # name -> content
     mode: int  # of each; they belong to root and the pod's fsGroup
@@ -93,7 +93,7 @@ class ContainerRun:
 def docker_run_arguments(
     pod_spec: Object, container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]
 ) -> ContainerRun:
-    """`fields`: values of the pod's own fields, such as status.podIP. Raises KeyError for what does not exist."""
+    """Build the arguments. `fields` are values of the pod, such as status.podIP. Raises KeyError for a missing one."""
     environment = environment_of(container, config_maps, secrets, fields)
     ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
     pod_security, own_security = pod_spec.get("securityContext", {}), container.get("securityContext", {})
@@ -130,7 +130,7 @@ def docker_run_arguments(
 
 
 def environment_of(container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]) -> dict[str, str]:
-    """As the kubelet merges it: envFrom in its order, then env. Raises KeyError for what does not exist."""
+    """Merge the environment as the kubelet does: envFrom in order, then env. Raises KeyError for an unknown name."""
     environment: dict[str, str] = {}
     for source in container.get("envFrom", []):
         ((kind, reference),) = source.items()
@@ -205,7 +205,7 @@ def probe_of(probe: Object, ports: Mapping[str, int]) -> Probe:
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """$(NAME) as Kubernetes replaces it in command, args and env; it would leave an unknown name as it is."""
+    """Replace $(NAME) as Kubernetes does in command, args and env: an unknown name stays as it is."""
     return REFERENCE.sub(lambda match: environment[match[1]], text)
 
 

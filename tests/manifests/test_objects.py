@@ -64,7 +64,7 @@ def check_schema(item: str, version: str) -> None:
 
 
 def test_scaled_objects_fit_what_keda_documents(manifests: Manifests):
-    """Of keda.sh/v1alpha1 and https://keda.sh/docs/latest/scalers/metrics-api/, whose values are all strings."""
+    """The fields are those of keda.sh/v1alpha1 and https://keda.sh/docs/latest/scalers/metrics-api/, all strings."""
     for item in manifests.of("ScaledObject"):
         spec = item["spec"]
         assert (spec["scaleTargetRef"], spec["minReplicaCount"]) == ({"name": "onbeat-rollout"}, 0)
@@ -195,7 +195,7 @@ Flow = tuple[str, str, int]
 
 
 def allowed(manifests: Manifests, direction: Literal["ingress", "egress"]) -> set[Flow]:
-    """(from, to, port) between our pods, as one direction's policies allow it; 0 stands for every port."""
+    """Return (from, to, port) between our pods, as one direction's policies allow it; 0 stands for every port."""
     pods = list(manifests.pods())
     found = set()
     for policy in manifests.of("NetworkPolicy"):

@@ -1,4 +1,4 @@
-"""What the manifests say of the services is true of the code, and the same as in compose.yaml."""
+"""Tests that the manifests describe the services as the code and compose.yaml do."""
 
 import re
 import shlex
@@ -59,7 +59,7 @@ def run_of(manifests: Manifests, service: str) -> ContainerRun:
 def settings_of(
     manifests: Manifests, service: str, folder: Path, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The service's settings, read from exactly its pod's environment; secret files lie in `folder` instead."""
+    """Read the service's settings from exactly its pod's environment; secret files are in `folder` instead."""
     for name, text in texts.items():
         (folder / name).write_text(text)
     for name in list(SETTINGS[service].model_fields):

@@ -204,7 +204,7 @@ class Actors:
         yield from self._user(world)
 
     def _call(self, world: World, do: Any, *args: Any) -> tuple[World, Any]:
-        """The world after a call of the ledger, and its result, or the exception that callers handle."""
+        """Return the world after a call of the ledger, and the call's result or the exception that callers handle."""
         outcome = self._store.call(world.redis, do, *args)
         return world._replace(redis=outcome.number), outcome.result
 
@@ -297,7 +297,7 @@ class Actors:
         yield from getattr(self, f"_{trainer.step}")(world, view, place, trainer)
 
     def _owned(self, world: World, place: int, label: str, changed: Trainer | None, do: Any, *args: Any) -> Move:
-        """A call under the trainer's epoch. It leaves the job when that was fenced off."""
+        """Make a call under the trainer's epoch, and leave the job when the trainer was fenced off."""
         trainer = world.trainers[place]
         assert trainer is not None
         after, result = self._call(world, do, trainer.epoch, *args)
@@ -306,7 +306,7 @@ class Actors:
         return Move(f"trainer {trainer.epoch} {label}: {result}", become(after, place, changed))
 
     def _restore(self, world: World, view: View, place: int, trainer: Trainer) -> Iterator[Move]:
-        """The newest checkpoint, which is acknowledged again: whoever wrote it may have died before that."""
+        """Read the newest checkpoint and acknowledge it again: its writer may have died before that."""
         disk = world.disk
         changed = trainer._replace(
             step="announce", iteration=disk.next_iteration, digest=disk.digest, num_durable=disk.next_iteration
@@ -376,8 +376,11 @@ class Actors:
             yield fault(f"trainer {trainer.epoch} {label}, the answer is lost", lost)
 
     def _finish(self, world: World, view: View, place: int, trainer: Trainer) -> Iterator[Move]:
-        """All is durable. A trainer that has not heard yet that the job is paused or cancelled tries in vain, and
-        leaves: the job is claimed again."""
+        """End the job when all is durable.
+
+        A trainer that does not know yet that the job is paused or cancelled tries in vain, and leaves: the job is
+        claimed again.
+        """
         is_running = view.job["state"] == JobState.RUNNING
         if trainer.writing or trainer.written or not (is_running or world.num_faults):
             return
@@ -423,7 +426,7 @@ def move_job_as(store: Store, state: State, epoch: str, wanted: JobState) -> Job
 
 
 def is_like_an_earlier_one(world: World, view: View, place: int) -> bool:
-    """Of idle workers that hold nothing one stands for all."""
+    """Return whether an idle worker holds nothing, like an earlier one: one of them stands for all."""
     holders = {entry.pending.consumer for entry in view.prompts if entry.pending}
     free = [worker.flight is None and worker.id not in holders for worker in world.workers]
     return free[place] and any(free[:place])
@@ -462,6 +465,6 @@ def relevant(trainer: Trainer, names: Any) -> frozenset[str]:
 
 
 def stepped(trainer: Trainer) -> str:
-    """The digest of the weights after the step: other micro-batches in another order give other bits."""
+    """Return the digest of the weights after the step: other micro-batches in another order give other bits."""
     ranks = sorted(trainer.trained, key=lambda batch: batch[0])
     return hashlib.sha1(f"{trainer.digest} {ranks}".encode(), usedforsecurity=False).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""How much may happen in a check. An iteration has two groups, and spare ones."""
+"""Bounds of a check. An iteration has two groups, and spare ones."""
 
 from dataclasses import dataclass
 

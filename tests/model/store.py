@@ -168,7 +168,7 @@ class Store:
     """All states of the job that were reached, by number; 0 is a job that was just created."""
 
     def __init__(self, client: redis.Redis, bounds: Bounds, check: Check, mutate: Callable[[str], str]) -> None:
-        """`check` sees every call once, with the states before and after it, and raises what it finds wrong."""
+        """Create a store. `check` sees every call once, with the states before and after it; its errors are raised."""
         self.ledger = Ledger(AsyncFace(client, mutate))
         self.states: list[State] = []
         self.num_spares = bounds.num_spares
@@ -217,7 +217,7 @@ class Store:
         return outcome
 
     def _look(self, before: State) -> State:
-        """What is in Redis now."""
+        """Return the present contents of Redis."""
         state = read_state(self._read(args=[PREFIX + "*", KEYS.events]), before)
         number = self._numbers.setdefault(state.view.canonical(), len(self.states))
         state.number = number

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """A Redis of its own: jobs are taken out and put back there."""
+    """Run a separate Redis, where jobs are taken out and put back."""
     with own_redis(tmp_path_factory.mktemp("model")) as url:
         yield redis.Redis.from_url(url)
 

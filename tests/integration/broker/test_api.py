@@ -366,7 +366,7 @@ async def test_events_are_those_after_the_cursor(broker, ledger):
 
 
 async def test_what_a_pool_has_to_do(broker, ledger, world):
-    """What an autoscaler asks: prompts of running jobs, and who is alive."""
+    """An autoscaler asks for the prompts of running jobs, and for the live workers."""
 
     async def status(pool):
         answer = await broker.get(f"/v1/pools/{pool}")
@@ -528,7 +528,7 @@ async def test_named_sets_have_scores_series_and_samples(broker, world):
 
 @pytest_asyncio.fixture
 async def unreachable() -> AsyncIterator[Ledger]:
-    """A ledger whose Redis is away."""
+    """Yield a ledger whose Redis is away."""
     client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
     yield Ledger(client)
     await client.aclose()

@@ -115,7 +115,7 @@ async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger, wo
 
 
 async def wait_claimable(ledger: Ledger, job_id: str) -> list[Claim]:
-    """What is or becomes free to claim."""
+    """Wait for groups that are free to claim, and return their claims."""
     claims: list[Claim] = await eventually("prompts", lambda: World(ledger).claim_all(job_id))
     return claims
 

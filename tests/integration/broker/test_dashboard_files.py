@@ -215,7 +215,7 @@ def test_files_are_in_the_wheel(tmp_path):
 
 
 def copy_of_package(folder: Path) -> Path:
-    """Without the rest of the house: a build leaves folders behind."""
+    """Copy the package without the rest of the repository: a build leaves folders behind."""
     for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())

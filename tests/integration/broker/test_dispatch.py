@@ -16,7 +16,7 @@ async def start(ledger: Ledger, dispatch: str) -> tuple[str, str]:
 
 
 async def on_stream(ledger: Ledger, job_id: str) -> list[PromptTask]:
-    """The prompts that are out, in the order in which rollouts get them."""
+    """Return the prompts on the stream, in the order in which rollouts get them."""
     return [decode_task(fields[b"task"]) for _, fields in await ledger.redis.xrange(JobKeys(job_id).prompts)]
 
 

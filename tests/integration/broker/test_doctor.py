@@ -47,7 +47,7 @@ async def open_iteration(ledger: Ledger, job_id: str, num_groups: int = 8) -> No
 
 
 def sentence_of(finding: Finding) -> str:
-    """With N in place of whole seconds: a machine may be slow."""
+    """Return the doctor's sentence with N in place of whole seconds: a machine may be slow."""
     return re.sub(r"\b\d+ s\b", "N s", finding.sentence)
 
 
@@ -431,7 +431,7 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
 
 
 async def test_job_that_cannot_learn_is_a_problem(ledger, world, pool):
-    """Its groups all had equal rewards, and its responses were all cut."""
+    """The job's groups all had equal rewards, and all its responses were cut."""
     job_id, epoch = await world.started_job(pool=pool, schedule={"num_iterations": 5})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
     for iteration in range(5):

@@ -14,7 +14,7 @@ FIRST = 2
 
 
 async def parent_of(broker: httpx.AsyncClient, ledger: Ledger, folder: Path, *kept: int) -> str:
-    """A running job that has written checkpoints and keeps these."""
+    """Start a job that has written checkpoints and keeps them, and return its id."""
     job_id = str((await broker.post("/v1/jobs", json=job_body())).json()["id"])
     epoch = await World(ledger).start_training(job_id)
     for number in kept:
@@ -30,7 +30,7 @@ def fork_body(parent: str, iteration: int = FIRST, **sections: object) -> dict[s
 
 
 async def refusal(broker: httpx.AsyncClient, body: dict[str, object]) -> tuple[str, str]:
-    """The field and the message of the only one."""
+    """Return the field and the message of the only refusal."""
     answer = await broker.post("/v1/jobs", json=body)
     assert answer.status_code == 422, answer.text
     (error,) = answer.json()["errors"]

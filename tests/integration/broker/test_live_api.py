@@ -60,7 +60,7 @@ class Sent:
 
 
 async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
-    """By the rules of the format alone, without our client."""
+    """Listen by the rules of the format alone, without our client."""
     path = f"{url}/v1/jobs/{job_id}/stream"
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=LIMIT_S))
@@ -79,7 +79,7 @@ async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
 
 
 async def take(sent: list[Sent], url: str, job_id: str, **headers: str) -> list[Sent]:
-    """All messages, into `sent`."""
+    """Append all messages to `sent`."""
     async with asyncio.timeout(LIMIT_S):
         async for message in listen(url, job_id, **headers):
             sent.append(message)
@@ -91,7 +91,7 @@ async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Sent]:
 
 
 async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Sent]]:
-    """Returns when it has heard something."""
+    """Begin to listen, and return after the first message."""
     sent: list[Sent] = []
     listening = asyncio.create_task(take(sent, broker.url, job_id, **headers))
 
@@ -412,7 +412,7 @@ async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger, world):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 async def test_client_takes_lines_by_the_rules_of_the_format(end):
-    """Of any broker, and in whatever pieces they come."""
+    """The client works with any broker, and with lines that come in arbitrary pieces."""
     event = Event(id="1-0", time=1.0, kind="test.odd", message=ODD_TEXT, data={})
     lines = ["event: event", f"data: {event.model_dump_json()}", "id: 1-0", ""]
     lines += ["event: end", 'data: {"reason":"over"}', ""]
@@ -513,7 +513,7 @@ async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
 
 
 async def test_timeline_of_a_job_that_reports_less(broker, ledger, world):
-    """Of an older trainer and older rollouts: groups have their place all the same."""
+    """An older trainer and older rollouts report less; the groups have their place in the timeline all the same."""
     job_id, epoch = await world.started_job()
     await world.wait_open(job_id, 0)
     update = WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1)

@@ -1,4 +1,4 @@
-"""What is refused before a job is created: rewards, trackers and models that cannot work."""
+"""Refusals before a job is created: rewards, trackers and models that cannot work."""
 
 import asyncio
 import json
@@ -156,7 +156,7 @@ async def test_misspelt_key_hides_what_it_may_have_meant(broker):
 
 @pytest.fixture
 def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with rewards of a user, which this process and those that it starts see as installed."""
+    """Install a package with rewards of a user, visible to this process and to those that it starts."""
     site = tmp_path / "site"
     code = (
         "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"

@@ -1,4 +1,4 @@
-"""What goes, and what stays: deleted jobs, contents of old iterations. On a real Redis."""
+"""Retention on a real Redis: deleted jobs and the contents of old iterations go, all else stays."""
 
 import asyncio
 import contextlib
@@ -35,13 +35,13 @@ UPDATE = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.0)
 
 
 async def keys_of(ledger: Ledger, job_id: str) -> set[str]:
-    """Without their common prefix."""
+    """Return the job's keys without their common prefix."""
     prefix = f"onbeat:{{{job_id}}}:"
     return {key.decode().removeprefix(prefix) async for key in ledger.redis.scan_iter(f"{prefix}*", count=10_000)}
 
 
 async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> tuple[str, str]:
-    """A job that has used every key there is, all iterations committed; returns (job id, epoch)."""
+    """Run a job that uses every key, to its last commit; return (job id, epoch)."""
     job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await ledger.versions.announce(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)

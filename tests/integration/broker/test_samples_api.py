@@ -1,4 +1,4 @@
-"""What a policy says, over REST on a whole broker: samples by reward, and groups token by token."""
+"""Samples of a policy over REST on a whole broker: by reward, and groups token by token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGrou
 
 
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:
-    """A job that no broker goes on with: its iterations have these prompts. Returns (job id, epoch)."""
+    """Run a job, without a broker, whose iterations have these prompts; return (job id, epoch)."""
     sections.setdefault("schedule", {"num_iterations": len(prompts)})
     job_id, epoch = await World(ledger).started_job(**sections)
     for iteration, texts in enumerate(prompts):
@@ -105,7 +105,7 @@ async def test_range_of_rewards_that_is_none_is_refused(broker, world):
 
 
 def with_tokens(group: RolloutGroup) -> None:
-    """The first response has text for each token, the second does not know."""
+    """Give the first response the text of each token; the second one has no such texts."""
     for response in group.responses:
         response.text = TEXT
         response.token_ids[:] = range(10, 16)

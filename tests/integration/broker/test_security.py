@@ -55,7 +55,7 @@ async def broker_with(keys: Keys, ledger: Ledger, **settings: Any) -> AsyncItera
 
 
 def every_route() -> list[tuple[str, str]]:
-    """Of the real application, so that a route of tomorrow is here without being told."""
+    """Return every route of the real application, so that routes of tomorrow are included."""
     app = create_app(Settings(), Ledger(connect("redis://127.0.0.1:1")))
     found = []
     for route in app.routes:
@@ -74,7 +74,7 @@ UNKNOWN = [("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v
 
 
 def role_for(method: str, path: str) -> Role | None:
-    """What the documentation promises."""
+    """Return the role that the documentation promises."""
     if (method, path) in OPEN:
         return None
     if method in ("GET", "HEAD"):
@@ -184,7 +184,7 @@ def make_due(ring: KeyRing) -> None:
 
 
 def test_keys_of_a_swapped_link_are_read(tmp_path):
-    """As Kubernetes does it: keys.json -> ..data/keys.json, ..data -> a folder that is replaced."""
+    """Kubernetes swaps links: keys.json -> ..data/keys.json, ..data -> a folder that is replaced."""
     pairs = [new_key(name, Role.READ) for name in ("a", "b")]
     for number, (_, entry) in enumerate(pairs):
         (tmp_path / f"v{number}").mkdir()
@@ -455,7 +455,7 @@ def test_broker_without_protection_or_secrets_does_not_start(tmp_path, monkeypat
 
 @pytest.fixture
 def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority) -> Iterator[str]:
-    """The URL of a broker process with TLS and keys."""
+    """Yield the URL of a broker process with TLS and keys."""
     cert, key = authority.issue("localhost", "127.0.0.1")
     files = {"TLS_CERT": str(cert), "TLS_KEY": str(key), "API_KEYS_FILE": str(keys.path)}
     trusted = ssl.create_default_context(cafile=authority.cert)

@@ -45,7 +45,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def redis_url(redis_url: str) -> str:
-    """A database of its own: a tracer exports the jobs of all tests that share one."""
+    """Return the URL of a separate database: a tracer exports the jobs of all tests that share one."""
     return f"{redis_url}/1"
 
 
@@ -56,7 +56,7 @@ async def alone(ledger: Ledger) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracer asks an unavailable collector again at once."""
+    """Let the tracer ask an unavailable collector again at once."""
     monkeypatch.setattr(tracing, "LOOK_S", 0.02)
     monkeypatch.setattr(tracing, "RETRY_S", 0.02)
 
@@ -90,7 +90,7 @@ until = functools.partial(eventually, timeout_s=LIMIT_S)
 
 
 async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
-    """Without a trainer's spans: for tests of what is exported when."""
+    """Run a job without a trainer's spans, for tests of the time at which traces are exported."""
     job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await World(ledger).run_iteration(job_id, epoch, iteration)
@@ -98,12 +98,12 @@ async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
 
 
 def sha256_hex(text: str, digits: int) -> str:
-    """As the document says, and as anybody can compute it."""
+    """Compute the hash as the document describes it."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def exported(receiver: Receiver, job_id: str) -> list[int]:
-    """The iterations whose root came, in order of arrival."""
+    """Return the iterations whose root span came, in order of arrival."""
     return [
         span.attributes["onbeat.iteration"]
         for span in list(receiver.spans)
@@ -232,7 +232,7 @@ async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world,
 
 
 async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger, world, receiver):
-    """In `bounded` two iterations may have one version: each load is in one trace."""
+    """Two iterations may have one version in the mode `bounded`: each load is in one trace."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
     job_id, epoch = await world.started_job(schedule=bounded)
     update = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.01)
@@ -456,7 +456,7 @@ async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger, tm
 
 @asynccontextmanager
 async def trickling() -> AsyncIterator[str]:
-    """A server that answers one byte at a time, for ever: no single read takes long."""
+    """Serve an answer one byte at a time, for ever: no single read takes long."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

@@ -33,7 +33,7 @@ HARDWARE = Hardware("a test's processor", "", "native")
 
 @pytest_asyncio.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
-    """A Redis where nobody else counts."""
+    """Yield the ledger of a Redis that has no other jobs."""
     with own_redis(tmp_path) as url:
         async with connect(url, retry_s=5) as redis:
             yield Ledger(redis)

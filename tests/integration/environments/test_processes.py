@@ -155,7 +155,7 @@ score by ringing = onbeat_test_environments:ring
 
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own environments, on the path of child processes."""
+    """Put a user's own environments on the path of child processes."""
     name = "onbeat_test_environments"
     site = install(tmp_path / "site", name, ENTRIES, **{name: ENVIRONMENTS})
     monkeypatch.setenv("PYTHONPATH", str(site))

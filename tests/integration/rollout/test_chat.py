@@ -40,13 +40,13 @@ async def rig(ledger: Ledger, tmp_path: Path) -> AsyncIterator[ChatRig]:
 
 @pytest_asyncio.fixture
 async def impatient(ledger: Ledger, tmp_path: Path) -> AsyncIterator[ChatRig]:
-    """The broker waits only 3 s for a rollout."""
+    """Run a broker that waits only 3 s for a rollout."""
     async with chatting(ledger, tmp_path, chat_take_s=3.0) as rig:
         yield rig
 
 
 async def start(rig: ChatRig, engine: Any = None, **settings: Any) -> Any:
-    """A rollout that serves the job."""
+    """Start a rollout that serves the job."""
     engine = engine or PacedEngine()
     rig.start_worker(engine, **settings)
     await rig.until_serving()
@@ -54,7 +54,7 @@ async def start(rig: ChatRig, engine: Any = None, **settings: Any) -> Any:
 
 
 async def refused(rig: ChatRig, status: int, code: str, **fields: Any) -> str:
-    """A chat is refused with this status and code, and with the message that is returned."""
+    """Assert that a chat is refused with this status and code, and return the message."""
     with pytest.raises(openai.APIStatusError) as caught:
         await rig.ask(**fields)
     assert (caught.value.status_code, caught.value.code) == (status, code), caught.value
@@ -270,7 +270,7 @@ async def test_job_keeps_no_trace_of_a_chat(rig: ChatRig) -> None:
 
 
 async def contents(rig: ChatRig) -> dict[bytes, bytes]:
-    """Every key of the job, but for the empty queue of chats, which goes by itself."""
+    """Return every key of the job, except the empty queue of chats, which goes by itself."""
     job = JobKeys(rig.job_id)
     redis = rig.ledger.redis
     assert await redis.xlen(job.chats) == 0

@@ -72,7 +72,7 @@ class Subject:
     next_version: int = FIRST_VERSION
 
     async def load(self, weights_file: Path, batches: Iterable[Sequence[str]] | None = None) -> int:
-        """`batches` of names that arrive; None is all of them at once."""
+        """Load weights whose names arrive in these `batches`; None is all of them at once."""
         arrivals = arriving([self.names()] if batches is None else batches)
         self.next_version += 1
         await self.engine.load(self.next_version, weights_file, arrivals)
@@ -84,7 +84,7 @@ class Subject:
 
 @contextmanager
 def file_without_a_name(content: bytes) -> Iterator[Path]:
-    """A file in memory, as other processes reach it: the link does not lead to a name in any folder."""
+    """Make a file in memory that other processes reach by a link, which leads to no name in any folder."""
     fd = os.memfd_create("weights")
     try:
         os.truncate(fd, len(content))
@@ -138,7 +138,7 @@ async def open_subject(tmp_path: Path, model_dir: Path, create_engine, dtype: st
 
 
 def subject_of(name: str, write_model, create_engine, dtype: str):
-    """A fixture."""
+    """Make a fixture that opens the subject."""
 
     @pytest_asyncio.fixture(scope="module", loop_scope="module", name=name)
     async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -195,7 +195,7 @@ async def test_experts_follow_every_update_in_vllm(tmp_path: Path) -> None:
 def assert_logprobs_are_the_models(
     model_dir: Path, responses: list[GeneratedResponse], dtype: str, temperature: float = 1.0
 ) -> None:
-    """To the rounding of the engine's dtype. `responses` are of a probe."""
+    """Assert that the logprobs of a probe's `responses` are the model's, up to the rounding of the engine's dtype."""
     mean, largest = NOISE[dtype]
     for prompt, response in zip(PROBE_PROMPTS, responses, strict=True):
         expected = teacher_forced_logprobs(model_dir, prompt, response.token_ids, torch.float32, temperature)

@@ -86,7 +86,7 @@ async def test_generation_that_is_cancelled_computes_no_further(model_dir):
 
 @torch.inference_mode()
 def fresh(model, prompt, sampled):
-    """The logprobs of the sampled tokens, [T], by one pass over prompt and sample."""
+    """Return the logprobs of the sampled tokens, [T], by one pass over prompt and sample."""
     logits_TV = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
     logprobs_TV = torch.log_softmax(logits_TV.float() / TEMPERATURE, dim=-1)
     return logprobs_TV.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()

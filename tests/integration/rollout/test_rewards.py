@@ -112,7 +112,7 @@ def behave(response, context, **options):
 
 @pytest.fixture(autouse=True)
 def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own reward, on the path of child processes."""
+    """Put a user's own reward on the path of child processes."""
     entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n"
     site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(site))

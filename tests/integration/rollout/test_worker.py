@@ -571,7 +571,7 @@ class Process:
 
 @pytest.fixture
 async def served_rig(ledger, tmp_path):
-    """A job whose weights come from a real model over real gRPC."""
+    """Run a job whose weights come from a real model over real gRPC."""
     rig = Rig(ledger)
     async with serving_model(rig, tmp_path):
         yield rig

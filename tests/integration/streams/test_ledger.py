@@ -82,7 +82,7 @@ async def test_job_that_is_over_commits_nothing(ledger: Ledger, world: World) ->
 
 
 async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
-    """A running job of that bound, nothing open yet; returns (job id, epoch)."""
+    """Start a job with that bound and no open iteration; return (job id, epoch)."""
     return await World(ledger).started_job(schedule={"mode": "bounded", "max_staleness": max_staleness})
 
 
@@ -367,7 +367,7 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
 
 
 async def test_silent_redis_is_given_up_in_time() -> None:
-    """Its health checks are retried within each retry of a command: without a limit the tries would multiply."""
+    """The health checks are retried within each retry of a command: without a limit the tries would multiply."""
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
     client = connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?socket_timeout=0.2", retry_s=4)
     started = time.monotonic()

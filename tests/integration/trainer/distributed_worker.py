@@ -1,4 +1,4 @@
-"""What each rank of test_distributed.py runs: `torchrun ... -m tests.integration.trainer.distributed_worker CHECK DIR`.
+"""Checks of each rank: `torchrun ... -m tests.integration.trainer.distributed_worker CHECK DIR` runs them.
 
 A check is a function (world, folder) that asserts; a rank that fails ends the run. Add one, and a test that names it.
 """
@@ -48,7 +48,7 @@ def groups(count=5):
 
 
 def backward(model, some_groups, weight=1.0):
-    """The sum over all tokens of weight * (position in the row's tokens + 1) * logprob, over single-group rows."""
+    """Add the gradient of weight * (position in the tokens + 1) * logprob, summed over all tokens, one group a row."""
     for group in some_groups:
         logprobs, _ = response_logprobs(model, pack([group], CPU), 1.0)
         (weight * torch.arange(1, len(logprobs) + 1) * logprobs).sum().backward()
@@ -105,7 +105,7 @@ def sharded_gradients(world, folder):
 
 
 def train_dealt(model, world):
-    """The same number of passes on every rank; rank 1 has fewer groups and makes up for it with weight 0."""
+    """Run the same number of passes on every rank; rank 1 has fewer groups and adds passes of weight 0."""
     shares = deal([100, 1, 1, 1, 90], world.size)
     assert [len(share) for share in shares] == [1, 4]
     own = [groups()[index] for index in shares[world.rank]]
@@ -124,7 +124,7 @@ def compare_gradients(model, reference, rtol):
 
 
 def sharded_copies(world, folder):
-    """A frozen relative takes on weights that only rank 0 holds; what the sharded model computes with is published."""
+    """Check that a frozen copy takes on weights that only rank 0 holds; publish those that a sharded model uses."""
     model = tiny_model(tiny_config(), torch.bfloat16)
     old = copy.deepcopy(model).requires_grad_(False)
     expected = copy.deepcopy(old)
@@ -143,7 +143,7 @@ def sharded_copies(world, folder):
 
 
 def sharded_reading(world, folder):
-    """A model that each rank reads layer by layer has the bits of one that each reads whole; so have its relatives."""
+    """Check that a model and its copies have the same bits when ranks read layer by layer and when each reads all."""
     old_and_reference = {
         "schedule": {"mode": "bounded", "max_staleness": 1, "num_iterations": 2},
         "objective": {"kl": {"coef": 0.1}},
@@ -168,7 +168,7 @@ def sharded_reading(world, folder):
 
 
 def write_model(world, folder, config):
-    """A random bfloat16 model in several files, written by rank 0; the folder's name."""
+    """Write a random bfloat16 model in several files, on rank 0, and return the folder's name."""
     world.all_gather_bytes(b"read")  # the files of the case before, which this one replaces
     if world.is_main:
         tiny_model(config, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="10KB")
@@ -204,14 +204,14 @@ def little_memory(world, folder):
 
 
 def anonymous_bytes():
-    """Without pages of files: the system drops those and reads them again as it likes, so that they prove nothing."""
+    """Return the bytes of memory without files' pages, which the system drops and reads again as it likes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 @contextlib.contextmanager
 def highest(measure):
-    """Yields a list; its only item is the highest value that `measure` returned every millisecond of the block."""
+    """Yield a list of one item, the highest value that `measure` returned every millisecond of the block."""
     values, done = [measure()], threading.Event()
 
     def watch():
@@ -249,7 +249,7 @@ def gradient_control(world, folder):
 
 
 def trained(world, seed=0):
-    """A sharded model after one step, with GAC's history: (optimizer, control, all state)."""
+    """Take one step of a sharded model with GAC's history; return (optimizer, control, all state)."""
     model = tiny_model(tiny_config(initializer_range=0.02 + 0.01 * seed), torch.float32)
     shard(model, world, torch.float32)
     optimizer, control = MasterAdamW(model, OPTIMIZER), GradientControl(GacConfig(mode="metric"), world)
@@ -261,7 +261,7 @@ def trained(world, seed=0):
 
 
 def save_sharded(world, folder):
-    """What two wrote, two read back by their shares, and training goes on from it as it would have."""
+    """Check that two ranks read back their shares of a checkpoint, and that training goes on as without it."""
     optimizer, control, state = trained(world)
     store = CheckpointStore(folder / "checkpoints", keep=1, world=world)
     weights = [(name, gather_full(p, torch.bfloat16)) for name, p in optimizer.parameters.items()]
@@ -290,7 +290,7 @@ def save_sharded(world, folder):
 
 
 def load_whole(world, folder):
-    """What one process wrote (the test did, before), two read by their shares."""
+    """Check that two ranks read their shares of a checkpoint that the test wrote before, in one process."""
     optimizer, _, _ = trained(world, seed=1)
     store = CheckpointStore(folder / "checkpoints", keep=1, world=world)
     store.restore("job", "tiny", optimizer.load_state_tensors, sharded=optimizer.parameters)
@@ -304,7 +304,7 @@ def load_whole(world, folder):
 
 
 def fail_to_save(world, folder):
-    """A failure on one rank is an error of the save on every rank, and names it; so is a disk that is not shared."""
+    """Check that a failure on one rank fails the save on every rank, by name, and so does a disk that is not shared."""
     state = trained(world)[2]
     for own, message in [(Path("/proc/nowhere"), "cannot be written: rank 1"), (folder / "own", "rank 0: .*same disk")]:
         store = CheckpointStore(folder / "checkpoints" if world.is_main else own, keep=1, world=world)
@@ -332,7 +332,7 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
 
 
 def main() -> None:
-    """What passed is written down after each check, so that the test of an earlier one can pass."""
+    """Run the checks and record each that passed, so that the test of an earlier one can pass."""
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
     world = World.from_environment(CPU, timeout_s=30)

@@ -49,7 +49,7 @@ CA = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.cr
 
 @asynccontextmanager
 async def trainer(ledger: Ledger, redis_url: str, folder: Path, instead: str, **settings: str):
-    """A trainer whose training is that function of SCRIPT, with a job: (process, id of the job)."""
+    """Start a trainer with a job whose training is that function of SCRIPT; return (process, id of the job)."""
     pool = f"p{uuid.uuid4().hex[:8]}"
     job_id = await World(ledger).create_job(pool=pool)
     settings |= {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(folder)}

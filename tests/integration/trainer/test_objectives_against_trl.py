@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory):
 
 
 def their_loss(model_dir, options, tmp_path, padded, mask):
-    """A real trainer; only its forward pass is replaced, by the given log-probabilities."""
+    """Return the loss of their real trainer, whose forward pass is replaced by the given log-probabilities."""
     config = GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=6,

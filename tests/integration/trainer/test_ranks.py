@@ -66,7 +66,7 @@ class Trainer:
 
 
 def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
-    """In float32 unless the sections say otherwise."""
+    """Build a job, in float32 unless the sections have another dtype."""
     sections = sections | {"model": {"path": str(model), **sections.get("model", {})}}
     sections = sections | {"training": {"max_tokens_per_micro_batch": 40, **sections.get("training", {})}}
     base = {"rollout": {"num_prompts_per_iteration": NUM_GROUPS}, "checkpoint": {"every_iterations": 2}}
@@ -87,7 +87,7 @@ def group_of(task: PromptTask):
 def trainer(
     redis_url: str, folder: Path, num_ranks=1, parallelism="ddp", max_restarts=0, core=CORES[0]
 ) -> Iterator[Trainer]:
-    """A trainer with a pool of its own; ended, with its children, at last."""
+    """Run a trainer with its own pool; at last end it and its children."""
     folder.mkdir()
     pool, log_file = f"ranks-{uuid.uuid4().hex[:8]}", folder / "trainer.log"
     command = [sys.executable, "-m", "services.trainer"]
@@ -159,7 +159,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_
 
 
 async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_version=None):
-    """The final weights, and which rank trained which micro-batches by iteration."""
+    """Train, and return the final weights and the micro-batches of each rank by iteration."""
     config = build_job(model, trainer.pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
@@ -175,13 +175,13 @@ async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_
 
 
 def exported_weights(checkpoint):
-    """Of a sharded trainer each rank has written a file."""
+    """Return the exported weights: each rank of a sharded trainer has written a file."""
     files = sorted(checkpoint.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same_weights(found, expected):
-    """To the order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
+    """Assert equal weights up to the order of sums; AdamW's first steps amplify noise where gradients are near zero."""
     assert found.keys() == expected.keys()
     is_precise = all(tensor.dtype == torch.float32 for tensor in expected.values())
     gap = torch.cat([(found[name].float() - expected[name].float()).flatten() for name in expected]).abs()
@@ -202,7 +202,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainers(redis_url, tmp_path_factory) -> Iterator[dict[str, Trainer]]:
-    """One process, and two, with whole models or with shards."""
+    """Run one process, and two, with whole models or with shards."""
     folder, two = tmp_path_factory.mktemp("trainers"), {"num_ranks": 2}
     of_each = {"alone": {}, "ddp": two, "fsdp": two | {"parallelism": "fsdp", "core": CORES[-1]}}
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def trainers(redis_url, tmp_path_factory) -> Iterator[dict[str, Trainer]]:
 
 @pytest.fixture(scope="module")
 def weights_of_one() -> dict[str, dict[str, torch.Tensor]]:
-    """The final weights of one process, by the name of its job."""
+    """Return the final weights of one process, by the name of its job."""
     return {}
 
 

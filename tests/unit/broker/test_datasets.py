@@ -127,7 +127,7 @@ def test_parquet_reads_the_same_as_jsonl(tmp_path):
 
 
 def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
-    """In the order of the prompts, which is shuffled, nearly each of them would read another row group."""
+    """The order of the prompts is shuffled: each of them would read another row group in nearly all cases."""
     rows = [{"prompt": f"say {number}", "answer": str(number)} for number in range(400)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=20)
     dataset = open_file(tmp_path, type="parquet", path="rows.parquet")
@@ -376,7 +376,7 @@ configs:
 
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
-    """A folder of the shape that a data set has on the hub; returns the data folder that it is in."""
+    """Write a folder in the layout of a data set on the hub; return the data folder that it is in."""
     root = tmp_path / "org" / "sums"
     (root / "data").mkdir(parents=True)
     (tmp_path / "secret.jsonl").write_text('{"prompt": "?", "answer": "secret"}\n')

@@ -53,7 +53,7 @@ def course_of(num: int, **metrics: float) -> list[IterationRecord]:
 
 
 def learning(num: int = 40, **metrics: float) -> list[IterationRecord]:
-    """The course of a quick start: noise, and most groups solved at the end."""
+    """Return the course of a quick start: noise, and most groups solved at the end."""
     rng, records = random.Random(0), []
     for number in range(num):
         share = min(1.0, number / (0.5 * num))

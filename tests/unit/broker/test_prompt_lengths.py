@@ -21,7 +21,7 @@ ROWS = [{"prompt": "x" * size, "answer": "1"} for size in (5, 300, 20, 40, 500)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder with rows.jsonl and the tokenizer of a model."""
+    """Return a data folder with rows.jsonl and the tokenizer of a model."""
     build_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path

@@ -97,7 +97,7 @@ def test_series_hold_the_records_numbers_and_the_trainers():
 
 
 def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
-    """One response of 3 tokens for each reward; a reward of 0 was cut short. No rewards: a failed group."""
+    """Build groups of a 3-token response for each reward; a reward of 0 was cut short. No rewards: a failed group."""
     return [
         RolloutGroup(
             responses=[

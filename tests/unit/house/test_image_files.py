@@ -1,4 +1,4 @@
-"""What the image builds, the lock files and the dashboard promise each other."""
+"""Promises between the image builds, the lock files and the dashboard."""
 
 import ast
 import re

@@ -25,7 +25,7 @@ Installer = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def publish(index: Path, name: str, version: str, script: str = "") -> None:
-    """A wheel in a simple index: a module of the same name or, if there is a script, that alone."""
+    """Publish a wheel in a simple index, with a module of the same name or, if there is a script, with that alone."""
     folder = index / name
     folder.mkdir(parents=True)
     wheel = f"{name}-{version}-py3-none-any.whl"
@@ -76,7 +76,7 @@ def install(tmp_path: Path) -> Installer:
 
 
 def installed(folder: Path, environment: str = "venv") -> dict[str, str]:
-    """The packages' versions, and who installed them."""
+    """Return the versions of the packages, and the program that installed them."""
     found = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
     return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in found}
 

@@ -1,4 +1,4 @@
-"""Which Redis the local stack starts, and that no server begins empty beside data that it cannot read."""
+"""Choice of the Redis that the local stack starts: no server begins empty beside data that it cannot read."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def newest_path() -> str:
-    """The PATH as it is. Skips where it has no server of today."""
+    """Return the PATH as it is, or skip where it has no recent server."""
     if not servers_on_path():
         pytest.skip(NO_NEW_SERVER)
     return os.environ["PATH"]

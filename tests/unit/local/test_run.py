@@ -69,7 +69,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """For temporary files; short, because sockets have to fit in."""
+    """Make a folder for temporary files with a short path, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -77,7 +77,7 @@ def temporary() -> Iterator[Path]:
 def start(
     command: list[str], data_dir: Path, on_interrupt: signal.Handlers = signal.SIG_DFL, **env: str
 ) -> "subprocess.Popen[str]":
-    """`on_interrupt`: how the shell that starts it has set SIGINT, whatever it is for these tests."""
+    """Start a command. `on_interrupt` is the handling of SIGINT that it inherits, as from a shell."""
     return subprocess.Popen(
         launch(command, f"signal.signal(signal.SIGINT, {on_interrupt:d})"),
         cwd=data_dir.parent,

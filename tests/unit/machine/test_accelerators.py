@@ -1,4 +1,4 @@
-"""How a machine's accelerators are found and divided. Device files are empty files: nothing runs on a device."""
+"""Tests of how accelerators are found and divided. Device files are empty files: nothing runs on a device."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which instructions a processor has, below the limits that PyTorch is given."""
+"""Instructions of a processor, below the limits that PyTorch is given."""
 
 import subprocess
 import sys

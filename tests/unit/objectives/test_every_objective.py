@@ -57,7 +57,7 @@ def advantages(kind, rewards, all_rewards):
 
 
 def token_loss(objective, trainer, old, advantage, t):
-    """The loss of token t of one response."""
+    """Return the loss of token t of one response."""
     ratio = math.exp(trainer[t] - old[t])
     if objective.type == "rloo":
         return -ratio * advantage
@@ -70,7 +70,7 @@ def token_loss(objective, trainer, old, advantage, t):
 
 
 def reference_loss(config, trainer, old, ref, rollout):
-    """The mean loss, by loops over groups, responses and tokens."""
+    """Return the mean loss, by loops over groups, responses and tokens."""
     objective = config.objective
     total, num_tokens, num_responses = 0.0, 0, 0
     for g, rewards in enumerate(REWARDS):
@@ -147,7 +147,7 @@ def test_kl_in_the_reward_is_refused_where_the_scale_comes_first():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_is_that_of_the_policy_when_the_ratio_is_one(kind):
-    """With old = policy every policy objective has the gradient -A * weight / divisor at each token."""
+    """Every policy objective has the gradient -A * weight / divisor at each token if old = policy."""
     config = job_config(objective={"type": kind}, schedule={"mode": "sync"})
     groups, nested, *_ = example()
     trainer = flat(nested).requires_grad_()

@@ -111,7 +111,7 @@ def test_term_without_advantage_trains_groups_of_equal_rewards(config, monkeypat
 
 
 def refusal(**sections):
-    """(field, message) as the broker answers."""
+    """Return (field, message) as the broker answers."""
     with pytest.raises(ValidationError) as caught:
         job_config(**sections)
     (error,) = caught.value.errors()
@@ -170,7 +170,7 @@ def test_package_cannot_take_a_name_of_onbeat(site):
 
 @pytest.fixture
 def foreign(config, monkeypatch):
-    """The record of a job whose package is not installed here."""
+    """Return the record of a job whose package is not installed here."""
     INSTALLED.clear()
     monkeypatch.setattr(objectives, "entry_points", lambda group: ())
     return {"config": config.model_dump_json()}

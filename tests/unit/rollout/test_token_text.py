@@ -29,7 +29,7 @@ def smollm2_text(smollm2):
 
 
 def decode(tokenizer, token_ids):
-    """As engines do."""
+    """Decode tokens as engines do."""
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -116,7 +116,7 @@ def test_effort_is_bounded_where_nothing_fits(smollm2, byte_ids, calls_of):
 
 
 def metaspace_tokenizer():
-    """As Llama 2 has it: a space is part of the next word, the first one is left out, unknown characters are bytes."""
+    """Make a tokenizer like that of Llama 2: a space begins the next word, unknown characters are bytes."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "t", "h", "e", "c"]
     words += ["\u2581t", "\u2581th", "\u2581the", "\u2581c", "\u2581ca", "\u2581cat", "!"]
     merges = [

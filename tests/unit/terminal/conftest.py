@@ -20,13 +20,13 @@ class FakeTerminal(io.StringIO):
 
 @pytest.fixture
 def job_id(broker: BrokerThread) -> str:
-    """A job of three iterations."""
+    """Create a job of three iterations and return its id."""
     return broker.create_job()
 
 
 @pytest.fixture
 def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """All that the broker's doctor finds."""
+    """Return all findings of the broker's doctor."""
     found: list[Finding] = []
     for module in ("api.health", "doctor.diagnosis"):
         monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(found))

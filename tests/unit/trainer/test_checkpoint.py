@@ -44,7 +44,7 @@ def save(store, weights=(), value=1.0, files=None, policies=None):
 
 
 def restore(store, **options):
-    """(state, tensors), or None."""
+    """Return (state, tensors), or None."""
     loaded = {}
     state = store.restore("job", "tiny", lambda found, num_steps: loaded.update(found, num_steps=num_steps), **options)
     return state and (state, loaded)

@@ -45,7 +45,7 @@ def index_of(group):
 
 
 def groups_of(iteration, rewards=REWARDS):
-    """A group for each entry; None: it failed."""
+    """Build a group for each entry; None stands for a failed one."""
     groups = []
     for index, own in enumerate(rewards):
         group = make_group(f"{iteration}-{index}", 3 + index, (3, 1 + index, 4), version=iteration, rewards=own)
@@ -69,7 +69,7 @@ def train_replacing(config, groups, folder, **options):
 
 
 def renumbered(groups):
-    """The groups that count, as those of a job without dynamic sampling."""
+    """Return the groups that count, numbered as those of a job without dynamic sampling."""
     counting = [group for group in groups if do_rewards_differ(group)]
     for index, group in enumerate(counting):
         group.group_id = f"{group.iteration}-{index % NUM_PROMPTS}"

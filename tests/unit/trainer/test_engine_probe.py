@@ -137,7 +137,7 @@ def test_later_iterations_are_not_compared(tmp_path):
 @jobs
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_mismatch_is_that_of_the_engines_alone(sections, num_updates, tmp_path):
-    """Of online DPO and the proximal policy, too, whose passes are not at the weights that generated."""
+    """The passes of online DPO and the proximal policy, too, are not at the weights that generated."""
     schedule = sections.get("schedule", {}) | {"num_iterations": NUM_PROBED + 4}
     sections = sections | {"schedule": schedule, "training": {"num_updates_per_iteration": num_updates}}
     job = run(sections, tmp_path, noise=1e-5)

@@ -31,7 +31,7 @@ def config_of(**sections):
 
 
 def real_pass_bytes(model):
-    """What LiveBytes sees of the same groups in memory, besides the sum of gradients."""
+    """Return the bytes that LiveBytes measures for the same groups, besides the sum of gradients."""
     batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
     MasterAdamW(model, OptimizerConfig()).gradients()
     with LiveBytes() as live:
@@ -52,7 +52,7 @@ def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_s
 
 
 def test_a_sharded_pass_makes_gradients_of_its_own() -> None:
-    """Those of a tied embedding: the head's and the embedding's, which are added to each other."""
+    """The gradients are those of a tied embedding: the head's and the embedding's, which are added to each other."""
     wide = tiny_config(hidden_size=512, vocab_size=32_768, tie_word_embeddings=True)
     alone, sharded = (measure_sizes(config_of(), wide, Passes(), PROMPT, num_ranks).pass_bytes for num_ranks in (1, 2))
     assert sharded - alone > 0.9 * 32_768 * 512 * 4

@@ -1,4 +1,4 @@
-"""What Prometheus gets: worked numbers of the trainer, and a documented table that is the registries'."""
+"""Metrics for Prometheus: worked numbers of the trainer, and a documented table that equals the registries."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ async def broker_families(ledger):
 
 
 def process_families():
-    """Of trainer and rollout: what this process has registered."""
+    """Return the metrics that trainer and rollout have registered in this process."""
     collectors = set(REGISTRY._collector_to_names)
     return {
         (each._name, each._type, tuple(each._labelnames))

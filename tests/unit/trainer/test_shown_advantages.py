@@ -1,4 +1,4 @@
-"""What a commit tells of each response's advantage: the one that it was trained with, of every objective, by hand."""
+"""Advantages in a commit: each response has the one that it was trained with, of every objective, by hand."""
 
 import pytest
 import torch

@@ -63,7 +63,7 @@ def config_of(kind, extra, **sections):
 
 @pytest.fixture(scope="module")
 def groups(models):
-    """With and without signal in turn; rollout logprobs lie around the old policy's, on both sides of the band."""
+    """Build groups with and without signal in turn; rollout logprobs lie on both sides of the old policy's band."""
     rng = random.Random(0)
     rewards = [UNIFORM[0], MIXED[0], UNIFORM[1], MIXED[1], UNIFORM[2]]
     found = [make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=each) for i, each in enumerate(rewards)]
@@ -73,7 +73,7 @@ def groups(models):
 
 
 def gradient(config, models, groups, computed):
-    """The update's gradient by parameter, in float64, from passes over `computed`; and what it was divided by."""
+    """Return the update's gradient by parameter, in float64, from passes over `computed`; and its divisor."""
     policy, stats = models[0], IterationStats(0)
     scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
     for group in groups:
@@ -174,7 +174,7 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of):
-    """By one row, however many the groups would take."""
+    """One row is enough, however many the groups would take."""
     passes = calls_of(BUILT_IN[kind], "loss")
     groups = mixed_iteration(0, {0, 1, 2, 3})
     _, job = train(strict(kind, training={"max_tokens_per_micro_batch": 1}), groups, tmp_path, arrivals=2)

@@ -20,12 +20,12 @@ U64 = struct.Struct("<Q").pack
 
 
 def tensor(num_items: int, item_bytes: int, seed: int = 0) -> np.ndarray:
-    """Every bit pattern is equally likely: NaN, infinities and -0.0 of any float dtype among them."""
+    """Draw a tensor of equally likely bit patterns: NaN, infinities and -0.0 of any float dtype among them."""
     return np.random.default_rng(seed).integers(0, 1 << 8 * item_bytes, num_items, f"<u{item_bytes}", endpoint=False)
 
 
 def changed(base: np.ndarray, share: float, kind: str, seed: int = 1) -> np.ndarray:
-    """`base` with about `share` of its items one or two units in the last place off, or overwritten by random bits."""
+    """Return `base`, about `share` of its items one or two units in the last place off, or with random bits."""
     generator = np.random.default_rng(seed)
     random_bits = tensor(len(base), base.itemsize, seed)
     steps = generator.choice(np.array([-2, -1, 1, 2]), len(base)).astype(base.dtype)
@@ -33,12 +33,12 @@ def changed(base: np.ndarray, share: float, kind: str, seed: int = 1) -> np.ndar
 
 
 def at_offset(array: np.ndarray, offset: int) -> memoryview:
-    """The array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
+    """Return the array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
     return memoryview(bytearray(b"\0" * offset + array.tobytes()))[offset:]
 
 
 def apply_guarded(encoding: int, payload: bytes, base: np.ndarray) -> bytes:
-    """What `apply` makes of `base`; fails when a byte around the target was written."""
+    """Apply a delta to `base` and return the result; fail when a byte around the target was written."""
     memory = bytearray(GUARD + base.tobytes() + GUARD)
     with memoryview(memory) as view:
         try:

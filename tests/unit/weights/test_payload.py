@@ -357,7 +357,7 @@ def test_manifest_has_the_requested_order_and_so_has_the_delta():
 
 
 def applied(base, snapshot):
-    """What a puller that holds `base` makes of the delta."""
+    """Return the result of a puller that holds `base` and applies the delta."""
     found, change = {}, snapshot.delta
     check_plan(change.key, change.plan, snapshot.manifest)
     for entry, buffer in zip(base.manifest.tensors, base.buffers, strict=True):

@@ -31,7 +31,7 @@ def located(sources, puller, key=FULL, failed=()):
 
 
 def completed(sources, puller):
-    """Its source when it began; it is through now."""
+    """Complete the puller's pull, and return the source that it had."""
     source = located(sources, puller)
     sources.finish(FULL, puller.worker_id, is_complete=True)
     return source
@@ -197,7 +197,7 @@ EVENTS = st.lists(
 
 
 def chain(sources, worker_id, shard):
-    """Its source, the source's source, ... up to the trainer. Fails for a circle."""
+    """Return the puller's source, the source's source, ... up to the trainer. Fails for a circle."""
     found = []
     while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
         worker_id = slot.source

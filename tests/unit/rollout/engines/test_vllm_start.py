@@ -98,7 +98,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 async def cancel_start(engine: SlowEngine, model_dir: Path) -> None:
-    """As a SIGTERM or the end of the job does."""
+    """Cancel the start, as a SIGTERM or the end of the job does."""
     starting = asyncio.create_task(engine.start(model_dir, 0))
     assert await asyncio.to_thread(engine.is_building.wait, 5)
     starting.cancel()

@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "2+2="}
 
 
 async def ask(*bodies, path="/chat/completions", **options):
-    """The answers to these calls of one episode, which makes a good call in the end."""
+    """Return the answers to these calls of one episode, which makes a good call in the end."""
     answers = []
 
     async def run(task, policy):
@@ -109,7 +109,7 @@ async def test_session_server_that_ends_by_itself_ends_the_process():
 
 
 async def test_session_takes_no_proxy_and_reads_no_certificates(monkeypatch):
-    """Its URL is one of this machine, and reading certificates takes longer than a call."""
+    """The URL is one of this machine, and reading certificates takes longer than a call."""
     monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: 1 / 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")

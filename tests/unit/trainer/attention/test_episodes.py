@@ -31,7 +31,7 @@ EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, ma
 
 
 def behind(prefix, *groups):
-    """The groups with that before their prompts."""
+    """Return the groups with that text before their prompts."""
     for group in groups:
         group.prompt_token_ids[:] = [*prefix, *group.prompt_token_ids]
         for turn in (turn for response in group.responses for turn in response.turns):
@@ -40,7 +40,7 @@ def behind(prefix, *groups):
 
 
 def assert_every_target_sees_its_path(batch, groups):
-    """By the dense mask, in the order of positions."""
+    """Assert, in the order of positions, that the dense mask shows every target its path."""
     mask, places = dense_mask(batch.layout), iter(batch.layout.logit_index.tolist())
     targets = iter(batch.target_ids.tolist())
     for group in groups:

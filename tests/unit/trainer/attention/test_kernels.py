@@ -46,7 +46,7 @@ LONG_ROWS = [
 
 
 def behind_prefix(groups, length):
-    """The groups behind a prefix of that length, with a tree where turns are given."""
+    """Return the groups behind a prefix of that length, with a tree where turns are given."""
 
     def laid_out(shape):
         return shape if isinstance(shape, int) else lay_out(make_episodes(shapes=[shape]).responses[0], 5)[1]
@@ -162,7 +162,7 @@ def test_flex_skips_blocks_in_which_nothing_is_visible():
 
 
 def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, **lengths):
-    """What the documentation says of layout TND and sparse_mode 3, in plain torch."""
+    """Compute in plain torch the attention that the documentation describes for layout TND and sparse_mode 3."""
     assert (input_layout, head_num, sparse_mode) == ("TND", query.shape[1], 3)
     assert torch.equal(atten_mask, torch.ones(2048, 2048).triu(1).bool())
     outputs, query_start, key_start = [], 0, 0

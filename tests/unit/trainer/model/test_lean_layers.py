@@ -40,7 +40,7 @@ def is_lean(module):
 
 
 def run(model):
-    """The logits, and the gradients of a sum in which each logit has another weight."""
+    """Return the logits, and the gradients of a sum in which each logit has another weight."""
     model.zero_grad()
     logits = model(TOKEN_IDS, use_cache=False).logits
     (logits.float() * torch.linspace(-1.0, 1.0, logits.numel()).view_as(logits)).sum().backward()
@@ -48,7 +48,7 @@ def run(model):
 
 
 def kept_bytes(model):
-    """What one forward pass keeps for the backward pass, besides parameters."""
+    """Return the bytes that one forward pass keeps for the backward pass, besides parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

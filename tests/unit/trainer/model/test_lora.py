@@ -28,7 +28,7 @@ def test_a_model_without_adapters_needs_no_peft(monkeypatch):
 
 
 def adapted(dtype, config=CONFIG, config_class=LlamaConfig):
-    """A tiny model whose adapters have been moved away from zero."""
+    """Return a tiny model whose adapters have been moved away from zero."""
     model = tiny_model(tiny_config(config_class), dtype)
     add_adapters(model, config, seed=1)
     generator = torch.Generator().manual_seed(2)
