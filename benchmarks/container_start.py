@@ -183,7 +183,7 @@ def measure_start(client: Client, job_id: str, container: str, started_at: float
         "import_s": import_s,
         "build_s": build_s,
         "engine_start_s": import_s + build_s,
-        "engine_wait_s": float(serving.data["load_s"]),  # its first version, with which the engine starts
+        "engine_wait_s": float(serving.data["load_s"]),  # the first version, with which the engine starts
         "serving_s": serving.time - started_at,
         "generating_s": generating_at - started_at,
     }

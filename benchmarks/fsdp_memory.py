@@ -44,9 +44,9 @@ from tests.waiting import eventually
 
 NUM_ITERATIONS, NUM_GROUPS = 3, 2
 GOAL = 0.6
-DEADLINE_S = 900.0  # of a version, and of the last checkpoint: 14 GB for 1.0B parameters in full
+DEADLINE_S = 900.0  # limit for a version, and for the last checkpoint: 14 GB for 1.0B parameters in full
 LORA = {"lora": {"rank": 16}}
-NO_HISTORY = {"gac": {"mode": "off"}}  # by default the last gradient is kept, to compare the next one with
+NO_HISTORY = {"gac": {"mode": "off"}}  # the default keeps the last gradient, to compare the next one with
 WIDTH = {"hidden_size": 1536, "intermediate_size": 4096}
 BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # Llama 3.2 1B's shapes
 
@@ -59,7 +59,7 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     prompt_tokens: int = 16
-    num_responses: int = 4  # of a group
+    num_responses: int = 4  # responses of a group
     response_tokens: int = 12
 
 

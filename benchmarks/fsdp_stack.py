@@ -35,7 +35,7 @@ STACKS = {
     "bfloat16": Case(BILLION, LORA, "bfloat16"),
     "float32": CASES["lora"],
 }
-LEAST_BYTES = 1_000_000_000  # below this the job is given up: others need the machine
+LEAST_BYTES = 1_000_000_000  # the job is given up when less is available: others need the machine
 SECTIONS = {
     "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 8},
     "objective": {"kl": {"coef": 0.05}},

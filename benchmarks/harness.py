@@ -32,7 +32,7 @@ QUIET_LOAD = 0.5  # processes that want a core, on average over the last minute
 RESULTS = ROOT / "benchmarks" / "results"
 INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # lists and objects without others in them
 STOP_S = (
-    15.0  # for `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
+    15.0  # time of `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
 )
 MAX_LINE = 110  # characters
 

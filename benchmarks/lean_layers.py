@@ -18,7 +18,7 @@ from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, Passes, register_attention, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
 
-SHAPE = 38, 16, 8  # of each group: tokens of the prompt and of each response, responses
+SHAPE = 38, 16, 8  # a group's tokens of the prompt and of each response, and its responses
 NUM_GROUPS, GROUPS_IN_ROW = 8, (1, 2, 4, 8)
 REPETITIONS, NUM_THREADS = 5, 2
 

@@ -35,7 +35,7 @@ NUM_RESPONSES = 8
 WINDOW = 64  # submissions in flight at a time
 SIZES = {256: 4000, 2048: 1000}  # tokens of a response -> groups
 REPEATS = 3
-AUDIT_CALL = "  record('accepted'"  # of submit_group.lua
+AUDIT_CALL = "  record('accepted'"  # a line of submit_group.lua
 
 
 @contextmanager

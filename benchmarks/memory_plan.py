@@ -28,7 +28,7 @@ SPARE_BYTES = 5_000_000_000
 # The engine core can only be distinguished from its rollout once it has imported vLLM. A page of the weights that both
 # have mapped counts half for each.
 SIDES = {"trainer": ["trainer"], "rollout": ["rollout", "engine core"]}
-PROMPT_TOKENS = 45  # of the quick start's prompts
+PROMPT_TOKENS = 45  # tokens of the quick start's prompts
 SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 LARGE = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14}
 # Groups as in the quick start, so that rows are as long.
@@ -75,7 +75,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         "measured": found,
         "ratio": {side: round(expected[side] / found[side], 3) for side in SIDES},
         "parts": planned,
-        "measured_apart": {name: by_service[name] for name in SIDES["rollout"]},  # each at its own moment
+        "measured_apart": {name: by_service[name] for name in SIDES["rollout"]},  # peaks at different moments
     }
 
 

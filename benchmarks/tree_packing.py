@@ -30,9 +30,9 @@ from services.trainer.model.model import PACKED_ATTENTION, Passes, register_atte
 
 GOAL = 0.9  # share of the counted ratio
 GROUP, PROMPT = 8, 96  # episodes, tokens
-NUM_LAYERS = 4  # of the 30 of SmolLM2-135M, whose widths the model has
+NUM_LAYERS = 4  # layers, of the 30 of SmolLM2-135M, whose widths the model has
 OBSERVED, SAMPLED, LEFT_OUT = (16, 64), (16, 48), 0.6  # tokens of a turn, from and to; share of sampled ones
-TURNS = ((3, 5), (6, 8))  # from and to
+TURNS = ((3, 5), (6, 8))  # tokens of the first and second part of a turn
 REPETITIONS, VOCABULARY = 3, 49152
 NOTE = "seconds of the processor, medians; other programs used the machine at the same time"
 
@@ -46,7 +46,7 @@ def make_conversations(num_turns: tuple[int, int], has_forks: bool) -> RolloutGr
     responses = []
     for _ in range(GROUP):
         turns: list[Turn] = []
-        length = PROMPT  # of the history, with all that the engine was sent
+        length = PROMPT  # tokens of the history, with all that the engine was sent
         for index in range(rng.randint(*num_turns)):
             observed, sampled = rng.randint(*OBSERVED) * (index > 0), rng.randint(*SAMPLED)
             kept = []

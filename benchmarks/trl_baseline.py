@@ -60,7 +60,7 @@ def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], 
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
     return {
-        "first_step_at": times[0],  # on Linux, the clock of all processes
+        "first_step_at": times[0],  # the clock that all processes share on Linux
         "step_s": [end - start for start, end in itertools.pairwise(times)],
         "mean_response_tokens": [entry["completions/mean_length"] for entry in logged],
         "rewards": [entry["reward"] for entry in logged],

@@ -18,7 +18,7 @@ from typing import Any
 from harness import ROOT, command_line, medians, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
-NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
+NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # a token of SmolLM2 that is in none of its texts
 
 
 def copy_without_end(source: Path, target: Path) -> Path:

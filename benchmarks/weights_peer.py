@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--worker-id", default="puller")
     options = parser.parse_args()
 
-    async def run() -> None:  # what it makes belongs to a running loop
+    async def run() -> None:  # servers and channels need a running loop
         if options.role == "trainer":
             folder = options.tls
             security = WireSecurity(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem") if folder else PLAIN

@@ -27,7 +27,7 @@ from tests.disk_space import check_disk_space
 from tests.temporary_files import temporary_files_in
 from tests.world import World
 
-# How long an example takes says something of the machine's other load, and nothing of the code.
+# The time of an example depends on the machine's other load, not on the code.
 hypothesis.settings.register_profile("onbeat", deadline=None)
 hypothesis.settings.load_profile("onbeat")
 
@@ -163,7 +163,7 @@ async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
     client = connect(redis_url, retry_s=5)
     ledger = Ledger(client)
     yield ledger
-    if left := await unfinished(ledger):  # what a test left running is not the next test's business
+    if left := await unfinished(ledger):  # jobs that a test left running may not disturb the next test
         await client.zrem(keys.ALL_JOBS, *left)
         queues = [name async for name in client.scan_iter(f"{keys.WAITING_JOBS}*")]
         await client.delete(keys.ACTIVE_JOBS, *queues)

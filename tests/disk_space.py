@@ -14,7 +14,7 @@ from onbeat.machine.disk_space import GB, shortage
 # Gigabytes, rounded up. A checkpoint of the quick start's model has 2.4, and three of them are there for a moment.
 SMALL_AREAS, SMALL_GB = frozenset({"unit", "fuzz", "manifests", "model"}), 1
 TESTS_GB = 8  # temporary files of one test at its largest; those of passed tests are gone
-VOLUMES_GB, IMAGES_GB = 9, 6  # of the container engine: of one stack at a time; images, with what building them takes
+VOLUMES_GB, IMAGES_GB = 9, 6  # volumes of one stack at a time; images, with the disk space for building them
 
 
 def check_disk_space(items: Iterable[pytest.Item]) -> None:

@@ -74,7 +74,7 @@ WITHOUT_SYSTEM = """
 {%- if add_generation_prompt %}<turn>assistant
 {% endif %}"""
 
-# How the templates of Llama 3 and of Mistral 7B and Nemo write tools, calls and results. Both refuse what those refuse.
+# Tools, calls and results as in the templates of Llama 3, and of Mistral 7B and Nemo. They refuse the same messages.
 LLAMA_LIKE = """
 {%- if tools %}<|start|>system
 

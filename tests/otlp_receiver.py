@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-MAX_BODY_BYTES = 4 * 1024 * 1024  # what common collectors take
+MAX_BODY_BYTES = 4 * 1024 * 1024  # limit of common collectors
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Receiver:
     certificate: Path | None = None
     key: Path | None = None
     answer: Callable[[ExportTraceServiceRequest], tuple[int, bytes]] = lambda _: (200, OK)
-    spans: list[Received] = field(default_factory=list)  # of the requests that were answered 200
+    spans: list[Received] = field(default_factory=list)  # spans of the requests that were answered 200
     num_requests: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
 

@@ -49,7 +49,7 @@ class FakeEngine:
         self.generate_errors: list[Exception] = []  # raised by the next requests
         self.load_errors: list[Exception] = []
         self.hangs_in: set[str] = set()  # "start", "load"
-        self.stamp: int | None = None  # what the spans claim, if not the truth
+        self.stamp: int | None = None  # the version that the spans claim, if not the true one
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self._capacity = capacity

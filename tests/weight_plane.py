@@ -65,7 +65,7 @@ class Spoiling:
     """Mixed into a server: the next pulls pass through `faults`, one fault each."""
 
     faults: list[Fault]
-    pulled: list[tuple[PayloadKey, int]]  # with their offsets
+    pulled: list[tuple[PayloadKey, int]]  # payloads with their offsets
 
     async def Pull(self, request, context):
         key = read_key(request.key)
@@ -97,7 +97,7 @@ class SpoilingRelay(Spoiling, PayloadServer):
 
 
 class Trainer:
-    """Its weights by version; a restart has another address unless a port is given, and no deltas."""
+    """A trainer and its weights by version; a restart has another address unless a port is given, and no deltas."""
 
     def __init__(self, egress: int, security: WireSecurity, max_calls: int) -> None:
         self.address, self.tensors = "", dict[int, Tensors]()
@@ -148,7 +148,7 @@ class Rollout:
         self.early: list[str] = []  # tensors that were called final and were not
 
     def start(self, version: int, deadline_s: float = 5.0) -> Pull:
-        """Whatever it calls final is compared with its digest at once."""
+        """Start a pull; every tensor that it calls final is compared with its digest at once."""
         pull = self.puller.start(version, deadline_s)
         announce = pull.announce
 
@@ -225,7 +225,7 @@ class Plane:
         await self.trainer.server.stop()
 
     async def join(self, worker_id: str, host: str = "", zone: str = "", is_relay: bool = True) -> Rollout:
-        """On a host of its own unless it is named."""
+        """Add a rollout, on its own host unless one is named."""
 
         async def find_trainer() -> str:
             return self.trainer.address

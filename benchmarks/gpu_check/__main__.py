@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu_check.wheels import ROOT, unpack
 
-TOTAL_S = 510.0  # for the parts, so that all is over within 9 minutes
+TOTAL_S = 510.0  # limit for the parts, so that all is over within 9 minutes
 GRACE_S, LEAST_S = 20.0, 10.0
 DESCRIBE_S = 60.0
 NUM_LAST_LINES = 15
@@ -27,10 +27,10 @@ NUM_LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Part:
-    name: str  # its module
+    name: str  # name of the module
     limit_s: float
     what: str
-    needs_packages: bool = True  # besides PyTorch
+    needs_packages: bool = True  # packages besides PyTorch
 
 
 PARTS = [

@@ -32,7 +32,7 @@ TINY_SHAPES = [(100, 30, 3)]
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # operations a second
 LOGPROB_GAP = 0.1  # nats on average: bfloat16 noise of 28 layers
 HAS_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-REPETITIONS = {"tiny": 1, "1.5B": 3, "7B": 1}  # besides one that is not counted
+REPETITIONS = {"tiny": 1, "1.5B": 3, "7B": 1}  # repetitions after one that is not counted
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ LARGE = (512, 256, 8)
 # The limits are for the gradient's norm, and for the weights' mean gap as a share of the way that all steps could move
 # one. Another attention on the CPU has 1e-6.
 NORM_GAP, WEIGHT_GAP = 1e-3, 1e-3
-PLAN_GAP = 0.1  # of the peak
+PLAN_GAP = 0.1  # share of the peak
 GAIN = 8.0  # random weights are so small that every softmax is flat
 
 

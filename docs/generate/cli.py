@@ -18,7 +18,7 @@ INTRODUCTION = """# The command line
 `onbeat COMMAND --help` shows the same in a terminal. The exit code is 0 for success, 1 for a failure, 2 for wrong usage
 or a wrong job, and 130 after an interruption."""
 
-IN_A_TERMINAL = Path(__file__).with_name("in_a_terminal.txt")  # what the commands show, with links as of docs/reference
+IN_A_TERMINAL = Path(__file__).with_name("in_a_terminal.txt")  # output of the commands, with links as of docs/reference
 
 KINDS = {int: "number", float: "number", Path: "path"}
 

@@ -120,7 +120,7 @@ class App(typer.Typer):
 
     def __init__(self, help: str, **settings: Any) -> None:
         super().__init__(help=help, no_args_is_help=True, **settings)
-        self.callback()(lambda: None)  # without a callback, a single command would take the place of its group
+        self.callback()(lambda: None)  # a single command without a callback would take the place of its group
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Command], Command]:
         register = super().command(*args, **kwargs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onbeat.contracts.rewards import RewardConfig
 
 DATA_MEMORY_MB = 8192
-START_S = 60.0  # for the scoring process to start and import the reward
+START_S = 60.0  # time for the scoring process to start and import the reward
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
     "services.rollout.rewards.child",

@@ -15,8 +15,8 @@ from onbeat.contracts.records import DATASETS_FOLDER, DatasetRecord
 
 FILE_TYPES = ("jsonl", "parquet")
 CHUNK_BYTES = 1 << 20
-SYNC_S = 600.0  # for a broker to write the end of a large file to its disk
-DIGEST_CHARACTERS = 16  # of the digest, in the name of an uploaded file
+SYNC_S = 600.0  # time for a broker to write the end of a large file to its disk
+DIGEST_CHARACTERS = 16  # characters of the digest, in the name of an uploaded file
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 MAX_STEM = 80
 

@@ -81,7 +81,7 @@ class AsyncJobs:
         config = JobConfig.without_derived(parent) | {"fork": {"job": job_id, "iteration": iteration}}
         for override in overrides:
             apply_override(config, override)
-        with suppress(AttributeError, KeyError, TypeError):  # for a schedule that is wrong now: the broker says how
+        with suppress(AttributeError, KeyError, TypeError):  # the broker says how a schedule is wrong
             schedule = config["schedule"]
             ends = [end for end in schedule.get("earlier_ends", []) if end < schedule["num_iterations"]]
             schedule["earlier_ends"] = ends
@@ -158,7 +158,7 @@ class AsyncJobs:
     async def metrics(self, job_id: str, after: int = -1) -> Series:
         """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value). A broker
         gives the iterations in parts."""
-        found: dict[str, dict[int, float]] = {}  # each part repeats the evaluations of those that follow it
+        found: dict[str, dict[int, float]] = {}  # the evaluations of later parts are repeated in each part
         newest = after
         while True:
             answer = await self._get(job_id, "/metrics", after=newest)

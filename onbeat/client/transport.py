@@ -129,7 +129,7 @@ class Transport:
             except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
                 raise BrokerUnreachable(self.base_url, f"connected, but silent for {silence_s:g} s") from error
             except httpx.RequestError as error:
-                is_timeout = isinstance(error, httpx.TimeoutException)  # each further try would take as long again
+                is_timeout = isinstance(error, httpx.TimeoutException)  # the next try would take as long again
                 if delay_s is None or is_timeout or not (is_repeatable or isinstance(error, httpx.ConnectError)):
                     raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
             else:

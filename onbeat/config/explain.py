@@ -16,7 +16,7 @@ PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
-FOREIGN_KEYS = {  # of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to the key
+FOREIGN_KEYS = {  # keys of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to ours
     **dict.fromkeys(("num_generations", "group_size", "n"), "rollout.num_samples_per_prompt"),
     **dict.fromkeys(("max_completion_length", "max_completion_tokens"), "rollout.max_response_tokens"),
     **dict.fromkeys(("batch_size", "train_batch_size"), "rollout.num_prompts_per_iteration"),

@@ -17,7 +17,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
 
-DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # what `fill_defaults` fills in
+DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
 
 

@@ -59,7 +59,7 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], others
     """Raise ValueError for options that the class does not take. `others`: those that are known besides."""
     try:
         signature = inspect.signature(target)
-    except ValueError:  # of a class in C
+    except ValueError:  # a class in C has no signature
         return
     try:
         signature.bind(**options)

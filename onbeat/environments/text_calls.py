@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from onbeat.environments.session import Message
 from onbeat.environments.tool_schema import Tool
 
-MAX_BRACKETS = 16  # that are tried as the end of a call
-NO_PYTHON = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for other text
+MAX_BRACKETS = 16  # brackets that are tried as the end of a call
+NO_PYTHON = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # exceptions of `ast` for other text
 
 
 def announce(conversation: list[Message], tools: Mapping[str, Tool]) -> None:

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from onbeat.environments.calls import call
 
-ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # of a docstring's "Args:"
-NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # of a docstring: Returns, Raises, Example
-MISTAKES = (ValueError, LookupError, ArithmeticError)  # what a tool raises when the policy called it wrongly
+ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # a line below "Args:" in a docstring
+NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # a heading in a docstring: Returns, Raises, Example
+MISTAKES = (ValueError, LookupError, ArithmeticError)  # exceptions of a tool that the policy called wrongly
 
 
 @dataclass(frozen=True)

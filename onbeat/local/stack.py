@@ -39,10 +39,10 @@ SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000). But
 # it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
 SHARED_SPINS = "10000"
-LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
-TRAINER_GRACE_S = 60.0  # for the checkpoint that it writes when it is asked to stop
+LOCAL_DRAIN_S = "5"  # shorter than the grace period of the supervisor
+TRAINER_GRACE_S = 60.0  # time for the checkpoint that the trainer writes when it is asked to stop
 SCRATCH_PREFIX = "onbeat-"
-MAX_SOCKET_PATH_BYTES = 103  # for a UNIX socket on macOS; Linux has four more
+MAX_SOCKET_PATH_BYTES = 103  # limit for a UNIX socket on macOS; Linux has four more
 LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # the path of a vLLM socket
 
 

@@ -20,7 +20,7 @@ MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a clean record
 TAIL_LINES = 20
-GUARD_S = 7.0  # for a guard to kill what its service has left
+GUARD_S = 7.0  # time for a guard to kill the remaining processes of its service
 # Variables with these prefixes are not inherited: the shell may have them for services elsewhere.
 NOT_INHERITED = (
     *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),

@@ -96,7 +96,7 @@ def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info
     try:
         return installed.model_validate(value)
     except ValidationError:
-        if info.context == IS_ACCEPTED:  # its keys have changed since
+        if info.context == IS_ACCEPTED:  # the objective's keys have changed since
             return ForeignObjective.model_validate(value)
         raise
 

@@ -25,7 +25,7 @@ class Reply(Record):
     """A part of an answer. One without a body shows, about every second, that a rollout works on the answer."""
 
     status: int = 200  # HTTP status; with another one the body is the error
-    policy_version: int | None = None  # of the body
+    policy_version: int | None = None  # version of the body
     body: str = ""  # JSON as the client gets it: the whole answer or, of a stream, a chunk
     is_last: bool = False
 

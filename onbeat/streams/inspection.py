@@ -42,7 +42,7 @@ class StreamLengths:
 @dataclass(frozen=True)
 class IterationHashes:
     fields: dict[str, str]  # empty if it was never opened
-    busy_s: dict[str, float]  # by worker id
+    busy_s: dict[str, float]  # seconds by worker id
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, PromptLease]:

@@ -35,7 +35,7 @@ class JobProgress:
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
         self.news: list[Event] = []  # events that have not been shown yet
-        self.quiet_until = 0.0  # by time.monotonic(): services that have just been started may still be away
+        self.quiet_until = 0.0  # time.monotonic() until which just started services may be away
         self._cursor = "0"  # the newest event that is known
 
     async def look(self, client: AsyncClient) -> None:

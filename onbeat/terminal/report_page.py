@@ -11,8 +11,8 @@ from onbeat.contracts.records import Sample
 from onbeat.terminal.report import build_report
 from onbeat.terminal.summary import audit_text, examples, total_rows
 
-WIDTH, HEIGHT, PAD = 320, 120, 6  # of a curve, in pixels
-MAX_POINTS = 400  # of a curve; more are thinned out
+WIDTH, HEIGHT, PAD = 320, 120, 6  # pixels of a curve
+MAX_POINTS = 400  # points of a curve; more are thinned out
 FIRST = ("iteration/reward_mean", "eval/reward_mean")  # curves that come first
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse}th,td{text-align:left;padding:.2em .8em .2em 0;vertical-align:top}

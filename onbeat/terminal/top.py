@@ -32,7 +32,7 @@ class PoolView:
 @dataclass(frozen=True)
 class Overview:
     jobs: Sequence[JobRecord]  # jobs that are not over
-    newest: dict[str, IterationRecord]  # by job id: the last committed one
+    newest: dict[str, IterationRecord]  # the last committed iteration by job id
     pools: Sequence[PoolView]
 
     def as_json(self) -> dict[str, Any]:

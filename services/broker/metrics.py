@@ -54,7 +54,7 @@ class JobGauges(Collector):
         )
 
     def collect(self) -> list[Metric]:
-        return list(vars(self).values())  # in the order in which they are rendered
+        return list(vars(self).values())  # the order in which they are rendered
 
     def add_weights(self, job_id: str, record: WeightsRecord) -> None:
         updates = record.rollouts.values()

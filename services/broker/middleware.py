@@ -118,7 +118,7 @@ def refuse_haste(wait_s: float, what: str) -> ProblemResponse:
 def is_from_here(headers: Headers) -> bool:
     """Return whether the request is neither from another site's page nor to another site's name that points here."""
     host = headers.get("host", "")
-    name = re.sub(r":\d*$", "", host)  # without the port
+    name = re.sub(r":\d*$", "", host)  # the host without the port
     is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
     return is_own_page and is_loopback(name.strip("[]"))
 

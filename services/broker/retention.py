@@ -62,7 +62,7 @@ class Retention:
         for first in range(0, len(job_ids), JOBS_AT_ONCE):
             batch = job_ids[first : first + JOBS_AT_ONCE]
             found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
-            with suppress(OutOfMemoryError):  # what follows frees memory
+            with suppress(OutOfMemoryError):  # the next commands free memory
                 await self._ledger.lists.file(found)
             for job_id in batch:
                 with self._leaving_odd_ones(job_id):
@@ -93,7 +93,7 @@ class Retention:
             yield
         except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
             logger.info("%s", conflict)
-        except OutOfMemoryError as error:  # what is done frees memory: the next look does the rest
+        except OutOfMemoryError as error:  # the removals so far free memory: the next look does the rest
             logger.warning("job %s is not cleaned up completely: %s", job_id, error)
         except (ValueError, LookupError, TypeError) as error:
             if job_id not in self._unreadable:

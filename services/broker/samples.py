@@ -73,8 +73,8 @@ def group_samples(
 
 def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
     """Yield the turns of an episode. `num_prompt`: tokens of the group's prompt."""
-    path_lengths: list[int] = []  # to the end of each turn
-    start = 0  # of its text
+    path_lengths: list[int] = []  # tokens up to the end of each turn
+    start = 0  # start of the turn's text
     for turn in response.turns:
         continues = turn.parent if turn.HasField("parent") else None
         before = num_prompt if continues is None else path_lengths[continues]

@@ -24,7 +24,7 @@ from onbeat.machine.disk_space import GB, free_bytes
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 UPLOADING = ".upload-"
 LEFTOVER_S = 86_400.0  # an upload that is older has lost its broker
-MIN_FREE_BYTES = GB  # that are left on the disk, which Redis may share
+MIN_FREE_BYTES = GB  # bytes left free on the disk, which Redis may share
 CHECK_BYTES = 64 << 20  # the free disk space is checked so often
 
 
@@ -123,7 +123,7 @@ class Uploads:
         return digest if state == state_of(path) else None
 
     def _write_note(self, path: Path, digest: str) -> None:
-        with contextlib.suppress(OSError):  # without it the digest is computed again
+        with contextlib.suppress(OSError):  # a missing file only costs that the digest is computed again
             self._note(path.name).write_text(" ".join([digest, *state_of(path)]))
 
     def _note(self, name: str) -> Path:

@@ -38,7 +38,7 @@ POLL_S = 1.0  # leases that others lost or handed back are noticed this late
 RETRY_DELAY_S = 1.0  # no claims for this long after an error
 MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
-MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
+MAX_ENGINE_ERRORS = 5  # errors in a row, before the process gives up
 RELEASE_DEADLINE_S = 5.0
 
 
@@ -101,11 +101,11 @@ class ClaimLoop:
         self, job: Assignment, engine: Engine, producer: GroupProducer, announcements: Announcements, ends: Ends
     ) -> None:
         self._job, self._engine, self._producer, self._ends = job, engine, producer, ends
-        self._arrival: asyncio.Task[str] | None = None  # of prompts
+        self._arrival: asyncio.Task[str] | None = None  # arrival of prompts
         self._last_seen = "0"
         self._pause = Pause(announcements)
         self._num_engine_errors = 0
-        self.flights: dict[str, Flight] = {}  # by the id of their stream entry
+        self.flights: dict[str, Flight] = {}  # flights by the id of their stream entry
         self.num_workers = 1  # workers that share this job, this one included
 
     async def serve(self) -> None:

@@ -42,8 +42,8 @@ class DeadlineExceeded(Exception):
 class Attempts:
     """The largest numbers of attempts."""
 
-    reward: int  # to score a response, if its reward names no number
-    group: int  # to produce a group
+    reward: int  # seconds to score a response, if its reward names no number
+    group: int  # seconds to produce a group
 
 
 class GroupProducer:
@@ -143,7 +143,7 @@ class GroupProducer:
         engine, and `score_s` the time in which all of them waited for their environment."""
         assert self._episodes is not None, "a job whose tasks have an environment has one in its configuration"
         task = flight.claim.task
-        calls: list[Interval] = []  # in the engine
+        calls: list[Interval] = []  # times of calls in the engine
         failures = self._failed_episodes.setdefault(task.group_id, Counter())
         forget_oldest(self._failed_episodes)
 

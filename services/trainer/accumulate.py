@@ -56,7 +56,7 @@ class GradientSum:
             counted = replace(self._stats.tally)
             with self._stats.busy("train/micro_batches_s"):
                 self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1], weight=0.0)
-            self._stats.tally = counted  # what a band rejects of this row is no part of the update
+            self._stats.tally = counted  # tokens of this row that a band rejects are no part of the update
 
     def sum_counts(self) -> None:
         """Sum the counts over all replicas. This waits for the last replica, so it is the beginning of the barrier."""

@@ -143,7 +143,7 @@ def find_predictors(spans: Sequence[TurnSpan], order: torch.Tensor) -> torch.Ten
 def find_segments(spans: Sequence[TurnSpan]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Return the tokens of each segment, in pre-order, and its parent: one empty segment if there are no places."""
     pieces = cut_pieces(spans)
-    children: dict[int, list[int]] = {-1: []}  # by the first token of the piece; -1: directly behind the prompt
+    children: dict[int, list[int]] = {-1: []}  # starts of the next pieces by the start of a piece; -1: the prompt
     for start, (_, parent) in pieces.items():
         children.setdefault(start, [])
         children[parent].append(start)

@@ -38,7 +38,7 @@ class GroupFeed:
         self._job, self._config, self._num_replicas = job, config, num_replicas
         self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
-        self._waiting: dict[str, RolloutGroup] = {}  # by id, in the order of arrival
+        self._waiting: dict[str, RolloutGroup] = {}  # groups by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
         self._num_opened = job.groups.num_opened()  # deliveries of these iterations may be with a predecessor
 

@@ -62,7 +62,7 @@ class TrainLoop:
             self._job.wait_for_evaluation()
             while self._job.check() is JobState.PAUSED:  # paused in its last iteration: wait until it is resumed
                 time.sleep(0.5)
-            self._world.all_gather_bytes(b"")  # to the others the job is lost once rank 0 has ended it
+            self._world.all_gather_bytes(b"")  # the other ranks lose the job once rank 0 has ended it
         except Stopped:
             if self._is_between_iterations() and self._world.size == 1:  # other ranks may be in the middle of a pass
                 self._publisher.leave()

@@ -43,7 +43,7 @@ class OldPolicy:
 
     def __init__(self, model: Any | None, is_sharded: bool) -> None:
         """Take over the model; its current weights do not matter, as `at` loads those of a held version."""
-        self.snapshots: dict[int, Snapshot] = {}  # by policy version; of a sharded model each rank's part
+        self.snapshots: dict[int, Snapshot] = {}  # snapshots by policy version; each rank's part of a sharded model
         self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
 
@@ -75,7 +75,7 @@ class Policy:
     compute_dtype: torch.dtype
     world: World = ALONE  # the ranks that train it
     is_sharded: bool = False
-    files: dict[str, bytes] = field(default_factory=dict)  # of the model's folder, beside its weights
+    files: dict[str, bytes] = field(default_factory=dict)  # files of the model's folder, beside its weights
 
     @classmethod
     def create(

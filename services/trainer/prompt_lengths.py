@@ -22,7 +22,7 @@ def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    die_with_parent()  # which is killed at its limit
+    die_with_parent()  # the parent is killed at its limit
     try:
         source = resolve_model(sys.argv[1], Settings().cache_dir)
     except ValueError as error:

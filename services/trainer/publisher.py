@@ -187,7 +187,7 @@ class Publisher:
         everywhere = [json.loads(message) for message in holders.all_gather_bytes(own)]
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
-        if self._is_in_place:  # without a step, the previous version is still served
+        if self._is_in_place:  # the previous version is still served when there was no step
             self._job.withdraw()
         self._job.hold(snapshot, delta_bytes)
         holders.all_gather_bytes(b"held")

@@ -133,7 +133,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     check_installed(config.objective)
     if config.fork is not None and iteration < config.fork.iteration:
         raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
-    asyncio.run(record(iteration))  # whether it can be replayed, before the model is loaded
+    asyncio.run(record(iteration))  # an iteration that cannot be replayed is refused before the model is loaded
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)

@@ -73,7 +73,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
             f"after more than {num_committed} iterations away, and resume the job"
         )
     restored = restore(checkpoints, job.job_id, config, policy)
-    if restored is not None and world.is_main:  # its writer may have died before reporting it
+    if restored is not None and world.is_main:  # the checkpoint's writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):
         logger.warning("job %s: %s", job.job_id, problem)
@@ -123,7 +123,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy) -> Tra
         )
     state = restore(checkpoints, parent, config, policy, before=iteration)
     assert state is not None, f"{folder_name(iteration)} is there"
-    policy.old.snapshots.clear()  # of open iterations of the parent
+    policy.old.snapshots.clear()  # snapshots of the parent's open iterations
     return state.forked(job_id)
 
 

@@ -29,7 +29,7 @@ class PeerLost(OnbeatError):
 class World:
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the ranks on this machine
+    local_rank: int = 0  # rank among the ranks on this machine
     local_size: int = 1
     device: torch.device = CPU
     timeout_s: float = 0.0  # limit of every wait for other ranks

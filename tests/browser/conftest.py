@@ -24,7 +24,7 @@ from tests.conftest import own_redis
 
 HERE = Path(__file__).parent
 INSTALL_S = 600.0
-STEP_MS = 10_000  # what a page may take for one step, on a machine that does other things as well
+STEP_MS = 10_000  # limit for one step of a page, on a machine that does other things as well
 DESKTOP = {"width": 1280, "height": 800}
 
 expect.set_options(timeout=STEP_MS)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "screenshots"
 INSTALL, INSTALL_S = Path(__file__).with_name("install-chromium.sh"), 600.0
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 375, "height": 700}
-NUM_COLOURS = 200  # of a picture: more than a page has, but for the edges of its letters
+NUM_COLOURS = 200  # colours of a picture: more than a page has, except at the edges of its letters
 STEP_MS = 30_000
 SETTLE_MS = 1000  # until the curves of the list and the timeline of the job's page are there as well
 

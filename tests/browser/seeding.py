@@ -30,7 +30,7 @@ class Content:
     prompts: tuple[str, ...] = ("What is 7 + 2?", "What is 5 - 9?", "What is 3 + 3?", "What is 8 - 1?")
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
-    is_episode: bool = False  # each response has three turns; the third rewrites its history
+    is_episode: bool = False  # responses have three turns; the third rewrites the history
 
 
 async def seed_job(

@@ -12,8 +12,8 @@ from tests.browser.gallery import PAGES, drawn
 PHONE = {"width": 375, "height": 700}
 AXE = "axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)"
 
-# What reaches beyond the right edge and is not inside something that is cut off or scrolls by itself. A phone makes
-# room for it: then the page is wider than the screen.
+# The script finds elements beyond the right edge that are not inside one that is cut off or scrolls by itself. A phone
+# makes the page wider than the screen for them.
 TOO_WIDE = """(width) => {
     const isCut = (node) => node.parentElement && (
         getComputedStyle(node.parentElement).overflowX !== "visible" || isCut(node.parentElement));

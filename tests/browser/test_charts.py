@@ -54,7 +54,7 @@ def walk(number: int) -> list[list[float]]:
     return [[x, dice.gauss(0, 1)] for x in range(number)]
 
 
-# What a function gives: (module, function of the module and an argument, argument, result).
+# Results of functions: (module, function of the module and an argument, argument, result).
 TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
 CHANCES = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0, None]
 IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
@@ -381,7 +381,7 @@ async def test_open_table_of_a_chart_grows_with_it(modules: Page) -> None:
     await expect(rows).to_have_count(5)
     await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} \N{EN DASH}", use_inner_text=True)
     await expect(modules.locator("thead th")).to_have_text(["iteration", "a", "b"])
-    await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # of a job that is behind
+    await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # values of a job that is behind
     await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} {await value(modules, 4)}", use_inner_text=True)
     await redraw(modules, ("a", walk(5)))
     await expect(modules.locator("thead th")).to_have_count(2)

@@ -121,7 +121,7 @@ class Obedience:
             deadline = time.monotonic() + HELD_FOR_S
             while taken.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-        else:  # to this thread: it may not run on until another one has seen the signal
+        else:  # this thread gets the signal: it may not run on until another one has seen it
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[content["action"]]
             signal.pthread_kill(threading.get_ident(), number)
 
@@ -135,7 +135,7 @@ class Obedience:
 
             @functools.wraps(method)
             async def wrapped_async(*args: Any, **options: Any) -> Any:
-                point = f"{name}:{args[1]}" if name == "LedgerPart._run" else name  # by its script
+                point = f"{name}:{args[1]}" if name == "LedgerPart._run" else name  # the name of its script
                 self.at(f"{point}.before")
                 self.write_down(name, args)
                 result = await method(*args, **options)

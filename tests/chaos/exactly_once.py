@@ -21,8 +21,7 @@ from tests.e2e.stack import RunningStack
 
 
 def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> None:
-    """Check that every iteration has its fixed set once, and that the final weights are those of an undisturbed pass.
-    """
+    """Check that every iteration has its fixed set once, and that the final weights are those without faults."""
     job = stack.wait(job_id)
     assert job.state is JobState.SUCCEEDED, job.error
     report = stack.client.jobs.audit(job_id)

@@ -13,7 +13,7 @@ class Proxy:
 
     def __init__(self, target_port: int, host: str = "127.0.0.1", port: int = 0) -> None:
         self.is_refusing = False  # new connections are closed at once
-        self.delay_s = 0.0  # each piece of data is passed on so much later
+        self.delay_s = 0.0  # delay of each piece of data
         self._target_port = target_port
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()

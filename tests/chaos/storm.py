@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3.0
 FAR_HOST = "127.0.0.2"  # trainers listen on 127.0.0.1 and tell rollouts this address: the proxy's
 NUM_ITERATIONS, NUM_PROMPTS = 5, 6
-NUM_STEPS = NUM_ITERATIONS * (NUM_PROMPTS + 1)  # of progress: groups accepted and iterations committed
+NUM_STEPS = NUM_ITERATIONS * (NUM_PROMPTS + 1)  # steps of progress: groups accepted and iterations committed
 ROLLOUT = {"num_prompts_per_iteration": NUM_PROMPTS, "num_samples_per_prompt": 4, "max_response_tokens": 48}
 OWNER = "trainer"  # whichever of the two has the job when it is struck
 PROCESSES = [OWNER, "rollout-0", "rollout-1", "broker", "redis"]
@@ -98,7 +98,7 @@ class Sky:
 
     def storm(self, seed: int, num_faults: int) -> list[Strike]:
         """Run a job in the storm of this seed. Raises AssertionError when the job differs from an undisturbed one."""
-        rollout = ROLLOUT | {"max_group_attempts": 100}  # each death of its holder counts as an attempt
+        rollout = ROLLOUT | {"max_group_attempts": 100}  # an attempt is counted at each death of its holder
         mode = {"mode": "bounded", "max_staleness": 2} if seed % 3 == 2 else {"mode": "periodic"}
         schedule = mode | {"num_iterations": NUM_ITERATIONS}
         every = {"every_iterations": 1 + seed % 2}

@@ -37,7 +37,7 @@ EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt":
 
 @dataclass(frozen=True)
 class Window:
-    name: str  # its row in docs/protocol.md
+    name: str  # the row in docs/protocol.md
     point: str
     nth: int = 1
 

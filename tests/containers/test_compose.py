@@ -64,7 +64,7 @@ def compose(images: Images) -> Iterator[Compose]:
             "ONBEAT_TRAINER_CORES": str(cores[-1]),
         },
     )
-    with ExitStack() as cleanup:  # each step, whatever becomes of the others
+    with ExitStack() as cleanup:  # every step runs even if others fail
         cleanup.callback(run, ["docker", "image", "rm", f"{UPGRADED}:{compose.project}"])
         cleanup.callback(compose, "down", "--volumes", "--remove-orphans", "--timeout", "30", timeout_s=DOWN_S)
         cleanup.callback(lambda: sys.stdout.write(compose("logs", "--no-color")[-20_000:]))  # shown when a test failed

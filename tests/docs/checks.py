@@ -23,7 +23,7 @@ from tests.docs.pages import ROOT, blocks_of, text_of
 from tests.docs.shell import Command
 
 METHOD = re.compile(r"-X|--request")
-VALUED_OPTIONS = ("--profile", "--scale", "--entrypoint", "-e", "--env", "-u", "--user")  # of docker compose
+VALUED_OPTIONS = ("--profile", "--scale", "--entrypoint", "-e", "--env", "-u", "--user")  # options of docker compose
 OUR_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
@@ -192,7 +192,7 @@ def check_docker(command: Command) -> None:
     if command.words[1] != "compose":
         return
     options, plain, words = {}, [], list(command.words[2:])
-    while words and not (len(plain) == 2 and plain[0] in ("run", "exec")):  # what follows runs inside
+    while words and not (len(plain) == 2 and plain[0] in ("run", "exec")):  # the words after it run inside
         word = words.pop(0)
         if word in VALUED_OPTIONS:
             options[word] = words.pop(0)

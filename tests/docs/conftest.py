@@ -25,7 +25,7 @@ class Workplace:
     """Workplace in which a page's commands and snippets run."""
 
     stack: RunningStack
-    folder: Path  # of the tests: installed/, model/, one folder for each page
+    folder: Path  # folder of the tests: installed/, model/, one folder for each page
     finished: str  # a job that SUCCEEDED
 
     def folder_of(self, page: str) -> Path:
@@ -73,7 +73,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     installed = folder / "installed"
     installed.mkdir()
     write_tied_model(folder / "model")
-    # What a page installs is installed by being there: rollouts, broker and commands look for it each time.
+    # A package of a page is installed by being in the folder: rollouts, broker and commands look for it each time.
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
     with patch.dict(os.environ, {"PYTHONPATH": path}), running(folder) as stack:
         data = {"type": "jsonl", "path": str(folder / "data" / "prompts.jsonl")}

@@ -16,7 +16,7 @@ TITLE = re.compile(r"# ([\w./-]+\.(?:py|toml|json))\b")
 @dataclass(frozen=True)
 class Block:
     page: str  # `docs/jobs.md`
-    line: int  # of its first line, from 1
+    line: int  # number of the first line, from 1
     language: str  # '' where none is given
     text: str
 

@@ -15,7 +15,7 @@ PROGRAM = re.compile(r"(\$ )?(export |[A-Z_]+=\S* *)*(\.venv/bin/)?([\w./-]+)( |
 @dataclass(frozen=True)
 class Command:
     page: str
-    line: int  # of the block
+    line: int  # line of the block
     words: tuple[str, ...]  # program first, without `.venv/bin/`
     sets: tuple[str, ...] = ()  # names of variables that are set for it, or by it
 
@@ -51,7 +51,7 @@ def commands_of(block: Block) -> list[Command]:
     found: list[Command] = []
     words: list[str] = []
     exported: tuple[str, ...] = ()
-    is_target = False  # of a redirection
+    is_target = False  # the word is the target of a redirection
     for word in [*lexer, "\n"]:
         if set(word) <= set("<>&") and set(word) != {"&"}:
             is_target = True

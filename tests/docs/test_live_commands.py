@@ -26,7 +26,7 @@ WANTS = {
     "onbeat jobs resume": JobState.PAUSED,
     "onbeat jobs delete": JobState.SUCCEEDED,
 }
-MAY_FIND_PROBLEMS = {"onbeat doctor"}  # of this machine, which is busy with other things: exit code 1
+MAY_FIND_PROBLEMS = {"onbeat doctor"}  # this machine is busy with other things: exit code 1
 
 
 def live_commands() -> list[Command]:

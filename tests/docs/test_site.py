@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, page_names, tokens_of
 
 pytestmark = pytest.mark.slow
 
-# What a browser loads by itself, in a page or in a style sheet; links are followed by people.
+# A browser loads these by itself, in a page or in a style sheet; links are followed by people.
 LOADED = re.compile(r"""<(?!a\b)\w+\b[^>]*\b(?:src|href|data)=["']?([^"' >]+)|(?:url\(|@import )["']?([^"');]+)""")
 UNLOADED = re.compile(r"""<link[^>]* rel=["']?(?:canonical|next|prev)\b[^>]*>""")
 PAGES = [page for page in page_names() if page.startswith("docs/")]

@@ -40,7 +40,7 @@ class RunningStack:
         self.client = Client(url)
 
     def process(self, name: str) -> psutil.Process | None:
-        """That of the service (`redis`, `broker`, `trainer`, `rollout-0`), not its guard; None while there is none."""
+        """Return the process of a service, such as `rollout-0`, not its guard; None while there is none."""
         (service,) = [service for service in self.services if service.spec.name == name]
         try:
             children = psutil.Process(service.guard.pid).children()

@@ -79,7 +79,7 @@ def test_second_turn_is_shown_behind_the_first(finished):
     for group_id in {sample.group_id for sample in stack.client.jobs.samples(job_id, limit=100)}:
         for sample in stack.client.jobs.group(job_id, group_id).responses:
             first, second = sample.turns
-            assert (second.continues, second.is_fork) == (0, False)  # its prompt extends the first one and its sample
+            assert (second.continues, second.is_fork) == (0, False)  # the prompt extends the first one and its sample
             assert first.text + second.text == sample.response
             assert first.num_tokens + second.num_tokens == sample.num_tokens
             assert [message["role"] for message in second.messages] == ["tool"]

@@ -19,7 +19,7 @@ from tests.world import job_body
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
-PATIENCE_S = 0.2  # for an answer to what may be no whole request: a slow one is not seen, but its defect is logged
+PATIENCE_S = 0.2  # seconds: an answer to an incomplete request that comes later is not seen, but its defect is logged
 JSON = "Content-Type: application/json"
 
 

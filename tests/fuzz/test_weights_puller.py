@@ -25,7 +25,7 @@ from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, w
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
-Answers = dict[str, Iterable[bytes]]  # by method
+Answers = dict[str, Iterable[bytes]]  # answers by method
 
 
 @dataclass

@@ -18,7 +18,7 @@ from tests.weight_plane import JOB, MIB, Plane, stepped, weights
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
-REFUSED = {  # by a handler that has met what it has thought of
+REFUSED = {  # statuses of handlers for faults that they expect
     grpc.StatusCode.NOT_FOUND,  # a version
     grpc.StatusCode.FAILED_PRECONDITION,  # a job
     grpc.StatusCode.INVALID_ARGUMENT,  # bytes that are no message, a shard, a worker

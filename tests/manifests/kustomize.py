@@ -19,8 +19,8 @@ from tests.manifests.pod_run import environment_of
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 BUILD_S = 60.0
-FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}  # of a pod
-HASH = re.compile(r"-[a-z0-9]{10}$")  # what kustomize appends to the names of generated objects
+FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}  # fields of a pod
+HASH = re.compile(r"-[a-z0-9]{10}$")  # suffix that kustomize appends to the names of generated objects
 
 Object = dict[str, Any]
 

@@ -22,7 +22,7 @@ class Probe:
     port: int | None = None
     path: str = ""
     command: tuple[str, ...] = ()
-    patience_s: int = 30  # how long it may fail
+    patience_s: int = 30  # time for which the probe may fail
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Files:
     """Files of a ConfigMap or Secret, at a folder of the container; read-only, as the kubelet mounts them."""
 
     texts: Mapping[str, str]  # name -> content
-    mode: int  # of each; they belong to root and the pod's fsGroup
+    mode: int  # mode of each file; they belong to root and the pod's fsGroup
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ContainerRun:
     is_read_only: bool
     dropped_capabilities: tuple[str, ...]
     security_options: tuple[str, ...]
-    ports: Mapping[str, int]  # by name
+    ports: Mapping[str, int]  # ports by name
     memory_bytes: int
     cpus: float
     grace_s: int
     scratch: Mapping[str, int]  # folder -> bytes at most, of emptyDirs but /dev/shm
     shm_bytes: int | None
-    files: Mapping[str, Files]  # by folder
+    files: Mapping[str, Files]  # files by folder
     claims: Mapping[str, str]  # folder -> volume claim
     read_only_folders: frozenset[str]
     probes: Mapping[str, Probe] = field(default_factory=dict)  # startup, readiness, liveness

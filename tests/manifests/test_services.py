@@ -32,7 +32,7 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "rollout": RolloutSettings,
 }
 PLATFORMS = {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}  # overlay -> tag of its images
-# Whose names these are: torchrun, NCCL, HCCL, Python, Hugging Face.
+# These names belong to torchrun, NCCL, HCCL, Python and Hugging Face.
 FOREIGN = re.compile(r"NUM_NODES|PROCESSES_PER_NODE|NODE_RANK|PYTHONSAFEPATH|HF_TOKEN|(NCCL|HCCL)_[A-Z_]+")
 SECRETS_FOLDER = "/run/onbeat"
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
@@ -121,7 +121,7 @@ def test_ranks_on_one_node_have_ports_of_their_own(manifests: Manifests):
 
 
 async def paths_of(service: str) -> set[str]:
-    """That answer without a key."""
+    """Return the paths that answer without a key."""
     if service == "broker":
         app = create_app(BrokerSettings(), Ledger(connect("redis://127.0.0.1:1")))
         paths = {getattr(route, "path", "") for route in app.routes}

@@ -1,4 +1,4 @@
-"""Who may do what next: the services' own order of calls, cut at every call, and what time, users and faults add.
+"""Possible next moves: the services' own order of calls, cut at every call, and what time, users and faults add.
 
 Each actor is what its process remembers; all else is in Redis or on the disk. An actor that dies is one that has
 forgotten everything; a zombie is one that has not, while time has passed for others.
@@ -39,19 +39,19 @@ class Worker(NamedTuple):
 
 class Checkpoint(NamedTuple):
     next_iteration: int = 0
-    digest: str = "start"  # of the weights
+    digest: str = "start"  # digest of the weights
 
 
 class Trainer(NamedTuple):
     epoch: str
     step: str = "restore"  # restore -> announce -> train -> commit -> train -> ... -> finish
     iteration: int = 0
-    digest: str = ""  # of the weights at the iteration's start
+    digest: str = ""  # digest of the weights at the iteration's start
     known: frozenset[str] = frozenset()  # groups that have arrived here
-    trained: tuple[tuple[int, str], ...] = ()  # of the iteration: rank, group ids of a micro-batch
+    trained: tuple[tuple[int, str], ...] = ()  # micro-batches of the iteration: rank, group ids
     num_durable: int = 0  # iterations that were acknowledged
     writing: tuple[Checkpoint, ...] = ()  # the first is being written
-    written: tuple[Checkpoint, ...] = ()  # to be acknowledged
+    written: tuple[Checkpoint, ...] = ()  # checkpoints to be acknowledged
 
 
 class World(NamedTuple):

@@ -157,7 +157,7 @@ STATES = (
 
 # ---- along every call ------------------------------------------------------------------------------------------------
 
-OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_as"}  # with the epoch first
+OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_as"}  # the epoch comes first
 
 
 def legal_moves(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:

@@ -18,7 +18,7 @@ class Report:
     num_worlds: int
     num_moves: int
     num_redis_states: int
-    num_calls: int  # of scripts, on a real Redis
+    num_calls: int  # calls of scripts, on a real Redis
     num_ended: int  # worlds whose job is final
     violation: str = ""
     trace: tuple[str, ...] = ()

@@ -20,14 +20,14 @@ from onbeat.streams.ledger import Ledger
 from tests.model.bounds import Bounds
 
 JOB = "job-model"
-NUM_GROUPS = 2  # of an iteration
+NUM_GROUPS = 2  # groups of an iteration
 KEYS = JobKeys(JOB)
 PREFIX = KEYS.job.removesuffix("job")
 UNREAD_KEYS = {"busy", "events", "lengths", "versions", "weights"}  # nor by these
 LEASE_S = 3600.0  # none runs out by itself while the check runs
 EXPIRED_MS = 2 * 3600 * 1000  # idle for so long: the lease has run out, and was not handed back
 HANDED_BACK_MS = 24 * 3600 * 1000
-# What no script decides by: times, counters for people, what is only copied.
+# No script decides by these fields: times, counters for people, copied values.
 UNREAD = {"audit_link", "checkpoint", "config", "doing", "doing_since", "lease_until", "metrics", "num_duplicate"}
 UNREAD |= {"num_lost", "num_stale", "owner", "weights_address"}
 
@@ -81,7 +81,7 @@ class Entry:
 class View:
     """The job as the invariants see it."""
 
-    job: dict[str, str] = field(default_factory=dict)  # without times; `lease` is fresh | expired | none
+    job: dict[str, str] = field(default_factory=dict)  # fields without times; `lease` is fresh | expired | none
     iterations: dict[int, dict[str, str]] = field(default_factory=dict)
     groups: dict[int, dict[str, str]] = field(default_factory=dict)  # group id -> waiting | accepted
     spares: dict[int, list[str]] = field(default_factory=dict)  # group ids
@@ -109,7 +109,7 @@ class View:
 class State:
     view: View
     dumps: dict[str, bytes]
-    contents: dict[str, Any]  # by key: all, to the last byte, but the clock of leases
+    contents: dict[str, Any]  # contents by key: all, to the last byte, except the clock of leases
     names: dict[str, str]  # entry id -> group id, of all entries that ever were
     entries: dict[str, str]  # group id -> its entry of the prompts stream, which may be gone
     number: int = -1
@@ -151,12 +151,12 @@ def as_coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, A
     return call
 
 
-Call = Callable[..., Any]  # of a store and its state, which is in Redis, and arguments
+Call = Callable[..., Any]  # arguments: a store, its state, which is in Redis, and the call's own
 
 
 @dataclass(frozen=True)
 class Outcome:
-    number: int  # of the state after the call
+    number: int  # number of the state after the call
     result: Any  # or the exception that was raised
     is_untouched: bool  # not one byte of the job is other than before
 

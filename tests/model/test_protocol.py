@@ -29,7 +29,7 @@ def test_every_order_of_calls_keeps_the_rules(client: redis.Redis, name: str) ->
     assert report.num_ended > 0, str(report)
 
 
-# What to take out of the scripts, the bounds that are enough to see it, and what is seen.
+# Each mutant is a text to take out of the scripts, bounds that are enough to notice it, and the violation.
 LEASE = "if not pending[1] or pending[1][2] ~= worker or ledger ~= 'waiting:' .. entry then"
 ONE_WORKER = Bounds(num_workers=1)
 MUTANTS = {

@@ -108,7 +108,7 @@ class TrainerSide(LedgerPart):
     async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
         """Record iterations `first` to `next_iteration - 1` as durable: acknowledge their groups. Raise LeaseLost."""
         job = JobKeys(job_id)
-        num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # their groups are gone
+        num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # the groups of these iterations are gone
         ledgers = [job.groups(iteration) for iteration in range(max(first, num_trimmed), next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
         await self._run_as_owner("checkpointed", job, [job.rollouts, *ledgers], *args)

@@ -15,8 +15,8 @@ from services.broker.datasets.hub import HUB_ID
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
-MAX_HEADER_BYTES = 32 << 20  # of a file of a model; longer ones are left to the trainer
-MAX_JSON_BYTES = 16 << 20  # of a configuration
+MAX_HEADER_BYTES = 32 << 20  # header of a model's file; longer ones are left to the trainer
+MAX_JSON_BYTES = 16 << 20  # size of a configuration
 HUB, HUB_S = "https://huggingface.co", 5.0
 OTHER_HEADS = ("ForMaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")  # ends of architectures' names
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")

@@ -25,7 +25,7 @@ SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
 
-MAX_TRIALS = 2  # of rewards at a time, each of which is a process, and of models
+MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
@@ -59,7 +59,7 @@ class Admission:
         while numbers or options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
-        to_try: list[tuple[RewardUse, int]] = []  # with the number of capture groups in its pattern
+        to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in reward_uses(config):
             of_pattern, num_groups = await self._review_pattern(use)
             of_reward = review_reward(use, num_groups)

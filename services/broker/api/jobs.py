@@ -116,7 +116,7 @@ async def create_job(
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
-        return await read_created(ledger, job_id, config)  # by an earlier request
+        return await read_created(ledger, job_id, config)  # an earlier request created the job
     async with broker.quota.place(submitter):
         notes = await review(broker, config)
         num_iterations = config.schedule.num_iterations

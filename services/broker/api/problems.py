@@ -30,7 +30,7 @@ from services.broker.views.live import TooManyWatchers
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
-REQUEST_ID = "onbeat.request_id"  # in the scope
+REQUEST_ID = "onbeat.request_id"  # key of the scope
 CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 MAX_REDIS_TEXT = 200  # characters of what Redis says
 JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")

@@ -141,7 +141,7 @@ async def list_models(desk: Desk) -> ModelList:
 async def create_completion(body: CompletionRequest, request: Request, desk: Desk) -> Response:
     """Ask the policy as it is now. All answers of a request are of one policy version."""
     job = await desk.find(body.model)
-    request.path_params["job_id"] = job.id  # for the access log
+    request.path_params["job_id"] = job.id  # the access log needs it
     async with AsyncExitStack() as stack:
         replies = await stack.enter_async_context(desk.converse(job.id, body))
         first = await unless_left(request.receive, anext(replies))

@@ -33,7 +33,7 @@ from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
-SLOW_OPENING_S = 60.0  # for preparing prompts
+SLOW_OPENING_S = 60.0  # time for preparing prompts
 
 REMARKS = {
     "stale": "submissions were refused for their policy version",

@@ -23,7 +23,7 @@ from onbeat.streams.stream_ids import id_before, order, time_of
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
-MAX_INTERVALS = 64  # in the engine, of one group; rollouts send fewer
+MAX_INTERVALS = 64  # intervals in the engine, of one group; rollouts send fewer
 MAX_GROUPS = 1000  # per iteration: those accepted first
 
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
@@ -41,7 +41,7 @@ class AcceptedGroup(Record):
     accepted_at: float
     generate_s: float
     score_s: float
-    in_engine: tuple[tuple[float, float], ...]  # of episodes: when a call was in the engine, seconds since the start
+    in_engine: tuple[tuple[float, float], ...]  # episodes: when a call was in the engine, seconds since the start
     failure: str  # '' if it did not fail
     prompt_tokens: int
     response_tokens: int

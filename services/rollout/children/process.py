@@ -49,7 +49,7 @@ class ChildProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         self.pid = process.pid
-        self._name = name  # in messages
+        self._name = name  # name in messages
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._num_printed = 0  # bytes, since the last answer
         self._stderr_tail = b""

@@ -32,7 +32,7 @@ from services.rollout.engines.interface import (
     VersionSpan,
 )
 
-GREEDY_BELOW = 1e-5  # below this temperature a chat takes the likeliest token
+GREEDY_BELOW = 1e-5  # a chat at a lower temperature takes the likeliest token
 
 
 @dataclass

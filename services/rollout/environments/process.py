@@ -17,7 +17,7 @@ from services.rollout.rewards.outcome import Number
 
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
 SPOILING = (Kind.TIMEOUT, Kind.MEMORY)  # after these a process may have threads that hang: it is not used again
-CODE = "the environment"  # in messages
+CODE = "the environment"  # subject of messages
 BLOCKED = "code that does not await holds up all episodes of a group"
 
 

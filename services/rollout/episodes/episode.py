@@ -42,7 +42,7 @@ class GroupContext:
     """The part that all episodes of a group share."""
 
     task: PromptTask
-    messages: Sequence[Message]  # of the task
+    messages: Sequence[Message]  # messages of the task
     generate: Generate
     encoder: PromptEncoder
     renderer: Renderer
@@ -53,7 +53,7 @@ class GroupContext:
 @dataclass(frozen=True)
 class AnsweredCall:
     call: Call
-    message: dict[str, Any]  # in OpenAI's form
+    message: dict[str, Any]  # message in OpenAI's form
 
 
 class Episode:
@@ -72,7 +72,7 @@ class Episode:
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
-        self._tools_called: list[str] = []  # by the last answer, as far as there are such tools
+        self._tools_called: list[str] = []  # tools that the last answer called, as far as there are such tools
         self._is_over = False
         self._began_at: float | None = None  # None: the environment is being loaded
         self._waits_since = time.monotonic()

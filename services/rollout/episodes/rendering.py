@@ -105,7 +105,7 @@ class Conversations:
 
     def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
         self._renderer = renderer
-        self._known = set(digests_of(begun))  # of all beginnings of all histories
+        self._known = set(digests_of(begun))  # digests of all beginnings of all histories
         # By the tools, and the digest of the history that the call's answer ends.
         self._answered: dict[tuple[bytes, bytes], Call] = {}
 

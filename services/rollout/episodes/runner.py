@@ -62,7 +62,7 @@ class GroupPlay:
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
         self._started = time.monotonic()
-        self._note = ""  # what is said of it instead of its wait
+        self._note = ""  # text that replaces the wait in reports
 
     @property
     def wait(self) -> EpisodeWait | None:

@@ -16,7 +16,7 @@ from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
-CODE = "the reward"  # in messages
+CODE = "the reward"  # subject of messages
 
 
 class Scored(Answer):

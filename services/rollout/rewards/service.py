@@ -24,7 +24,7 @@ from services.rollout.settings import RewardServiceSettings
 
 CONNECT_S = 5.0
 MAX_RETRY_AFTER_S = 60.0  # a longer Retry-After is cut to this
-PAST_PROXIES = dict.fromkeys(("all://", "http://", "https://"))  # for services on this machine
+PAST_PROXIES = dict.fromkeys(("all://", "http://", "https://"))  # services on this machine need no proxy
 BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the request
 
 

@@ -60,7 +60,7 @@ class Segment:
     start: int
     length: int
     parent: int  # index into the row's segments; -1: nothing comes before
-    position: int  # of its first place
+    position: int  # position of the first place
 
     @property
     def end(self) -> int:
@@ -90,7 +90,7 @@ class GroupSpan:
 @dataclass(frozen=True)
 class PackedLayout:
     groups: tuple[GroupSpan, ...]
-    segments: tuple[Segment, ...]  # of the whole row, in pre-order
+    segments: tuple[Segment, ...]  # segments of the whole row, in pre-order
     position_ids: torch.Tensor  # [T] int64
     logit_index: torch.Tensor  # [N] int64: the place whose logits predict target n
     prefix_length: int = 0

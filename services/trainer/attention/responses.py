@@ -29,7 +29,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 class Batch:
     """Responses that are computed together: a map between their places `part` of N and G rows of R."""
 
-    part: slice  # of N
+    part: slice  # a part of N
     place_GR: torch.Tensor  # index into the part; 0 where padded
     is_padded_GR: torch.Tensor
     real: torch.Tensor  # index into G * R, for each place of the part

@@ -62,8 +62,8 @@ class Rows:
 class GroupSet:
     prompts: Rows
     responses: Rows | None  # None: no response has an input
-    query_places: slice  # of T * H
-    key_places: slice  # of T * K
+    query_places: slice  # a part of T * H
+    key_places: slice  # a part of T * K
     row_of_query: torch.Tensor  # [places * H], into the prompt's rows and then the responses'
     row_of_key: torch.Tensor  # [places * K], into the keys of prefix and prompts and then the responses' own
     row_of_prefix_NF: torch.Tensor  # [N, F * K], into the same; no columns for the prefix itself
@@ -76,7 +76,7 @@ class GroupSet:
 class ShortPlan:
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
-        self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # by heads: the same for every layer
+        self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # sets by heads: the same for every layer
 
     def attend(
         self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None

@@ -57,7 +57,7 @@ class TreePlan:
 
 def plan_tree(layout: PackedLayout) -> TreePlan:
     """Prepare everything that depends on the layout only, once per micro-batch."""
-    families: dict[int, list[int]] = {}  # by a number for what they share: the parent, or nothing
+    families: dict[int, list[int]] = {}  # segments by a number for the shared part: the parent, or nothing
     for index, segment in enumerate(layout.segments):
         if segment.length > 0:
             families.setdefault(segment.parent if segment.parent >= 0 else -1 - index, []).append(index)

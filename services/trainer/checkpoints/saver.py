@@ -48,7 +48,7 @@ class CheckpointSaver:
             self._store.wait()
         except NotWritten as error:
             self._go_on_without(error)
-        self.report_finished()  # from here on all ranks agree on the previous checkpoint
+        self.report_finished()  # all ranks agree on the previous checkpoint now
         self._save(state, newest)
         if self._has_failed and self._durable_until == config.first_iteration:  # the disk may be too small for any
             self._insist(state, newest, "the first one")

@@ -37,7 +37,7 @@ class ClaimedJob:
     config: JobConfig
     lease_s: float
     rank: int = 0
-    num_replicas: int = 1  # of the whole model; 1 if it is sharded over the ranks
+    num_replicas: int = 1  # copies of the whole model; 1 if it is sharded over the ranks
 
 
 class Lease:

@@ -25,8 +25,8 @@ from torch.nn.utils import skip_init
 
 from services.trainer.model.errors import TRIAL_ERRORS
 
-WIDTH = 16  # of the small copies
-SCALES = (1e-2, 1.0, 1e2, 1e4)  # of the rows of their input; some layers clamp large values
+WIDTH = 16  # width of the small copies
+SCALES = (1e-2, 1.0, 1e2, 1e4)  # scales of the rows of their input; some layers clamp large values
 
 
 class LeanRMSNorm(torch.autograd.Function):

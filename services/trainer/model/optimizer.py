@@ -27,7 +27,7 @@ from services.trainer.world import buckets
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_BYTES = 32 << 20  # of masters stepped together
+BUCKET_BYTES = 32 << 20  # bytes of masters stepped together
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWe
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use ONBEAT_PARALLELISM=ddp")
     mesh = init_device_mesh(world.device.type, (world.size,))
-    sum_dtype = torch.promote_types(compute_dtype, torch.float32)  # of gradients: float64 for a float64 model
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)  # sums of gradients: float64 for a float64 model
     precision = MixedPrecisionPolicy(compute_dtype, sum_dtype, cast_forward_inputs=False)
     names = {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:

@@ -16,7 +16,7 @@ import torch
 MAX_PARAMETERS = 500_000_000  # the largest model that is tried: 2 GB, several times
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
 REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
-CAP = 2.0  # of logits: low enough to have an effect
+CAP = 2.0  # limit of logits: low enough to have an effect
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(

@@ -31,12 +31,12 @@ from services.trainer.weights.store import SAFETENSORS_DTYPES
 PREFIX = 16  # tokens that all prompts begin with
 GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses
 FORKING = (20, 6)  # tokens of the rest of the prompts whose response is an episode that forks
-TURNS = (  # of it: the turn before, how many tokens of its path after the prompt are kept, observed, sampled
+TURNS = (  # turns: the turn before, how many tokens of its path after the prompt are kept, observed, sampled
     (None, 0, 0, 5),
     (0, 5, 3, 4),
     (1, 12, 4, 6),
-    (1, 9, 2, 3),  # behind the first token that turn 1 sampled
-    (0, 2, 0, 7),  # behind the second token of turn 0
+    (1, 9, 2, 3),  # a branch behind the first token that turn 1 sampled
+    (0, 2, 0, 7),  # a branch behind the second token of turn 0
     (None, 0, 2, 1),
 )
 TOLERANCE = 1e-3  # greatest gap of logprobs, in nats, and of the gradient, relative to its norm

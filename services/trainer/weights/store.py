@@ -34,7 +34,7 @@ class HostMemory:
     of its size: writing into new memory takes several times as long."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # free buffers by bytes
 
     def copy(self, tensor: torch.Tensor) -> memoryview:
         """Return a copy of the tensor's bytes, row-major, little-endian."""
@@ -59,7 +59,7 @@ class Snapshot:
     delta: Payload | None = None  # the delta from `delta.key.base_version`
     encode_s: float = 0.0  # seconds of all threads together for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
-    memory: HostMemory = field(default_factory=HostMemory, repr=False, compare=False)  # for the next version's copies
+    memory: HostMemory = field(default_factory=HostMemory, repr=False, compare=False)  # buffers for the next version
 
     @property
     def policy_version(self) -> int:
@@ -95,7 +95,7 @@ class Encoded:
 
     entry: Tensor
     buffer: memoryview
-    encoding: delta.Encoding  # of the delta
+    encoding: delta.Encoding  # encoding of the delta
     change: memoryview
     seconds: float
 
@@ -223,7 +223,7 @@ class WeightStore:
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
-        self._deltas: dict[int, tuple[Step, Payload]] = {}  # by the version that they lead to; of this shard
+        self._deltas: dict[int, tuple[Step, Payload]] = {}  # deltas of this shard, by the version that they lead to
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from onbeat.terminal.report import make_report
 
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
-ROUNDING_S = 0.01  # of the trainer's spans
+ROUNDING_S = 0.01  # rounding of the trainer's spans
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker):
     assert response.status_code == 201
     assert response.headers["location"] == f"/v1/jobs/{record['id']}"
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 3, 0)
-    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # with the defaults that it will run with
+    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # the defaults that it will run with are filled in
     assert (await broker.get(response.headers["location"])).json() == record
 
 

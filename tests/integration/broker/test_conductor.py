@@ -276,10 +276,10 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, world, tmp
     await world.commit(job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
     assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
-    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # the trainer can still end it
     assert await world.claim_all(job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
-    await asyncio.sleep(1.5)  # its trainer writes the last checkpoint
+    await asyncio.sleep(1.5)  # the trainer writes the last checkpoint meanwhile
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
     fields = await reaches(ledger, job_id, JobState.FAILED)
@@ -411,7 +411,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(ledger, world, proces
     conductor = Conductor(ledger, process, timeout_s=10)
     for _ in range(MAX_CRASHES - 1):
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
-    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago
+    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # all crashes are long ago now
     await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
     assert await ledger.jobs.state(job_id) is JobState.PENDING
     monkeypatch.undo()
@@ -444,7 +444,7 @@ async def test_cancelled_job_without_a_trainer_is_ended(ledger, world):
 async def test_final_job_is_taken_off_the_active_list(ledger, world):
     job_id = await world.create_job()
     await ledger.jobs.move(job_id, JobState.CANCELLED)
-    await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
+    await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # the mover died half way
 
     async def is_retired():
         return job_id not in await unfinished(ledger)

@@ -21,7 +21,7 @@ from tests.integration.broker.test_security import broker_with
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "services" / "broker" / "dashboard"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
-NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # that are served
+NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # the files that are served
 ASSETS = [name for name in NAMES if name != "index.html"]
 OURS = [name for name in NAMES if not name.startswith("vendor/")]
 # sha256 of what others wrote, as their packages on npm ship it: vendor/README.md

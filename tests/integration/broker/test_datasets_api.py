@@ -72,7 +72,7 @@ async def test_uploaded_file_never_changes(broker, tmp_path):
     assert other.status_code == 409
     assert "take another name" in other.json()["detail"]
     assert (tmp_path / "datasets" / "sums.jsonl").read_bytes() == ROWS
-    (tmp_path / "datasets" / "copied.jsonl").write_bytes(ROWS)  # by its operator
+    (tmp_path / "datasets" / "copied.jsonl").write_bytes(ROWS)  # a copy by the broker's operator
     assert (await broker.put("/v1/datasets/copied.jsonl", content=ROWS)).status_code == 200
     assert (await broker.put("/v1/datasets/copied.jsonl", content=b"{}")).status_code == 409
 

@@ -30,7 +30,7 @@ from tests.world import World, failed_group, make_group, tasks_for
 
 pytestmark = pytest.mark.slow
 
-LATER_S = 30.0  # in which a slow machine gets anywhere
+LATER_S = 30.0  # long enough for a slow machine
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
@@ -363,7 +363,7 @@ async def test_api_explains_one_job_and_the_whole_installation(world, pool, brok
     assert answer["is_healthy"] is False
     assert answer["findings"][0]["job_id"] == job_id
     assert (await broker.get("/v1/jobs/job-none:explain")).status_code == 404
-    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
+    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # the route of a job is still its own
     found = (await broker.get("/v1/doctor")).json()
     sentences = "\n".join(finding["sentence"] for finding in found["findings"])
     for expected in (
@@ -448,7 +448,7 @@ async def test_job_that_cannot_learn_is_a_problem(ledger, world, pool):
 
 
 async def connect_to(redis_url: str) -> Ledger:
-    """On the loop that is to use it."""
+    """Connect on the loop that is to use the ledger."""
     return Ledger(connect(redis_url))
 
 
@@ -489,7 +489,7 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, world, redis_
         num_groups = len(await micro_batch)
         await eventually("it trains", doing, f"training a micro-batch of {num_groups} groups of iteration 0", LATER_S)
     finally:
-        stop.set()  # whoever still waits for groups ends by this
+        stop.set()  # every waiter for groups ends by this
         await asyncio.to_thread(job.close)
         background.close(own.redis.aclose())
 

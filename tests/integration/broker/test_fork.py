@@ -49,7 +49,7 @@ async def test_refused_fork_names_the_reason_and_the_remedy(broker, ledger, tmp_
         (fork_body(without), "fork.iteration", f"job {without} has no checkpoint after 2 iterations; it has none yet"),
         (fork_body(parent, lora={"rank": 4}), "model.path", f"trains the model of job {parent}, bundled:smollm2"),
         (fork_body(parent, schedule={"num_iterations": 2}), "schedule.num_iterations", "already has 2 iterations"),
-        (fork_body(parent, 9), "fork.iteration", too_late),  # its own end, 4 iterations, is not what is wrong
+        (fork_body(parent, 9), "fork.iteration", too_late),  # the parent's own end, 4 iterations, is not the error
     ):
         found, message = await refusal(broker, body)
         assert (found, reason in message) == (field, True), message

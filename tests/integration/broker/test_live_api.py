@@ -43,7 +43,7 @@ from tests.waiting import eventually
 from tests.world import make_group
 
 LIMIT_S = 30.0
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading the authorities takes its time for each client
 
 
 @pytest_asyncio.fixture
@@ -145,7 +145,7 @@ async def test_stream_continues_after_the_last_event_without_gaps(broker, ledger
         training = asyncio.create_task(world.train(job_id, epoch, range(2)))
         async for message in messages:
             first.append(message)
-            if len(events_of(first)) == 5:  # in the middle of it all
+            if len(events_of(first)) == 5:  # training goes on meanwhile
                 break
     await training
     await world.train(job_id, epoch, range(2, 6))  # nobody listens
@@ -245,7 +245,7 @@ async def test_stopping_broker_ends_its_streams(ledger, world, tmp_path):
     async with serving(ledger, tmp_path) as broker:
         listening = await begin_to_listen(broker, job_id)
         broker.server.should_exit = True
-        async with asyncio.timeout(4.0):  # below the server's own deadline
+        async with asyncio.timeout(4.0):  # a limit below the server's own deadline
             assert (await listening)[-1].data == {"reason": "stopping"}
 
 
@@ -297,7 +297,7 @@ async def test_watcher_that_takes_nothing_is_hung_up_on(ledger, world, tmp_path,
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
             reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            sent: list[Sent] = []  # to one that is quick
+            sent: list[Sent] = []  # messages for a quick client
             listening = asyncio.create_task(take(sent, broker.url, job_id))
 
             await eventually("both listen", lambda: broker.num_watchers == 2)
@@ -456,7 +456,7 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, le
     group.timings.generate_s, group.timings.score_s = 0.3, 0.1
     await ledger.rollout.submit(job_id, first.entry_id, group)
     accepted_at = int((await ledger.iterations.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
-    open_one = await get_timeline(broker, job_id)  # what is accepted shows before the rest
+    open_one = await get_timeline(broker, job_id)  # accepted groups show before the rest
     of_groups = {(s.lane, s.kind, s.group_id) for s in open_one.spans if s.group_id}
     assert of_groups == {("w1", "generate", "0-0"), ("w1", "score", "0-0")}
     failed = make_group(second.task)
@@ -580,4 +580,4 @@ async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker, le
     timelines = Timelines(ledger)
     await timelines.read(job_id, 1)
     shown = (await timelines.read(job_id, 1)).spans
-    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # each once
+    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # one span for each group

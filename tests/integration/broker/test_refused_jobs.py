@@ -147,7 +147,7 @@ async def test_body_with_many_wrong_sections_is_refused(broker):
 async def test_misspelt_key_hides_what_it_may_have_meant(broker):
     errors = await refusals(broker, data={"answr_field": "level", "answer_field": "x"}, reward={"name": "exactly"})
     assert {error["field"] for error in errors} == {"data.answr_field", "reward.name"}
-    options = {"name": "regex", "options": "x"}  # whether a pattern is missing is not known
+    options = {"name": "regex", "options": "x"}  # nobody knows whether a pattern is missing
     assert [error["field"] for error in await refusals(broker, reward=options)] == ["reward.options"]
 
 
@@ -270,7 +270,7 @@ async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, m
     answer = await broker.post("/v1/jobs", json=job_body(**slow))
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert "busy for 0.3 s with checks of other jobs" in answer.json()["detail"]
-    (error,) = await refusals(broker, **slow, seed="x")  # what is wrong in any case
+    (error,) = await refusals(broker, **slow, seed="x")  # the seed is wrong in any case
     assert error["field"] == "seed"
     for other in others:
         other.cancel()

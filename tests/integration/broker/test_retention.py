@@ -152,7 +152,7 @@ async def test_interrupted_deletion_shows_no_half_job_and_is_finished(ledger, tm
         with pytest.raises(ConnectionError):
             await ledger.jobs.delete(job_id)
     assert job_id in await ledger.jobs.ids()
-    async with running_broker(ledger, tmp_path) as broker:  # its first look finishes it
+    async with running_broker(ledger, tmp_path) as broker:  # the broker's first look finishes it
         assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 404
         assert job_id not in [job["id"] for job in (await broker.get("/v1/jobs?limit=500")).json()["jobs"]]
 
@@ -183,7 +183,7 @@ async def test_jobs_are_deleted_while_redis_is_full(tmp_path):
             with pytest.raises(OutOfMemoryError):
                 await redis.set("anything", "1")
             await Retention(ledger, 1.0).step()
-            with pytest.raises(OutOfMemoryError):  # at the mark, which is the last step
+            with pytest.raises(OutOfMemoryError):  # the last step, which sets the mark, fails
                 await ledger.jobs.delete(by_hand)
             for job_id in (by_hand, *by_age):
                 assert not await redis.exists(*JobKeys(job_id).of_job)

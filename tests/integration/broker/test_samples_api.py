@@ -32,7 +32,7 @@ def no_change(group: RolloutGroup) -> None:
 
 
 async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGroup], None] = no_change) -> None:
-    """Whatever is there to be claimed, each group with the text of its prompt."""
+    """Claim and submit all prompts, each group with the text of its prompt."""
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         group = make_group(claim.task)
         group.prompt_text = claim.task.messages[0].content if claim.task.messages else claim.task.text
@@ -68,7 +68,7 @@ async def test_samples_have_their_place_and_advantages_once_trained(broker, worl
         ("0-0", 1, None),
         ("0-1", 1, None),
     ]
-    await world.commit(job_id, epoch, 0)  # which tells reward - 0.5
+    await world.commit(job_id, epoch, 0)  # the commit reports reward - 0.5
     after = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
     assert {(s["iteration"], s["policy_version"]) for s in after} == {(0, 0)}

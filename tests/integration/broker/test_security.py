@@ -1,4 +1,4 @@
-"""Who may call the broker, over the whole application on a real Redis and over real TLS; and what is noted of it."""
+"""Permissions to call the broker, over the whole application on a real Redis and over real TLS; and the access log."""
 
 import asyncio
 import contextlib
@@ -293,7 +293,7 @@ def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle():
     now = 100.0
     limit = RateLimit(rate_per_s=2.0, burst=3, clock=lambda: now)
     assert [limit.wait_s("a") for _ in range(4)] == [0, 0, 0, 0.5]
-    assert limit.wait_s("b") == 0  # to each its own
+    assert limit.wait_s("b") == 0  # clients have separate limits
     now += 0.25
     assert limit.wait_s("a") == 0.25  # asking too early costs nothing
     now += 0.25

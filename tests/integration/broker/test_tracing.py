@@ -34,7 +34,7 @@ from tests.world import World, failed_group, make_group, tasks_for
 
 LIMIT_S = 30.0
 QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
-ODD_SPANS = (["micro_batch", "yesterday", 1], ["publish", 1e300, 1])  # of a trainer that is not ours
+ODD_SPANS = (["micro_batch", "yesterday", 1], ["publish", 1e300, 1])  # spans of a trainer that is not ours
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger, world,
         }
         for iteration in range(2)
     }
-    assert trainers == {0: {""}, 1: {"trainer-b"}}  # who it was before, the ledger does not say
+    assert trainers == {0: {""}, 1: {"trainer-b"}}  # the ledger does not record the trainer before
 
 
 async def test_large_iteration_goes_in_several_requests(ledger, world, receiver):

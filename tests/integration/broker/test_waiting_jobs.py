@@ -43,7 +43,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 
 async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
-    app = create_app(Settings(data_dir=tmp_path), alone)  # without the conductor: nobody else sends commands
+    app = create_app(Settings(data_dir=tmp_path), alone)  # no conductor runs: nobody else sends commands
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     first = await World(alone).create_job()
     paths = ["/metrics", "/v1/pools/default", "/v1/doctor", "/v1/models", "/v1/jobs?limit=5", "/v1/jobs?state=FAILED"]

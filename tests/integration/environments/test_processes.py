@@ -325,7 +325,7 @@ async def test_rewards_of_answers_have_a_process_of_their_own(processes):
     (refused,) = await processes.play(request("score by ringing"))
     assert refused.kind == "raised"
     assert "RewardRefused: response 0: options: TypeError: missing a required argument: 'level'" in refused.message
-    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid_of(first)}/stat"))  # its environment was replaced
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid_of(first)}/stat"))  # the environment was replaced
 
 
 @pytest.mark.parametrize("key", ["block", "deaf"])
@@ -379,7 +379,7 @@ async def test_limits_are_set_and_settings_are_hidden(processes):
     assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
 
 
-@pytest.mark.parametrize("key", ["child", "leash"])  # in the process's group; out of it, but on a leash
+@pytest.mark.parametrize("key", ["child", "leash"])  # the process's group; another group, but on a leash
 async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     marker = tmp_path / "pid"
     playing = asyncio.create_task(processes.play(request(key, timeout_s=600, metadata={"place": str(marker)})))
@@ -424,4 +424,4 @@ asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest(Program("behave", "{}
     parent.kill()
     parent.wait()
     wait_until_gone(environment)
-    os.kill(int(marker.read_text()), signal.SIGKILL)  # what it forked has no parent that could tell it
+    os.kill(int(marker.read_text()), signal.SIGKILL)  # the orphaned child has no parent that could stop it

@@ -418,7 +418,7 @@ async def test_request_whose_broker_has_died_is_forgotten(rig: ChatRig) -> None:
     assert await chats.ask("chatcmpl-1", request, max_waiting=1)
     assert 0 < await rig.ledger.redis.ttl(job.chat("chatcmpl-1")) <= 30
     assert 0 < await rig.ledger.redis.ttl(job.chats) <= 60
-    await rig.ledger.redis.unlink(job.chat("chatcmpl-1"))  # that time has passed
+    await rig.ledger.redis.unlink(job.chat("chatcmpl-1"))  # the lifetime of the answer has passed
     assert await chats.take(1.0) is None
     assert not await chats.say("chatcmpl-1", Reply(policy_version=0, body="4"))
     assert await chats.ask("chatcmpl-2", request, max_waiting=1)

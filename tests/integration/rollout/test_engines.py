@@ -54,7 +54,7 @@ LONG_PROMPT = [(7 * index) % 251 for index in range(300)]
 PROBE_PROMPTS = (SHORT_PROMPT, LONG_PROMPT, SHORT_PROMPT[:5])
 FIRST_VERSION = 3
 FRESH_VERSION = 9
-OWN_DTYPE = "bfloat16" if read_processor().bfloat16 == "native" else "float32"  # of jobs with model.dtype = "auto"
+OWN_DTYPE = "bfloat16" if read_processor().bfloat16 == "native" else "float32"  # jobs with model.dtype = "auto" have it
 CORE_DEATH_DEADLINE_S = 30.0  # far below the minutes after which an engine without an answer is given up
 NOISE = {"bfloat16": (0.05, 0.2), "float32": (1e-4, 1e-3)}  # nats per token, mean and largest
 
@@ -64,11 +64,11 @@ class Subject:
     """An engine that tests share and load as they like; `next_version` counts so that versions only grow."""
 
     engine: Engine
-    first_weights: Path  # what the engine was started on
+    first_weights: Path  # weights at the engine's start
     second_weights: Path
     second_model_dir: Path  # a whole model with `second_weights`
     dtype: str
-    fresh_probe: list[GeneratedResponse]  # of an engine started on `second_weights`, in a file without a name
+    fresh_probe: list[GeneratedResponse]  # responses of an engine started on `second_weights`, in a file without a name
     next_version: int = FIRST_VERSION
 
     async def load(self, weights_file: Path, batches: Iterable[Sequence[str]] | None = None) -> int:
@@ -210,7 +210,7 @@ async def test_rollout_logprobs_are_the_models_own_to_rounding(subject: Subject,
     assert_logprobs_are_the_models(subject.second_model_dir, responses, subject.dtype, temperature)
 
 
-RUBBISH = float("nan")  # in a file where a tensor may not be read: it would spoil every response
+RUBBISH = float("nan")  # a value where no tensor may be read: it would spoil every response
 
 
 @pytest.mark.parametrize("seed", [0, 1])

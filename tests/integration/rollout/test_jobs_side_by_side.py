@@ -59,7 +59,7 @@ MOVES = {
 
 async def bring_to(ledger: Ledger, job_id: str, state: str) -> None:
     if state not in ("PENDING", "FAILED"):
-        await ledger.trainer.claim_job(job_id, "trainer-a", 300)  # its lease: nobody ends what is CANCELLING
+        await ledger.trainer.claim_job(job_id, "trainer-a", 300)  # the lease keeps others from ending a CANCELLING job
     if state == "CANCELLED":
         await ledger.jobs.move(job_id, JobState.CANCELLING)
     if state not in ("PENDING", "RUNNING"):

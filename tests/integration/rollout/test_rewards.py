@@ -286,7 +286,7 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
     found = outcome.parts
     assert {kind: found[f"{kind}_soft"] for kind in expected} == expected
     assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
-    assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
+    assert 31 <= found["CPU_soft"] <= 40  # the seconds used before, the response's 30 s and one more
     assert (found["nice"], found["expendable"]) == (min(19, os.nice(0) + NICENESS), 1000)
 
 

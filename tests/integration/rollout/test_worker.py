@@ -509,7 +509,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.3])
 async def test_group_not_ready_in_the_drain_time_is_handed_back(rig, drain_s):
-    """That is no attempt at it."""
+    """The return does not count as an attempt."""
     await rig.replace_job(max_group_attempts=1)
     engine = FakeEngine()
     engine.may_finish.clear()
@@ -527,7 +527,7 @@ async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypa
     monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)
     await rig.replace_job(max_group_attempts=1)
     engine = FakeEngine()
-    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # of both at once; the first ends the process
+    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # both requests fail; the first ends the process
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0), rig.task(0, 1))
     await rig.broken()

@@ -173,7 +173,7 @@ async def test_one_token_of_another_version_makes_a_group_stale(ledger: Ledger, 
     assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.STALE
     assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
     assert await ledger.iterations.accepted_groups(job_id, 0) == []
-    (again,) = await world.claim_all(job_id, "w2")  # at once, though the first lease had time left
+    (again,) = await world.claim_all(job_id, "w2")  # no wait, though the first lease had time left
     assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
     assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
     assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED

@@ -121,7 +121,7 @@ def commands_in_use() -> set[str]:
     assert len(found) == len(set(re.findall(r"redis\.p?call\(\s*([^,)]+)", scripts))), "a command that is no literal"
     sources = [path for folder in ("onbeat", "services") for path in (ROOT / folder).rglob("*.py")]
     methods = set(re.findall(r"\bredis\.([a-z_]+)\(", "".join(path.read_text() for path in sources)))
-    methods -= {"aclose", "register_script", "pipeline"}  # of these comes what is in `sent`
+    methods -= {"aclose", "register_script", "pipeline"}  # the commands of these calls are in `sent`
     methods -= {"config_get"}  # the doctor does without: it would tell the passwords, too
     sent = {"evalsha", "script|load", "multi", "exec"}
     return sent | {name.lower() for name in found} | {method.partition("_")[0] for method in methods}

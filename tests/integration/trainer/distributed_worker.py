@@ -87,7 +87,7 @@ def a_lost_peer(world, folder):
 
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
-    capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # its logits are computed in float32
+    capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # the logits are computed in float32
     for config, attention, lora, rtol in [
         (tiny_config(), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
@@ -269,7 +269,7 @@ def save_sharded(world, folder):
     store.wait()
     assert store.finished() == [(3, store.path(3))]
     whole = {name: tensor.full_tensor() for name, tensor in state.items()}
-    if world.is_main:  # for the process that reads it alone
+    if world.is_main:  # the files for the process that reads them alone
         save_file(whole, folder / "expected.safetensors")
 
     other, other_control, _ = trained(world, seed=1)

@@ -79,7 +79,7 @@ def group_of(task: PromptTask):
     rng = random.Random(task.group_id)
     lengths = [rng.randrange(1, 9) for _ in range(3)]
     group = make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
-    group.worker_id = "w"  # which has claimed it
+    group.worker_id = "w"  # the worker that has claimed it
     return group
 
 
@@ -125,7 +125,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_
     A trainer with all groups of an iteration goes on to the next version at once: they are held back until the
     iteration is open that needs the version before.
     """
-    claimed = []  # of each iteration
+    claimed = []  # claims of each iteration
 
     async def submit(iteration) -> None:
         for index, claim in enumerate(claimed[iteration]):
@@ -235,7 +235,7 @@ class Follower:
 
     def __init__(self, ledger):
         self._ledger = ledger
-        self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
+        self.weights, self.sources, self.received = {}, [], []  # tensors, addresses and bytes by version
         self._puller = None
 
     async def __call__(self, job_id, version):

@@ -38,7 +38,7 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
         await asyncio.to_thread(trackers.__enter__)
         for iteration in iterations:
             await train_iteration(ledger, job_id, epoch, iteration)
-        await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
+        await ledger.evaluations.fail(job_id, 0, 10, "no room")  # an evaluation without a score: nothing to draw
         await asyncio.to_thread(trackers.__exit__, None, None, None)
     job = LeasedJob(lease)
     assert await asyncio.to_thread(job.has_succeeded) is None

@@ -269,7 +269,7 @@ async def silent(messages, key):
     await asyncio.sleep(60)
 
 
-# Which plans and messages are refused is tested in tests/unit/weights.
+# tests/unit/weights tests which plans and messages are refused.
 FAULTS = {
     "flipped bit": (
         edited(flip_a_bit),

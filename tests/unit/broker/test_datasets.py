@@ -80,7 +80,7 @@ def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path):
         assert sorted(epoch) == [f"say {i}" for i in range(10)]
     assert epochs[0] != epochs[1] != epochs[2]
     again = open_file(tmp_path, seed=5)
-    assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # in any order of asking
+    assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # any order of items
 
 
 def test_order_depends_on_seed_and_epoch_and_never_changes():

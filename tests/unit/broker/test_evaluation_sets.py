@@ -65,7 +65,7 @@ def test_prompts_of_a_set_carry_its_reward_and_own_seeds():
     assert [task.reward.name or task.rewards[0].name for task in tasks] == ["exact"] * 2 + ["math"] * 3
     assert len({task.seed for task in tasks}) == 5
     fewer = build_evaluation_tasks(job(sets=[EASY | {"num_prompts": 1}, HARD], num_prompts=3), 10, items[1:])
-    assert [task.seed for task in fewer[1:]] == [task.seed for task in tasks[2:]]  # whatever the other sets are
+    assert [task.seed for task in fewer[1:]] == [task.seed for task in tasks[2:]]  # the other sets do not change it
 
 
 def test_each_set_has_scores_and_the_first_stands_for_all():

@@ -95,7 +95,7 @@ def test_no_alarm_while_a_quick_start_learns(num):
 
 @pytest.mark.parametrize("num", range(5, 13))
 def test_no_alarm_while_responses_learn_to_be_short(num):
-    rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # of the quick start, seed 0
+    rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # quick start, seed 0
     truncated = [0.81, 0.92, 0.8, 0.75, 0.73, 0.5, 0.28, 0.36, 0.09, 0.05, 0.06, 0.03]
     course = [
         iteration(number, reward, **(DULL | {"rollout/uniform_groups": 1.0, "rollout/truncated_frac": share}))

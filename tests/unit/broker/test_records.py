@@ -112,7 +112,7 @@ def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
 def test_score_by_hand():
     assert score(groups_of((1.0, 0.0), (0.0, 0.0), ())) == {
         "reward_mean": 0.25,
-        "reward_std": pytest.approx(0.1875**0.5),  # of 1, 0, 0, 0
+        "reward_std": pytest.approx(0.1875**0.5),  # deviation of 1, 0, 0, 0
         "response_tokens_mean": 3.0,
         "truncated_frac": 0.75,
         "pass_at_k": 0.5,  # one of two prompts; the failed one is not scored
@@ -286,7 +286,7 @@ def test_turns_show_what_each_call_saw_and_said():
     assert [turn.is_fork for turn in turns] == [False, False, True]  # 6 of the 10 tokens to the end of turn 1
     assert [turn.num_cached_tokens for turn in turns] == [0, 5, 0]
     assert turns[1].messages == [{"role": "tool", "content": "9"}]
-    assert (turns[2].messages, turns[2].reward) == ([], None)  # what cannot be read is left out
+    assert (turns[2].messages, turns[2].reward) == ([], None)  # unreadable turns are left out
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ async def test_job_that_is_longer_than_one_answer_is_read_whole(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onbeat.client.jobs.MAX_LISTED_ITERATIONS", 2)
-    monkeypatch.setattr("services.broker.api.jobs.MAX_LISTED_ITERATIONS", 2)  # at once, of the curves
+    monkeypatch.setattr("services.broker.api.jobs.MAX_LISTED_ITERATIONS", 2)  # iterations of the curves in one answer
     held_out = {"data": CONFIG["data"], "num_prompts": 4}
     job_id = broker.create_job(schedule={"num_iterations": 5}, evaluation=held_out)
     async with AsyncClient(broker.url) as client:
@@ -323,7 +323,7 @@ async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:
         async with AsyncClient(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.5) as client:
             async with asyncio.timeout(10):
                 with pytest.raises(BrokerUnreachable, match="ConnectTimeout"):
-                    await client.jobs.create(CONFIG)  # its answer may take two minutes
+                    await client.jobs.create(CONFIG)  # the answer may take two minutes
 
 
 @pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])

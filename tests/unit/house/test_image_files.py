@@ -13,7 +13,7 @@ from requirements.direct import direct_dependencies
 
 ROOT = Path(__file__).parents[3]
 
-# Those of one platform, optional trackers, and what a process in the environment of verifiers imports.
+# Packages of one platform, optional trackers, and imports of a process in the environment of verifiers.
 NOT_OF_EVERY_PLATFORM = {"torch", "torch_npu", "vllm", "mlflow", "trackio", "wandb", "aiohttp", "verifiers"}
 
 
@@ -82,7 +82,7 @@ def plain(name: str) -> str:
 def test_dashboard_counts_what_all_brokers_report_once():
     dashboard = (ROOT / "deploy/monitoring/grafana/dashboards/onbeat.json").read_text()
     source = (ROOT / "services/broker/metrics.py").read_text()
-    names = "|".join(re.findall(r'MetricFamily\(\s*"(onbeat_\w+)"', source))  # of the ledger
+    names = "|".join(re.findall(r'MetricFamily\(\s*"(onbeat_\w+)"', source))  # metrics of the ledger
     queries = [query for query in re.findall(r'"expr": "(.*)"', dashboard) if re.search(rf"\b({names})", query)]
     assert len(queries) > 5
     for query in queries:

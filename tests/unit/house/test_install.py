@@ -173,7 +173,7 @@ def test_set_up_begins_anew_after_a_failure_and_keeps_the_rest(make_setup: Calla
     (tmp_path / "sources").touch()
     assert make_setup() == 0
     assert not (tmp_path / ".venv" / "half-installed").exists()
-    (tmp_path / ".venv" / "a-reward").touch()  # of the user
+    (tmp_path / ".venv" / "a-reward").touch()  # a file of the user
     os.utime(tmp_path / ".venv" / ".setup-cpu", (0, 0))  # there is a new lock
     assert make_setup() == 0
     assert (tmp_path / ".venv" / "a-reward").exists()

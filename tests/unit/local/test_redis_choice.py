@@ -156,7 +156,7 @@ def test_folder_without_a_record_is_known_by_its_files(tmp_path: Path) -> None:
     assert release_of_data(tmp_path / "new") is None
     (tmp_path / "appendonly.aof").touch()
     assert release_of_data(tmp_path) == release("Redis 6.2")
-    write_record(tmp_path, release("Redis 7.0.15"))  # which then did not start
+    write_record(tmp_path, release("Redis 7.0.15"))  # a server that then did not start
     assert release_of_data(tmp_path) == release("Redis 6.2")
     (tmp_path / "appendonly.aof").rename(tmp_path / "moved")
     (tmp_path / FOLDER_OF_7).mkdir()

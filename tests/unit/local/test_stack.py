@@ -109,7 +109,7 @@ def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: P
 
 def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, pids_file, tmp_path):
     supervisor.start([family(pids_file)])
-    (left,) = (tmp_path / "scratch" / "family").iterdir()  # its temporary files are there
+    (left,) = (tmp_path / "scratch" / "family").iterdir()  # the temporary files of the service are there
     before = pids_in(pids_file)
     pids_file.unlink()
     os.kill(before[0], signal.SIGKILL)
@@ -492,5 +492,5 @@ def test_data_file_that_is_nowhere_is_named_before_the_start(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"data\.path: there is no file .*relative to the job file"):
         take_local_files(job, tmp_path, tmp_path / "data")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "arithmetic.jsonl").touch()  # of the broker
+    (tmp_path / "data" / "arithmetic.jsonl").touch()  # the broker's data file
     assert take_local_files(job, tmp_path, tmp_path / "data") == []

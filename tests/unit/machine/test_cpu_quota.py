@@ -39,7 +39,7 @@ def test_threads_of_a_rank(monkeypatch, quota, num_ranks, num_threads):
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(device, "cpu_quota", lambda: quota)
     device.first_cores.cache_clear()
-    for _ in range(2):  # of two jobs, the second one begins with the cores that the first one has left
+    for _ in range(2):  # the second of two jobs begins with the cores that the first one has left
         assert device.pin_cores("", 0, num_ranks) == num_threads
     device.first_cores.cache_clear()
     assert used == [num_threads] * 2

@@ -129,7 +129,7 @@ EXTRAS = {
 }
 
 
-REFUSED = ("reinforce_pp", "kl in the reward")  # by the job schema: its scale is known before the pass
+REFUSED = ("reinforce_pp", "kl in the reward")  # the job schema refuses it: its scale is known before the pass
 
 
 @pytest.mark.parametrize(("kind", "extra"), [(k, e) for k in KINDS for e in EXTRAS if (k, e) != REFUSED])

@@ -98,7 +98,7 @@ def test_accepted_job_is_read_although_its_keys_have_changed(config):
     stored = json.loads(config.model_dump_json())
     stored["objective"]["floor"] = stored["objective"].pop("below")
     read = JobConfig.of_job({"config": json.dumps(stored)})
-    with pytest.raises(ValueError, match="floor"):  # by the trainer
+    with pytest.raises(ValueError, match="floor"):  # the trainer raises it
         check_installed(read.objective)
 
 

@@ -213,7 +213,7 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     await until(lambda: rig.engine.num_in_flight == 1)
     await rig.trainer.publish(1)
     await rig.pulled(1)
-    waiting = rig.generate(1)  # behind the running one
+    waiting = rig.generate(1)  # a group that waits behind the running one
     for version in (2, 3):
         await rig.trainer.publish(version)
         await rig.heard_of(version)

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from services.rollout import token_text
 from services.rollout.token_text import MAX_RUN, TokenText
 
-VOCAB_SIZE = 49152  # of SmolLM2
-SPECIAL = range(17)  # its special tokens
+VOCAB_SIZE = 49152  # tokens of SmolLM2
+SPECIAL = range(17)  # special tokens of SmolLM2
 TEXTS = {
     "plain": "The answer is 46, since 12 + 34 = 46.\n\n  Done.",
     "emoji": "Hi😀! 👨‍👩‍👧‍👦 and 🇩🇪 and ❤️",

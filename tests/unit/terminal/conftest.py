@@ -52,6 +52,6 @@ def onbeat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def trained(onbeat: Command, job_id: str, trainer: None) -> str:
-    """That job, when it has succeeded."""
+    """Return the job when it has succeeded."""
     onbeat("jobs", "watch", job_id)
     return job_id

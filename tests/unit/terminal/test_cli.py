@@ -310,7 +310,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert "Commands" in done.stdout
     assert "heavy imports: []" in done.stdout, done.stdout + done.stderr
-    # Of the processor: 0.2 on an idle machine. The promise of half a second for the user is measured, not tested.
+    # The processor takes 0.2 s on an idle machine. The promise of half a second for the user is measured, not tested.
     assert float(done.stdout.rpartition("seconds:")[2]) < 2
 
 
@@ -412,5 +412,5 @@ def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monk
         printed = onbeat("chat", job_id, code=1)  # a message was refused
         monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
         onbeat("chat", job_id)
-    assert printed.out == "1: one\\x1b[2J\n3: two\\x1b[2J\n"  # without a prompt
+    assert printed.out == "1: one\\x1b[2J\n3: two\\x1b[2J\n"  # no prompt is printed
     assert "max_tokens: lower it" in printed.err

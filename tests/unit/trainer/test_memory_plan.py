@@ -64,7 +64,7 @@ def test_rows_of_a_model_that_cannot_be_packed_are_planned_too() -> None:
     packed, separate = (
         measure_sizes(config_of(), config, each, PROMPT).pass_bytes for each in (Passes(), Passes("sdpa"))
     )
-    ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # of their places; targets are the same
+    ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # ratio of their places; targets are the same
     assert 0.7 * ratio < separate / packed < 1.1 * ratio
 
 
@@ -120,7 +120,7 @@ TWO_UPDATES = {"training": {"num_updates_per_iteration": 2}}
             Placement(),
             {"older policies": 0, "published versions": 4},
         ),
-        ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # in the host's memory
+        ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # memory of the host
         ({"gac": {"mode": "metric"}}, "float32", GPU, {CHECKPOINT: 16}),
         ({}, "float32", HALF_GPU, {CHECKPOINT: 6}),
     ],

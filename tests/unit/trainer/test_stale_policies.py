@@ -140,7 +140,7 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
 def test_version_is_published_if_it_moved_or_the_bound_needs_it(tmp_path):
     groups = stale_iterations(6, staleness=0)
     lazy = job_config(schedule=bounded(3, 5, publish_above_kl=1e9))
-    for group in groups:  # what such a schedule would have generated
+    for group in groups:  # the versions that such a schedule would have generated with
         version = group.iteration // 3 * 3
         group.policy_version = version
         for response in group.responses:

@@ -231,7 +231,7 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
     all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
     groups = [*recorded_iterations(1)[:3], all_broken[3]]
     schedule = {"num_iterations": 1}
-    for num_updates in (1, 4):  # of the last of four, all groups have failed: it takes no step
+    for num_updates in (1, 4):  # the last of four has only failed groups: it takes no step
         config = job_config(schedule=schedule, training={"num_updates_per_iteration": num_updates})
         metrics = train(config, groups, tmp_path / str(num_updates))[1].commits[0][2]
         assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
@@ -302,7 +302,7 @@ def test_resume_from_a_checkpoint_reaches_the_same_bits(sections, tmp_path):
 
 
 class StoppingJob(RecordedJob):
-    """Its trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
+    """A job whose trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
 
     stops_in = 0
 

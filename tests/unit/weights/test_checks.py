@@ -72,7 +72,7 @@ class Network:
 
     itineraries: list[Itinerary]
     sources: dict[PayloadKey, list[Sent]]
-    plans: dict = field(default_factory=dict)  # of deltas
+    plans: dict = field(default_factory=dict)  # plans of deltas
     now: dict = field(default_factory=dict)
 
     def connect(self, address):

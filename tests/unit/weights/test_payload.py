@@ -264,7 +264,7 @@ def weights(seed=0, num_items=4000):
 
 def test_memory_of_a_version_that_is_not_the_base_is_used():
     older = take_snapshot(1, weights().items())
-    writer = SnapshotWriter(2, memory=older.memory)  # of a rank that has published nothing
+    writer = SnapshotWriter(2, memory=older.memory)  # a rank that has published nothing
     for name, tensor in weights().items():
         writer.put(name, tensor)
     newer = writer.finish()
@@ -337,7 +337,7 @@ def test_a_snapshot_in_place_has_the_digests_and_delta_of_a_copy():
     copied, shared = SnapshotWriter(2, bases[0]), SnapshotWriter(2, bases[1], is_in_place=True)
     for name, tensor in live.items():
         shared.keep(name, tensor)
-        tensor.view(-1)[:1] += 1  # of the largest, one item in 4000
+        tensor.view(-1)[:1] += 1  # one item in 4000 of the largest tensor
         copied.put(name, tensor)
         shared.put(name, tensor)
     copy, view = copied.finish(), shared.finish()

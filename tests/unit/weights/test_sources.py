@@ -1,4 +1,4 @@
-"""Who pulls from whom: a tree, near before far, and no link with more than its share."""
+"""Choice of the source of each pull: a tree, near before far, and no link with more than its share."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ DELTA = PayloadKey(1, 0)
 
 
 def peer(number, host="", zone="", address=None):
-    """On a host of its own unless it is named."""
+    """Make a peer, on its own host unless one is named."""
     address = f"10.0.1.{number}:50052" if address is None else address
     return Peer(worker_id=f"r{number}", address=address, host_id=host or f"host of {number}", zone=zone)
 
@@ -222,7 +222,7 @@ def test_no_puller_waits_for_itself_and_links_fill_evenly(events, egress, fanout
             continue
         if event == "fail" and (worker.worker_id, key) in last:
             failed = {last[worker.worker_id, key]}
-        sources._slots.pop((worker.worker_id, key.shard), None)  # what it holds now is free
+        sources._slots.pop((worker.worker_id, key.shard), None)  # the places that it held are free now
         before = sources._loads(key.shard)
         source = sources.locate(key, worker, failed)
         last[worker.worker_id, key] = source

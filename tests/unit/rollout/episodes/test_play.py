@@ -173,7 +173,7 @@ async def test_tries_do_not_count_while_a_server_is_away(monkeypatch, patience_s
             with pytest.raises(EnvironmentFailed, match=r"unreachable: .*ConnectionRefusedError: nobody listens"):
                 await rig.group()
     assert len(tries) == num_tries
-    assert len(set(tries)) == 1  # each repeats the policy's answers
+    assert len(set(tries)) == 1  # all tries repeat the policy's answers
 
 
 async def test_groups_that_others_finish_are_not_remembered_for_ever(monkeypatch):

@@ -64,7 +64,7 @@ async def test_connections_without_a_request_or_beyond_the_limit_end(monkeypatch
         monkeypatch.setattr(server_module, "MAX_SHARE", (number + 1.5) / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         port = httpx.URL(policy.url).port
         pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for wait_s in (0.2, 10.0):  # those beyond the limit end at once, the one that asks nothing later
+        for wait_s in (0.2, 10.0):  # connections beyond the limit end at once, the silent one later
             reads = [asyncio.create_task(reader.read()) for reader, _ in pairs]
             done, _ = await asyncio.wait(reads, timeout=wait_s)
             ends.append(len(done))
@@ -337,7 +337,7 @@ async def test_client_that_hangs_up_cancels_its_generation():
         return Outcome(0.0)
 
     async with playing(run) as rig:
-        group = await rig.group(max_turns=1)  # what was cancelled does not count
+        group = await rig.group(max_turns=1)  # cancelled calls do not count
     assert rig.engine.num_cancelled == 1
     assert len(group.responses[0].turns) == 1
 

@@ -32,7 +32,7 @@ PREFIXES = st.integers(0, 6)
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
-BEHIND_LONG = [(22, [3, 40, 1]), (1, [200, 7])]  # behind a prefix
+BEHIND_LONG = [(22, [3, 40, 1]), (1, [200, 7])]  # rows behind a prefix
 LONG_TURNS = [(None, 0, 100, 60), (0, 130, 40, 70), (0, 160, 300, 20), (2, 400, 5, 40)]
 LONG_FOREST = [(150, [3, LONG_TURNS, 40]), (5, [LONG_TURNS, LONG_TURNS, 7]), (40, [9])]
 KERNELS = pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mas
     outputs, query_start, key_start = [], 0, 0
     for query_end, key_end in zip(lengths["actual_seq_qlen"], lengths["actual_seq_kvlen"], strict=True):
         q, k, v = query[query_start:query_end], key[key_start:key_end], value[key_start:key_end]
-        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # from the lower right corner
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # lower right corner
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
         attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
         outputs.append(attended.transpose(0, 1))

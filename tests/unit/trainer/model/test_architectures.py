@@ -17,10 +17,10 @@ EXPECTED = {
     "gemma2": "not packed",
     "cohere2, long sequences": "not packed",
     "deepseek_v4": "refused",
-    "gemma4": "packed",  # with pictures, whose tokens no text has
+    "gemma4": "packed",  # a model with pictures, whose tokens no text has
     "qwen3_moe": "packed",  # experts
     "falcon, ALiBi": "not packed",  # chooses its attention when it is built
-    "falcon_h1, head with a multiplier": "not packed",  # its logits are more than a product
+    "falcon_h1, head with a multiplier": "not packed",  # the logits are more than a product
     "gpt_oss": "not packed",  # sinks and a window
     "recurrent_gemma": "not packed",  # a state in place of attention
     "doge, long sequences": "refused",  # attends to other tokens when it is padded

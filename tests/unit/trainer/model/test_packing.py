@@ -22,7 +22,7 @@ def choose(config, longest=64, **options):
 
 @pytest.mark.parametrize("window", [512, 4096])
 def test_a_soft_capped_attention_is_not_packed(window):
-    """Whatever its window: SDPA leaves the cap out."""
+    """The window does not matter: SDPA leaves the cap out."""
     config = tiny_config(Gemma2Config, head_dim=8, sliding_window=window)
     passes, reason = choose(config, 8192)
     assert passes == Passes("eager", is_padded=True, has_plain_head=False)
