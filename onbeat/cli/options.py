@@ -140,7 +140,7 @@ def with_broker(command: Callable[..., None]) -> Callable[..., None]:
         command(broker=Broker(**{name: given.pop(name) for name in options}), **given)
 
     signature = inspect.signature(command)
-    parameters = [each for each in signature.parameters.values() if each.name != "broker"]
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "broker"]
     for name, kind in options.items():
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

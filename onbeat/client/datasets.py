@@ -58,9 +58,9 @@ class AsyncDatasets:
         large or cannot be read."""
         data = file if isinstance(file, DataFile) else DataFile.at(Path(file), name)
         answer = await self._client.get("/v1/datasets")
-        for found in parse_list(DatasetRecord, "datasets", answer):
-            if (found.name, found.sha256) == (data.name, data.sha256):
-                return found
+        for record in parse_list(DatasetRecord, "datasets", answer):
+            if (record.name, record.sha256) == (data.name, data.sha256):
+                return record
         num_bytes, limit = data.source.stat().st_size, int(part_of(answer, "max_bytes"))
         if num_bytes > limit:
             raise ValueError(f"{data.source} has {num_bytes} bytes; the broker takes at most {limit} of a data file")

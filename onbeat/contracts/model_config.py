@@ -22,5 +22,5 @@ def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def context_tokens(model: Mapping[str, Any]) -> int | None:
     """Return the longest context that the model or its text model was made for; None if it is not named."""
-    found = [part.get(name) for part in (model, text_config(model)) for name in CONTEXT_NAMES]
-    return min((value for value in found if isinstance(value, int) and value > 0), default=None)
+    lengths = [part.get(name) for part in (model, text_config(model)) for name in CONTEXT_NAMES]
+    return min((value for value in lengths if isinstance(value, int) and value > 0), default=None)

@@ -106,8 +106,8 @@ def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
 def plan_of(options: StackOptions) -> CorePlan:
     """Return the split of this machine's cores, one hardware thread of each. Raises ValueError for a wrong choice."""
     allowed = available_cores()
-    own = options.rollout_cores, options.trainer_cores
-    return plan_cores(physical_cores(allowed), options.num_rollouts, *own, allowed=allowed, quota=cpu_quota())
+    cores = options.rollout_cores, options.trainer_cores
+    return plan_cores(physical_cores(allowed), options.num_rollouts, *cores, allowed=allowed, quota=cpu_quota())
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
@@ -181,7 +181,7 @@ def describe_places(options: StackOptions) -> str:
     variable, devices = available_devices(os.environ)
     if devices:
         trainer, rollouts = device_environments(os.environ, options.num_rollouts)
-        texts = [f"rollout-{index} on {each[variable]}" for index, each in enumerate(rollouts)]
+        texts = [f"rollout-{index} on {environment[variable]}" for index, environment in enumerate(rollouts)]
         return f"accelerators {', '.join(devices)}: {', '.join([f'trainer on {trainer[variable]}', *texts])}"
     plan = plan_of(options)
     places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]

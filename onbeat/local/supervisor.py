@@ -62,11 +62,11 @@ class Service:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
-        own = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
+        variables = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("ab") as output:
             self.guard = subprocess.Popen(
                 [*guard, *self.spec.command],
-                env=inherited_environment() | own,
+                env=inherited_environment() | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

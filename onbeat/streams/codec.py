@@ -88,7 +88,9 @@ def check_group(group: RolloutGroup) -> None:
     """Check a group before it is submitted. Raise ValueError naming the group, the response and the problem."""
     turns = [turn for response in group.responses for turn in response.turns]
     durations = [(name, getattr(group.timings, name)) for name in ("generate_s", "score_s", "worker_busy_s")]
-    durations += [(name, getattr(each, name)) for each in group.timings.in_engine for name in ("start_s", "end_s")]
+    durations += [
+        (name, getattr(interval, name)) for interval in group.timings.in_engine for name in ("start_s", "end_s")
+    ]
     durations += [(name, getattr(turn, name)) for turn in turns for name in ("waited_s", "generate_s")]
     for name, duration_s in durations:
         if not 0 <= duration_s <= MAX_DURATION_S:

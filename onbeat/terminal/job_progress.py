@@ -100,9 +100,17 @@ class JobProgress:
         is_quiet = self.job.state.is_final or time.monotonic() < self.quiet_until
         findings = self.diagnosis.findings if self.diagnosis is not None and not is_quiet else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
-        problems = [each for each in findings if each.is_problem and (each.since_s is None or each.since_s >= YOUNG_S)]
+        problems = [
+            finding
+            for finding in findings
+            if finding.is_problem and (finding.since_s is None or finding.since_s >= YOUNG_S)
+        ]
         is_starting = len(self.starting) > 0
-        waits = [each for each in findings if each.waits_for and (each.since_s or 0.0) >= long_s and not is_starting]
+        waits = [
+            finding
+            for finding in findings
+            if finding.waits_for and (finding.since_s or 0.0) >= long_s and not is_starting
+        ]
         return next(iter(problems + waits), None)
 
     def iteration_s(self) -> float | None:

@@ -38,8 +38,8 @@ def page_of(
 ) -> str:
     """Return the page. All texts may come from models and users, and are escaped."""
     numbers = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
-    names = sorted(series, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each))
-    curves = "".join(curve_of(each, series[each]) for each in names if series[each])
+    names = sorted(series, key=lambda curve: (FIRST.index(curve) if curve in FIRST else len(FIRST), curve))
+    curves = "".join(curve_of(curve, series[curve]) for curve in names if series[curve])
     said = "".join(
         f"<tr><td>{sample.iteration}</td><td>{escape(sample.prompt)}</td><td>{escape(sample.response)}</td>"
         f"<td>{sample.reward:g}</td></tr>"

@@ -59,16 +59,16 @@ class Payload:
 
     def slices(self, start: int, end: int) -> list[memoryview]:
         """Return the bytes `start:end`, one slice per segment that they lie in."""
-        found = []
+        pieces = []
         index = max(0, bisect_right(self._starts, start) - 1)
         while start < end:
             segment, offset = self._segments[index], start - self._starts[index]
             piece = segment[offset : offset + end - start]
             if len(piece):
-                found.append(piece)
+                pieces.append(piece)
             start += len(piece)
             index += 1
-        return found
+        return pieces
 
     def advance(self, available: int) -> None:
         """Make the first `available` bytes valid and wake the readers."""

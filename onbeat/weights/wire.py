@@ -147,10 +147,10 @@ def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
         plan = weights_pb2.PullResponse.FromString(message).plan
     except DecodeError as error:
         raise WeightsError(f"{key}: a message is neither a plan nor data: {error}") from error
-    found = Plan(tuple(plan.entries))
-    if found.digest(key) != plan.digest:
+    decoded = Plan(tuple(plan.entries))
+    if decoded.digest(key) != plan.digest:
         raise WeightsError(f"{key}: the plan contradicts its digest")
-    return found
+    return decoded
 
 
 def varint(value: int) -> bytes:

@@ -109,9 +109,9 @@ def refuse_unknown(*, has_key: bool) -> ProblemResponse:
     return problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
 
 
-def refuse_haste(wait_s: float, what: str) -> ProblemResponse:
+def refuse_haste(wait_s: float, reason: str) -> ProblemResponse:
     after_s = math.ceil(wait_s)
-    detail = f"{what}; try again in {after_s} s"
+    detail = f"{reason}; try again in {after_s} s"
     return problem(429, "Too many requests", detail, headers={"Retry-After": str(after_s)})
 
 

@@ -40,7 +40,7 @@ def sample_groups(
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
     of_groups = [group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order]
     # The first response of every group, then the second of every group: few samples show many prompts.
-    samples = (sample for each in zip_longest(*of_groups) for sample in each if sample is not None)
+    samples = (sample for next_samples in zip_longest(*of_groups) for sample in next_samples if sample is not None)
     return list(islice(samples, offset, offset + limit))
 
 

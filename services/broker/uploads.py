@@ -38,8 +38,10 @@ class Uploads:
         """Return all files, the newest first."""
         if not self._folder.is_dir():
             return []
-        found = [self._record(path) for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_file()]
-        return sorted(found, key=lambda record: -record.uploaded_at)
+        records = [
+            self._record(path) for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_file()
+        ]
+        return sorted(records, key=lambda record: -record.uploaded_at)
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], sha256: str | None) -> tuple[DatasetRecord, bool]:
         """Store a file; also return whether it is new. `sha256`: what its digest must be, where the sender knows it.

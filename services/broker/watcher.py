@@ -171,7 +171,7 @@ class JobWatcher:
         if float(fields.get("lease_until", "0")) > now:
             return False
         trainers = await self._ledger.trainers.records(config.pool)
-        return any(each.is_alive(now) and each.job_id not in (None, self._job_id) for each in trainers)
+        return any(trainer.is_alive(now) and trainer.job_id not in (None, self._job_id) for trainer in trainers)
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """Fail a job that has lost too many trainers in a row, instead of handing it to the next one for ever."""

@@ -270,7 +270,7 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
     training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     if evaluation is None:
         return training, None
-    return training, Load(sum(each.num_prompts for each in config.held_out), evaluation.num_samples_per_prompt)
+    return training, Load(sum(held_out.num_prompts for held_out in config.held_out), evaluation.num_samples_per_prompt)
 
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:

@@ -134,7 +134,9 @@ class GroupProducer:
         with final_when_gone(task):
             responses = await self._generate(flight, prompt_token_ids, group.timings)
         texts = [response.text for response in responses]
-        scores = await self._score([replace(each, responses=texts) for each in requests], deadline, group.timings)
+        scores = await self._score(
+            [replace(unanswered, responses=texts) for unanswered in requests], deadline, group.timings
+        )
         lengths = await self._token_lengths(responses)
         group.responses.extend(map(to_response, responses, scores, lengths))
 

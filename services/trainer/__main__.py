@@ -190,10 +190,10 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
             yield job_id, fields
     for first in range(0, await ledger.lists.num_waiting(pool), QUEUE_AT_ONCE):
         queued = await ledger.lists.waiting(pool, first, QUEUE_AT_ONCE)
-        found = await existing_jobs(ledger, queued)
+        existing = await existing_jobs(ledger, queued)
         for job_id in queued:
-            if job_id in found:
-                yield job_id, found[job_id]
+            if job_id in existing:
+                yield job_id, existing[job_id]
             else:
                 await ledger.lists.remove(job_id, pool)
 

@@ -112,8 +112,8 @@ class GradientSum:
         behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
         self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
         if not torch.isfinite(loss.loss_sum):
-            found = loss.loss_sum.item()
-            raise JobFailed(f"the loss is not finite ({found}) in groups {', '.join(batch.group_ids)}")
+            loss_sum = loss.loss_sum.item()
+            raise JobFailed(f"the loss is not finite ({loss_sum}) in groups {', '.join(batch.group_ids)}")
         (loss.loss_sum * weight).backward()
 
     def _pass_idle_row(self) -> None:

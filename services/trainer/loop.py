@@ -154,8 +154,10 @@ class TrainLoop:
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
-        own = json.dumps([[response.reward for response in group.responses] for group in groups if group.responses])
-        messages = self._world.all_gather_bytes(own.encode())
+        local_rewards = json.dumps(
+            [[response.reward for response in group.responses] for group in groups if group.responses]
+        )
+        messages = self._world.all_gather_bytes(local_rewards.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0
 

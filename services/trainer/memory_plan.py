@@ -178,14 +178,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if id(storage) not in before and storage not in self._seen:
                 self._seen.add(storage)
                 self._change(storage.nbytes())
                 weakref.finalize(storage, self._change, -storage.nbytes())
-        return found
+        return result
 
     def _change(self, size_bytes: int) -> None:
         self.now += size_bytes
@@ -268,13 +268,13 @@ def main() -> None:
         name = architecture_name(model_config)
         sys.exit(f"the memory of {name} cannot be planned without building it ({type(error).__name__}: {error})")
     placement = Placement(request["num_ranks"], request["is_on_host"])
-    found = {
+    report = {
         "parts": plan_trainer(config, sizes, placement),
         "num_parameters": sizes.num_parameters,
         "num_trained": sizes.num_trained,
         "model": model_config.get_text_config().to_dict(),
     }
-    sys.stdout.write(json.dumps(found, default=str) + "\n")
+    sys.stdout.write(json.dumps(report, default=str) + "\n")
 
 
 if __name__ == "__main__":

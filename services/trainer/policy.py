@@ -96,9 +96,9 @@ class Policy:
         if config.objective.needs_reference:
             reference = model if config.lora else frozen_base(model)
         if is_sharded:
-            for each in (model, old, None if reference is model else reference):
-                if each is not None:
-                    shard(each, world, dtype, stored)
+            for part in (model, old, None if reference is model else reference):
+                if part is not None:
+                    shard(part, world, dtype, stored)
         num_updates = config.training.num_updates_per_iteration
         optimizer = MasterAdamW(model, config.optimizer, config.decay_ends, num_updates)
         control = GradientControl(config.gac, world)
@@ -118,8 +118,8 @@ class Policy:
     def published_shard(self) -> dict[str, int]:
         """Return names and sizes of the published tensors that this rank keeps: all, or a run of them if sharded."""
         sizes = published_sizes(self.model)
-        own = split_evenly(list(sizes.values()), self.holders.size)[self.holders.rank]
-        return dict(list(sizes.items())[own.start : own.stop])
+        served = split_evenly(list(sizes.values()), self.holders.size)[self.holders.rank]
+        return dict(list(sizes.items())[served.start : served.stop])
 
     def published_parameter(self, name: str) -> torch.Tensor:
         """Return one of `published`, of a model without adapters; all ranks of a sharded model must call it."""

@@ -34,10 +34,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     for line in sys.stdin:
         token_ids = tokenise(tokenizer, json.loads(line))
-        found: Any = len(token_ids)
+        result: Any = len(token_ids)
         if "--text" in sys.argv[2:]:
-            found = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
-        sys.stdout.write(f"{json.dumps(found)}\n")
+            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
+        sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

@@ -110,10 +110,12 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
         fields = await ledger.iterations.fields(job_id, iteration)
         if fields.get("state") != IterationState.COMMITTED:
             raise OnbeatError(f"iteration {iteration} of job {job_id} is not committed, so there is nothing to replay")
-        found = await ledger.iterations.accepted_groups(job_id, iteration)
-        if len(found) != int(fields["num_groups"]):
-            raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
-        groups += found
+        accepted = await ledger.iterations.accepted_groups(job_id, iteration)
+        if len(accepted) != int(fields["num_groups"]):
+            raise OnbeatError(
+                f"iteration {iteration}: only {len(accepted)} of {fields['num_groups']} groups are recorded"
+            )
+        groups += accepted
         recorded = await ledger.iterations.micro_batches(job_id, iteration)
         micro_batches[iteration] = [group_ids for _, group_ids in recorded]
         digests.append(fields["weights_digest"])

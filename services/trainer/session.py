@@ -99,9 +99,9 @@ def restore(
     state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, before, sharded)
     if state is not None:
         for version, tensors in checkpoints.policies(state.next_iteration).items():
-            own = policy.published_shard()
-            kept = ((name, tensor) for name, tensor in tensors if name in own)
-            policy.old.hold(take_snapshot(version, kept, own, policy.holders), oldest_wanted=0)
+            published = policy.published_shard()
+            kept = ((name, tensor) for name, tensor in tensors if name in published)
+            policy.old.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
     return state
 
 

@@ -43,8 +43,8 @@ class RolloutSide(LedgerPart):
         job = JobKeys(job_id)
         flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
         attempts = dict(zip(flat[::3], map(int, flat[1::3]), strict=True))
-        own = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
-        return [Claim(entry.decode(), attempts[entry], task) for entry, task in own.items()]
+        tasks = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
+        return [Claim(entry.decode(), attempts[entry], task) for entry, task in tasks.items()]
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""

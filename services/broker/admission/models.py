@@ -90,8 +90,8 @@ def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
     try:
         model = read_json(folder / "config.json")
     except OSError:
-        what = "has no readable config.json" if os.path.isdir(folder) else "is no folder"
-        return wrong_model(f"{folder} {what}; give a model in Hugging Face layout, or `bundled:NAME`")
+        problem = "has no readable config.json" if os.path.isdir(folder) else "is no folder"
+        return wrong_model(f"{folder} {problem}; give a model in Hugging Face layout, or `bundled:NAME`")
     except (ValueError, RecursionError):
         return wrong_model(f"{folder}/config.json is not valid JSON; save the model in Hugging Face layout")
     if not isinstance(model, dict) or not isinstance(model.get("model_type"), str):
@@ -125,19 +125,19 @@ def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
     weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not weights:
         pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
-        what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
-        return wrong_model(f"{folder} {what}; save the model as safetensors")
+        reason = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
+        return wrong_model(f"{folder} {reason}; save the model as safetensors")
     embedded: set[int] = set()  # numbers of tokens in embeddings
     for path in weights:
         try:
-            problem, found = read_header(path)
+            problem, token_counts = read_header(path)
         except OSError as error:
             return wrong_model(
                 f"{path} cannot be read: {error.strerror or error}; copy it again, or correct its rights"
             )
         if problem:
             return wrong_model(f"{path} is not whole: {problem}; copy or download it again")
-        embedded |= found
+        embedded |= token_counts
     if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
         return wrong_model(f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")
     stated = text_config(model).get("vocab_size")

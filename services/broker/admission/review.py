@@ -137,7 +137,10 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
     if config.environment is not None:
         options["environment.options"] = config.environment.options
-    for field, data in [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]:
+    for field, data in [
+        ("data", config.data),
+        *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
+    ]:
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
         elif field != "data" and data.max_prompt_tokens is not None:
@@ -158,7 +161,7 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     sets = config.evaluation.sets if config.evaluation is not None else []
     shared: list[tuple[str, DataConfig]] = [("data", config.data)]
     uses = []
-    for held_out, section in zip_longest(config.held_out, [each.reward for each in sets]):
+    for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
         place = (f"{held_out.field}.data", held_out.data)
         if section is None:
             shared.append(place)

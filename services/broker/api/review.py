@@ -51,7 +51,7 @@ async def examine_the_rest(
     return [
         (field, message)
         for field, message in complaints
-        if section_of(field) not in sections and not any(overlap(field, each) for each in wrong)
+        if section_of(field) not in sections and not any(overlap(field, other) for other in wrong)
     ]
 
 

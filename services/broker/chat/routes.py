@@ -68,18 +68,18 @@ def to_reply(error: Exception) -> Reply:
 
 def explain_fields(error: RequestValidationError) -> ChatFailed:
     """Return an error that names the first wrong fields and the remedy."""
-    found = error.errors()
-    if any(details["type"] == "json_invalid" for details in found):
-        reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
+    errors = error.errors()
+    if any(details["type"] == "json_invalid" for details in errors):
+        reason = str(errors[0].get("ctx", {}).get("error", "syntax error"))
         return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
-    paths = [".".join(map(str, each["loc"][1:]))[:100] for each in found[:MAX_REASONS]]
+    paths = [".".join(map(str, details["loc"][1:]))[:100] for details in errors[:MAX_REASONS]]
     reasons = [
         f"{path} is not supported here, leave it out"
         if details["type"] == "extra_forbidden"
         else f"{path or 'the body'}: {details['msg']}"
-        for path, details in zip(paths, found, strict=False)
+        for path, details in zip(paths, errors, strict=False)
     ]
-    code = "unsupported_parameter" if found[0]["type"] == "extra_forbidden" else "invalid_value"
+    code = "unsupported_parameter" if errors[0]["type"] == "extra_forbidden" else "invalid_value"
     return ChatFailed(400, code, "; ".join(reasons), paths[0] or None)
 
 

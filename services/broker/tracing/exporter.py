@@ -170,7 +170,7 @@ class Tracer:
             if time.monotonic() < self._retry_at:
                 return
             skipped = self._settled | self._unreadable
-            jobs = await existing_jobs(self._ledger, [each for each in (*started, *ended) if each not in skipped])
+            jobs = await existing_jobs(self._ledger, [name for name in (*started, *ended) if name not in skipped])
             for job_id, fields in jobs.items():
                 try:
                     await self._follow(job_id, fields)

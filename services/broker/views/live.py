@@ -112,8 +112,8 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
 
 async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
     """Return the message of the job's explanation, and whether something waits or is wrong. Raises JobNotFound."""
-    found = diagnosis(await explain_job(ledger, job_id))
-    return encode("explain", found), any(finding.waits_for or finding.is_problem for finding in found.findings)
+    explained = diagnosis(await explain_job(ledger, job_id))
+    return encode("explain", explained), any(finding.waits_for or finding.is_problem for finding in explained.findings)
 
 
 class Shared:

@@ -79,7 +79,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         accepted_at=time_of(entry),
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
-        in_engine=tuple((each.start_s, each.end_s) for each in group.timings.in_engine[:MAX_INTERVALS]),
+        in_engine=tuple((interval.start_s, interval.end_s) for interval in group.timings.in_engine[:MAX_INTERVALS]),
         failure=failure_text(group),
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
@@ -107,7 +107,7 @@ def episode_parts(group: AcceptedGroup, began_at: float) -> Iterator[tuple[str, 
     """Yield kind, start and end of the parts of a group of episodes: with calls in the engine, and without."""
     until = began_at
     for interval in group.in_engine:
-        start, end = (min(began_at + each, group.accepted_at) for each in interval)
+        start, end = (min(began_at + seconds, group.accepted_at) for seconds in interval)
         yield "environment", until, start
         yield "generate", start, end
         until = end
@@ -119,7 +119,9 @@ async def read_held(ledger: Ledger, job_id: str, versions: Iterable[int]) -> Hel
     held: dict[tuple[int, str], float] = {}
     for version in versions:
         if (record := await ledger.versions.weights(job_id, version)) is not None:
-            held |= {(version, name): each.held_s for name, each in record.rollouts.items() if each.held_s is not None}
+            held |= {
+                (version, name): update.held_s for name, update in record.rollouts.items() if update.held_s is not None
+            }
     return held
 
 

@@ -140,5 +140,5 @@ class ChildProcess:
 
 def name_of_signal(number: int) -> str:
     """Return its name; real-time signals have none."""
-    names = {each.value: each.name for each in signal.Signals}
+    names = {known.value: known.name for known in signal.Signals}
     return names.get(number, f"signal {number}")

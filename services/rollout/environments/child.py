@@ -165,14 +165,16 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
 
 def place_of(error: BaseException) -> str:
     """Return the place in the environment's own code that an error comes from, in brackets; '' if there is none."""
-    found = [(frame.f_globals.get("__name__", ""), frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    if not found or not is_ours(found[0][0]):  # an error of several at once, which was raised elsewhere
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if not frames or not is_ours(frames[0][0]):  # an error of several at once, which was raised elsewhere
         return ""
-    foreign = [(name.partition(".")[0], code, line) for name, code, line in found if not is_ours(name)]
-    own = [(code, line) for package, code, line in foreign if package == foreign[0][0]]  # not what that calls
-    if not own:
+    foreign = [(name.partition(".")[0], code, line) for name, code, line in frames if not is_ours(name)]
+    frames_of_package = [
+        (code, line) for package, code, line in foreign if package == foreign[0][0]
+    ]  # not what that calls
+    if not frames_of_package:
         return ""
-    code, line = own[-1]
+    code, line = frames_of_package[-1]
     return f" ({os.path.basename(code.co_filename)}, line {line}, in {code.co_name})"[:MAX_PLACE]
 
 

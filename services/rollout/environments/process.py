@@ -81,7 +81,7 @@ class EnvironmentProcess:
         if failure is not None:
             return [results.get(episode, failure) for episode in range(len(request.access))]
         failures = [result for result in results.values() if isinstance(result, EpisodeFailure)]
-        self._is_spoilt |= any(each.kind in SPOILING for each in failures)
+        self._is_spoilt |= any(ended.kind in SPOILING for ended in failures)
         return [results[episode] for episode in sorted(results)]
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:

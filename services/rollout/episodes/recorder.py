@@ -83,7 +83,9 @@ def to_response(calls: Sequence[Call], prompt_token_ids: Sequence[int], outcome:
         reward=outcome.reward,
         reward_parts=outcome.parts,
         text="".join(call.generated.text for call in calls),
-        turns=[to_turn(call, *each, outcome.turn_rewards) for call, each in zip(calls, shared, strict=True)],
+        turns=[
+            to_turn(call, *shared_parts, outcome.turn_rewards) for call, shared_parts in zip(calls, shared, strict=True)
+        ],
     )
     if all(len(call.token_lengths) == len(call.generated.token_ids) for call in calls):
         response.token_lengths.extend(length for call in calls for length in call.token_lengths)

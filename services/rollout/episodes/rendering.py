@@ -84,8 +84,8 @@ class Renderer:
         if call.generated.finish_reason != "stop":
             return end + new
         sampled = self._tokenizer.decode([call.generated.token_ids[-1]], skip_special_tokens=False)
-        _, found, rest = end.partition(sampled)
-        return rest + new if found else (end + new).removeprefix(sampled)
+        _, separator, rest = end.partition(sampled)
+        return rest + new if separator else (end + new).removeprefix(sampled)
 
     def _encode_after(self, token_id: int, text: str) -> list[int]:
         """Tokenise text that follows this token: some tokenizers treat the beginning of a text differently."""

@@ -134,7 +134,7 @@ class RewardPool:
                     await process.child.kill()
 
     async def _take(self, limits: Limits) -> RewardProcess:
-        for process in [each for each in self._idle if not each.child.is_alive]:
+        for process in [idle for idle in self._idle if not idle.child.is_alive]:
             self._idle.remove(process)
             await process.child.kill()
         for process in reversed(self._idle):

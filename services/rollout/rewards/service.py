@@ -128,7 +128,7 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
         answer = ServiceAnswer.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        deepest = max(errors, key=lambda found: len(found["loc"]))  # the error inside a mapping
+        deepest = max(errors, key=lambda details: len(details["loc"]))  # the error inside a mapping
         where = ".".join(map(str, ("answer", *deepest["loc"])))
         raise RewardRefused("invalid", f"service {service}: {where}: {deepest['msg']}") from error
     if len(answer.scores) != num_responses:

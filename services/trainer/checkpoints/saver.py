@@ -153,6 +153,6 @@ def shortage_warning(checkpoints: CheckpointStore, policy: Policy, config: JobCo
     there = sum(
         file.stat().st_size for folder in checkpoints.complete() for file in folder.rglob("*") if file.is_file()
     )
-    what = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
-    problem = shortage(checkpoints.folder, max(0, num_folders * size - there), what)
+    content = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
+    problem = shortage(checkpoints.folder, max(0, num_folders * size - there), content)
     return f"{problem}; free disk space, or checkpoints cannot be written" if problem else ""

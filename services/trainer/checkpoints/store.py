@@ -61,8 +61,8 @@ class TrainState:
 
     def forked(self, job_id: str) -> "TrainState":
         """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
-        own = replace(self, job_id=job_id, published_version=self.policy_version)
-        return replace(own, first_mismatch=None, reward_parts=[], num_without_signal=0)
+        forked = replace(self, job_id=job_id, published_version=self.policy_version)
+        return replace(forked, first_mismatch=None, reward_parts=[], num_without_signal=0)
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ class Sources:
                 children.setdefault(slot.source, []).append(worker_id)
         fed, waiting = {ancestor}, [ancestor]
         while waiting:
-            found = children.get(waiting.pop(), [])
-            fed.update(found)
-            waiting += found
+            pullers = children.get(waiting.pop(), [])
+            fed.update(pullers)
+            waiting += pullers
         return fed
 
     def _loads(self, shard: int) -> Counter[str]:

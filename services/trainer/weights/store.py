@@ -145,15 +145,15 @@ class SnapshotWriter:
         """
         encoded = [self._encoded[name].result() for name in (self._encoded if order is None else order)]
         self._threads.shutdown()
-        manifest = join_shards(self._version, [each.entry for each in encoded], world)
+        manifest = join_shards(self._version, [tensor.entry for tensor in encoded], world)
         change = None
         if self._base is not None and self._base.manifest.layout == manifest.layout:
             key = PayloadKey(self._version, self._base.policy_version, world.rank)
             indexed = enumerate(encoded, manifest.shards[world.rank].start)
-            changed = [(index, each) for index, each in indexed if each.encoding is not delta.Encoding.UNCHANGED]
-            plan = Plan.of((index, each.encoding, len(each.change)) for index, each in changed)
-            change = Payload(key, plan, [each.change for _, each in changed])
-        buffers, encode_s = tuple(each.buffer for each in encoded), sum(each.seconds for each in encoded)
+            changed = [(index, tensor) for index, tensor in indexed if tensor.encoding is not delta.Encoding.UNCHANGED]
+            plan = Plan.of((index, tensor.encoding, len(tensor.change)) for index, tensor in changed)
+            change = Payload(key, plan, [tensor.change for _, tensor in changed])
+        buffers, encode_s = tuple(tensor.buffer for tensor in encoded), sum(tensor.seconds for tensor in encoded)
         return Snapshot(manifest, buffers, world.rank, change, encode_s, self._started_at, self._memory)
 
     def _encode(self, entry: Tensor, buffer: memoryview, item_bytes: int) -> Encoded:
@@ -172,8 +172,8 @@ class SnapshotWriter:
 
 def join_shards(version: int, entries: list[Tensor], world: World) -> Manifest:
     """Join the entries of all ranks into one manifest."""
-    own = GetManifestResponse(tensors=entries).SerializeToString()
-    shards = [GetManifestResponse.FromString(message).tensors for message in world.all_gather_bytes(own)]
+    entries_of_rank = GetManifestResponse(tensors=entries).SerializeToString()
+    shards = [GetManifestResponse.FromString(message).tensors for message in world.all_gather_bytes(entries_of_rank)]
     *starts, _ = accumulate(len(shard) for shard in shards)
     return Manifest(version, tuple(tensor for shard in shards for tensor in shard), tuple(starts))
 

@@ -26,6 +26,7 @@ NO_VERBS = {
 NO_NOUNS = {*CLAUSES, "By", "From", "Until", "When", "Where", "Why"}
 NO_SITUATIONS = {*CLAUSES, *PREPOSITIONS, "As", "Raises", "Returns", "Yields"}
 BANNED = {"whoever", "nobody", "somebody"}
+PRONOUNS = {"each", "found", "of", "own", "what"}
 MARKS = {".js": "//", ".lua": "--", ".yaml": "#", ".yml": "#"}
 MAX_TEST_NAME = 60  # characters
 
@@ -98,6 +99,15 @@ def is_fragment(text: str, is_trailing: bool) -> bool:
     return first in CLAUSES or (is_trailing and (first in PREPOSITIONS or first == "Each"))
 
 
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable and parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
 def test_docstrings_begin_with_a_verb_or_of_classes_with_a_noun() -> None:
     wrong = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
@@ -115,6 +125,16 @@ def test_comments_are_sentences_and_trailing_ones_phrases() -> None:
         for path in (*sources(*FOLDERS), *scripts())
         for line, text, is_trailing in comments_of(path)
         if is_fragment(text, is_trailing)
+    ]
+    assert wrong == []
+
+
+def test_variables_are_no_pronouns() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: {name}"
+        for path in sources("onbeat", "services")
+        for line, name in names_in(ast.parse(path.read_text()))
+        if name in PRONOUNS
     ]
     assert wrong == []
 
