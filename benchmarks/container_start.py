@@ -153,10 +153,10 @@ def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, f
 
 def events_since(client: Client, job_id: str, after: str) -> list[Event]:
     """Return the events of all pages."""
-    found: list[Event] = []
-    while page := client.jobs.events(job_id, after=found[-1].id if found else after):
-        found += page
-    return found
+    events: list[Event] = []
+    while page := client.jobs.events(job_id, after=events[-1].id if events else after):
+        events += page
+    return events
 
 
 def engine_times(container: str) -> tuple[float, float]:

@@ -165,6 +165,6 @@ def save(name: str, result: dict[str, Any], dtype: str = "bfloat16") -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "took_s": round(time.monotonic() - STARTED)}
     result = head | {"machine": machine()} | result
-    text = INNERMOST.sub(lambda found: on_one_line(found[0]), json.dumps(result, indent=2))
+    text = INNERMOST.sub(lambda match: on_one_line(match[0]), json.dumps(result, indent=2))
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

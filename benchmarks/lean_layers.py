@@ -68,9 +68,9 @@ def main() -> None:
     rows = {num_groups: rows_of(num_groups) for num_groups in GROUPS_IN_ROW}
     taken: dict[tuple[str, int], list[float]] = {}
     for _ in range(REPETITIONS + 1):
-        for num_groups, own in rows.items():
+        for num_groups, batch in rows.items():
             for name, model in models.items():
-                taken.setdefault((name, num_groups), []).append(seconds(run, model, optimizers[name], own))
+                taken.setdefault((name, num_groups), []).append(seconds(run, model, optimizers[name], batch))
     longest = rows[NUM_GROUPS][0]
     num_tokens = len(longest.token_ids)
     save(

@@ -66,14 +66,14 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     with scarce_memory(needed):
         measured = run(*overrides)
     whole = {process: round(sum(parts.values()) / 1e6) for process, parts in planned.items()}
-    expected = {each: sum(whole[name] for name in of) for each, of in SIDES.items()}
+    expected = {side: sum(whole[part] for part in side_parts) for side, side_parts in SIDES.items()}
     by_service = measured["peak_by_service"]
-    found = {"trainer": by_service["trainer"], "rollout": measured["peak_of_rollout_with_engine"]}
+    peaks = {"trainer": by_service["trainer"], "rollout": measured["peak_of_rollout_with_engine"]}
     return {
-        "overrides": [each for each in overrides if not each.startswith("model.path")],
+        "overrides": [override for override in overrides if not override.startswith("model.path")],
         "planned": expected,
-        "measured": found,
-        "ratio": {side: round(expected[side] / found[side], 3) for side in SIDES},
+        "measured": peaks,
+        "ratio": {side: round(expected[side] / peaks[side], 3) for side in SIDES},
         "parts": planned,
         "measured_apart": {name: by_service[name] for name in SIDES["rollout"]},  # peaks at different moments
     }
@@ -90,7 +90,7 @@ def main() -> None:
     with temporary_folder() as folder:
         for name in names or CASES:
             known[name] = compare(name, folder)
-            save_cases({each: known[each] for each in CASES if each in known})
+            save_cases({case: known[case] for case in CASES if case in known})
 
 
 def save_cases(cases: dict[str, Any]) -> None:

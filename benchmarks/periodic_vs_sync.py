@@ -32,7 +32,7 @@ def main() -> None:
             iterations += iterations_of(mode)
     sync, periodic = (medians(its, "wall_s", "generate_s", "first_group_s") for its in runs.values())
     generate_s, first_s = sync["generate_s"], sync["first_group_s"]
-    micro_s = statistics.median(each["metrics"]["train/micro_batches_s"] for each in runs["sync"])
+    micro_s = statistics.median(iteration["metrics"]["train/micro_batches_s"] for iteration in runs["sync"])
     barrier_s, last_s = sync["wall_s"] - generate_s - micro_s, micro_s / runs["sync"][0]["num_groups"]
     bound_s = max(generate_s + last_s, micro_s + first_s) + barrier_s
     ratio, bound = sync["wall_s"] / periodic["wall_s"], sync["wall_s"] / bound_s

@@ -200,7 +200,7 @@ def held_by(chaos: ChaosStack, job_id: str, worker: str) -> set[str]:
     async def read() -> set[str]:
         redis, prompts = connect(chaos.stack.redis_url), JobKeys(job_id).prompts
         pending = await redis.xpending_range(prompts, ROLLOUT_GROUP, "-", "+", 100, consumername=worker)
-        entries = [await redis.xrange(prompts, each["message_id"], each["message_id"]) for each in pending]
+        entries = [await redis.xrange(prompts, entry["message_id"], entry["message_id"]) for entry in pending]
         await redis.aclose()
         return {fields[b"group_id"].decode() for ((_, fields),) in entries}
 

@@ -73,9 +73,9 @@ def by_paths(model, group: RolloutGroup) -> None:
     for path, spans in separate_paths(group):
         tokens = torch.tensor(path)
         hidden = model.get_decoder()(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
-        own = torch.cat([hidden[start - 1 : end - 1] for start, end in spans])
+        places = torch.cat([hidden[start - 1 : end - 1] for start, end in spans])
         targets = torch.cat([tokens[start:end] for start, end in spans])
-        TargetLogprobs.apply(own, weight, targets, 1.0)[0].sum().backward()
+        TargetLogprobs.apply(places, weight, targets, 1.0)[0].sum().backward()
 
 
 def seconds(run, model, group: RolloutGroup) -> float:
@@ -89,7 +89,9 @@ def seconds(run, model, group: RolloutGroup) -> float:
 def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
     group = make_conversations(num_turns, has_forks)
     paths = separate_paths(group)
-    assert sum(end - start for _, own in paths for start, end in own) == sum(len(r.token_ids) for r in group.responses)
+    assert sum(end - start for _, span_list in paths for start, end in span_list) == sum(
+        len(r.token_ids) for r in group.responses
+    )
     places, separate = num_places(group), sum(len(path) - 1 for path, _ in paths)
     rounds = alternate(
         lambda: seconds(packed, models["packed"], group), lambda: seconds(by_paths, models["plain"], group), REPETITIONS

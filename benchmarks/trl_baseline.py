@@ -30,8 +30,8 @@ QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
 def last_number_reward(completions, answer, **kwargs):
     """Return 1 if the last number of the text is the answer, as the quick start scores it."""
-    found = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-    return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
+    answers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+    return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(answers, answer, strict=True)]
 
 
 def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -20,13 +20,13 @@ def outside_of(page: str, target: str) -> str | None:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files that pages link to. One that is not there is left to the strict build, which refuses the link."""
-    found = set()
+    paths = set()
     for page in files.documentation_pages():
         for target in LINK.findall(page.content_string):
             path = outside_of(page.src_uri, target)
             if path is not None and (ROOT / path).is_file():
-                found.add(path)
-    for path in sorted(found):
+                paths.add(path)
+    for path in sorted(paths):
         files.append(File.generated(config, f"repository/{path}.txt", content=(ROOT / path).read_text()))
     return files
 

@@ -114,8 +114,8 @@ def all_rows() -> Iterator[Row]:
         yield Row(name, name)
         if Row(name, name, is_beyond=True).config().to_dict() != Row(name, name).config().to_dict():
             yield Row(f"{name}, long sequences", name, is_beyond=True)
-    for name, what, options in VARIANTS:
-        yield Row(f"{name}, {what}", name, options=options)
+    for name, variant, options in VARIANTS:
+        yield Row(f"{name}, {variant}", name, options=options)
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -152,10 +152,10 @@ def measure_gaps(folder: Path, passes: Passes) -> dict[str, float]:
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     groups = random_groups()
     expected = plain_logprobs(plain, groups)
-    found = response_logprobs(trained, pack(groups, CPU), 1.0)[0]
+    logprobs = response_logprobs(trained, pack(groups, CPU), 1.0)[0]
     return {
-        "logprobs": (found - expected).detach().abs().max().item(),
-        "gradient": gap_of_gradients(gradients_of(trained, found), gradients_of(plain, expected)),
+        "logprobs": (logprobs - expected).detach().abs().max().item(),
+        "gradient": gap_of_gradients(gradients_of(trained, logprobs), gradients_of(plain, expected)),
         "export": export_gap(trained, plain, folder),
     }
 
@@ -168,8 +168,8 @@ def measure_rounding(folder: Path) -> float:
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
         plain.set_experts_implementation("eager")  # the others know no float64
-        found = gradients_of(plain, plain_logprobs(plain, random_groups()))
-        gradients.append({name: gradient.double() for name, gradient in found.items()})
+        computed = gradients_of(plain, plain_logprobs(plain, random_groups()))
+        gradients.append({name: gradient.double() for name, gradient in computed.items()})
     return gap_of_gradients(*gradients)
 
 

@@ -72,10 +72,10 @@ class Receiver:
     @property
     def traces(self) -> dict[str, list[Received]]:
         """By their ids."""
-        found: dict[str, list[Received]] = {}
+        traces: dict[str, list[Received]] = {}
         for span in list(self.spans):
-            found.setdefault(span.trace_id, []).append(span)
-        return found
+            traces.setdefault(span.trace_id, []).append(span)
+        return traces
 
     def most_often(self) -> int:
         """Return how often the most frequent span came."""
@@ -140,4 +140,6 @@ def one(span: Span, service: str, instance: str) -> Received:
 
 
 def values(attributes: "list[KeyValue] | Any") -> dict[str, Any]:
-    return {each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in attributes}
+    return {
+        attribute.key: getattr(attribute.value, str(attribute.value.WhichOneof("value"))) for attribute in attributes
+    }

@@ -11,7 +11,7 @@ ANYTHING_TRUE = object()
 
 
 async def eventually(
-    what: str, read: Callable[[], Any], expected: object = ANYTHING_TRUE, timeout_s: float = 10.0
+    event: str, read: Callable[[], Any], expected: object = ANYTHING_TRUE, timeout_s: float = 10.0
 ) -> Any:
     """Return what `read`, which may be asynchronous, gives as soon as it is expected."""
     deadline = time.monotonic() + timeout_s
@@ -21,7 +21,7 @@ async def eventually(
             value = await value
         if value if expected is ANYTHING_TRUE else value == expected:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; last seen: {value!r}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {event}; last seen: {value!r}"
         await asyncio.sleep(0.01)
 
 
@@ -32,10 +32,10 @@ async def until(is_true: Callable[[], object], deadline_s: float = 30.0) -> None
             await asyncio.sleep(0.002)
 
 
-def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 180.0, poll_s: float = 0.05) -> None:
+def wait_until(is_true: Callable[[], object], event: str, deadline_s: float = 180.0, poll_s: float = 0.05) -> None:
     deadline = time.monotonic() + deadline_s
     while not is_true():
-        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {event}"
         time.sleep(poll_s)
 
 

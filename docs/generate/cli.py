@@ -48,7 +48,7 @@ def help_of(command: Command) -> str:
 
 def usage(path: tuple[str, ...], command: Command) -> str:
     inner = ["COMMAND"] if hasattr(command, "commands") else []
-    arguments = [name_of(each) for each in command.params if each.param_type_name == "argument"]
+    arguments = [name_of(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
     return f"```text\n{' '.join((*path, '[OPTIONS]', *inner, *arguments))}\n```"
 
 

@@ -77,8 +77,8 @@ async def take(chromium: str, url: str, job: str, other: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, what in (("url", "of the broker"), ("job", "one that has trained"), ("other", "to compare it with")):
-        parser.add_argument(name, help=what)
+    for name, purpose in (("url", "of the broker"), ("job", "one that has trained"), ("other", "to compare it with")):
+        parser.add_argument(name, help=purpose)
     install = subprocess.run([INSTALL], stdout=subprocess.PIPE, text=True, check=True, timeout=INSTALL_S)
     asyncio.run(take(install.stdout.strip(), **vars(parser.parse_args())))
 

@@ -40,27 +40,27 @@ def described(violation: dict[str, Any]) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_no_page_has_barriers(visit, gallery, theme):
     page = await visit(gallery.url, color_scheme=theme, bypass_csp=True)
-    found = []
+    problems = []
     for name in PAGES:
         await page.goto(f"{gallery.url}/{gallery.place(name)}")
         await expect(drawn(page, name)).to_be_visible()
-        found += [f"{name}: {violation}" for violation in await violations(page)]
-    assert not found, "\n".join(found)
+        problems += [f"{name}: {violation}" for violation in await violations(page)]
+    assert not problems, "\n".join(problems)
 
 
 async def test_every_page_fits_a_phone(visit, gallery):
     """Nothing scrolls sideways, and ids stay on one line."""
     page = await visit(gallery.url, viewport=PHONE, has_touch=True, is_mobile=True)
-    found = []
+    problems = []
     for name in PAGES:
         await page.goto(f"{gallery.url}/{gallery.place(name)}")
         await page.reload()  # else the last page may still be there
         await expect(drawn(page, name)).to_be_attached()
-        found += [f"{name} is too wide: {node}" for node in await page.evaluate(TOO_WIDE, PHONE["width"])]
+        problems += [f"{name} is too wide: {node}" for node in await page.evaluate(TOO_WIDE, PHONE["width"])]
         widths = await page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
-        found += [f"{name} has the widths {widths}"] if widths != [PHONE["width"]] * 2 else []
-        found += [f"{name} breaks {id_}" for id_ in await page.evaluate(BROKEN_IDS)]
-    assert not found, "\n".join(found)
+        problems += [f"{name} has the widths {widths}"] if widths != [PHONE["width"]] * 2 else []
+        problems += [f"{name} breaks {id_}" for id_ in await page.evaluate(BROKEN_IDS)]
+    assert not problems, "\n".join(problems)
 
 
 async def test_controls_are_reached_on_a_phone(visit, gallery):

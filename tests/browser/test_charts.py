@@ -122,8 +122,8 @@ async def test_function_of_the_dashboard_gives_what_is_written(modules, module, 
 
 async def test_trailing_mean_is_that_of_the_last_points(modules: Page) -> None:
     points = walk(50)
-    found = await call(modules, "charts.js", "(m, a) => m.trailingMean(a, 7)", points)
-    for index, (x, mean) in enumerate(found):
+    means = await call(modules, "charts.js", "(m, a) => m.trailingMean(a, 7)", points)
+    for index, (x, mean) in enumerate(means):
         last = [y for _, y in points[max(0, index - 6) : index + 1]]
         assert (x, mean) == (index, pytest.approx(sum(last) / len(last)))
 
@@ -132,10 +132,10 @@ async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
     dice = random.Random(1)
     values = sorted(dice.uniform(0, 100) for _ in range(200))
     asked = [-5.0, 105.0, *values[:3], *(dice.uniform(0, 100) for _ in range(300))]
-    found = await call(
+    indices = await call(
         modules, "series.js", "(m, [values, asked]) => asked.map((x) => m.nearest(values, x))", [values, asked]
     )
-    assert [abs(values[i] - x) for i, x in zip(found, asked, strict=True)] == [
+    assert [abs(values[i] - x) for i, x in zip(indices, asked, strict=True)] == [
         min(abs(v - x) for v in values) for x in asked
     ]
     assert await call(modules, "series.js", "(m) => m.nearest([], 3)") == -1
@@ -167,7 +167,7 @@ async def test_groups_that_overlap_get_rows_of_their_own(modules: Page) -> None:
         rows_of_group.setdefault(item["span"]["group_id"], set()).add(item["row"])
     assert len(packed["items"]) == len(lane_spans())
     assert set(rows) == set(range(packed["numRows"]))
-    assert all(len(found) == 1 for found in rows_of_group.values())  # generated and scored in one row
+    assert all(len(rows) == 1 for rows in rows_of_group.values())  # generated and scored in one row
     for spans in rows.values():
         ordered = sorted(spans, key=lambda span: span["start"])
         assert all(a["end"] <= b["start"] + 1e-5 for a, b in itertools.pairwise(ordered))
@@ -179,8 +179,8 @@ async def test_span_under_the_pointer_is_found(modules: Page) -> None:
         return items.map(({ span, row }) => m.itemAt(items, (span.start + span.end) / 2, row).span);
     }"""
     spans = [span for span in lane_spans() if span["kind"] != "load"]
-    found = await call(modules, "spans.js", script, spans)
-    assert sorted(json.dumps(span) for span in found) == sorted(json.dumps(span) for span in spans)
+    unpacked = await call(modules, "spans.js", script, spans)
+    assert sorted(json.dumps(span) for span in unpacked) == sorted(json.dumps(span) for span in spans)
     nothing = "(m, a) => m.itemAt(m.packLane(a).items, 1000, 0)"
     assert await call(modules, "spans.js", nothing, spans) is None
 
@@ -210,8 +210,8 @@ async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> N
     times = [("trainer", 4, 7), ("trainer", 4, 9), ("trainer", 5, 21), ("w", 5, 25), ("w", 6, 28)]
     spans = [{"lane": lane, "iteration": iteration, "end": end} for lane, iteration, end in times]
     timeline = {"start": 0, "end": 30, "iterations": [4, 5, 6], "spans": spans}
-    found = await call(modules, "spans.js", "(m, a) => m.bands(a)", timeline)
-    assert [(band["iteration"], band["start"], band["end"]) for band in found] == [(4, 0, 9), (5, 9, 21), (6, 21, 30)]
+    bands = await call(modules, "spans.js", "(m, a) => m.bands(a)", timeline)
+    assert [(band["iteration"], band["start"], band["end"]) for band in bands] == [(4, 0, 9), (5, 9, 21), (6, 21, 30)]
 
 
 # ---- series, events, configuration, tokens -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ def editor(page: Page) -> Locator:
 def toml_of(value: Any) -> str:
     """Write a value as TOML on one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml_of(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {toml_of(item)}" for key, item in value.items()) + " }"
     return json.dumps(value)
 
 
@@ -92,7 +92,7 @@ async def test_job_like_another_one_has_its_configuration(visit, broker, ledger,
     await page.get_by_test_id("submit-job").click()
     await expect(page.get_by_role("progressbar", name="0 of 7 iterations")).to_be_visible()
     ids = await ledger.jobs.ids()
-    configs = [json.loads((await ledger.jobs.fields(each))["config"]) for each in ids]
+    configs = [json.loads((await ledger.jobs.fields(job_id))["config"]) for job_id in ids]
     assert (len(ids), configs[0]) == (2, configs[1])
 
 

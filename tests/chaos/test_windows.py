@@ -219,7 +219,9 @@ def test_deaths_in_these_windows_change_nothing(chaos, trainers, other, sections
         chaos.check_nothing_was_repeated()
     if "evaluation" in sections:
         scored = chaos.stack.client.jobs.evaluations(job_id)
-        assert [(each.evaluation, each.state) for each in scored] == [(e, EvaluationState.DONE) for e in (0, 1, 2)]
+        assert [(record.evaluation, record.state) for record in scored] == [
+            (e, EvaluationState.DONE) for e in (0, 1, 2)
+        ]
 
 
 def test_rollout_draining(chaos, tmp_path):

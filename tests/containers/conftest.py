@@ -81,14 +81,14 @@ def run(
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def checked(what: str, done: subprocess.CompletedProcess[str]) -> str:
+def checked(command: str, done: subprocess.CompletedProcess[str]) -> str:
     """Return the output of a command, or fail the test with its errors."""
     if done.returncode != 0:
-        pytest.fail(f"{what} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        pytest.fail(f"{command} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     return done.stdout
 
 
-def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+def wait_until(is_true: Callable[[], bool], event: str, timeout_s: float = 240.0) -> None:
     """Wait, also while a broker is just being replaced or was killed: it answers later."""
 
     def is_answered() -> bool:
@@ -96,7 +96,7 @@ def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0)
             return is_true()
         return False
 
-    waiting.wait_until(is_answered, what, timeout_s, poll_s=0.5)
+    waiting.wait_until(is_answered, event, timeout_s, poll_s=0.5)
 
 
 def wait_until_served(client: Client, job_id: str, num_rollouts: int) -> None:

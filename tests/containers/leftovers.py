@@ -29,11 +29,11 @@ def host_token() -> str:
 
 def is_dead(project: str) -> bool:
     """False for any name that is not one of ours, or is another machine's."""
-    found = PROJECT.fullmatch(project)
-    if found is None or found["host"] != host_token():
+    match = PROJECT.fullmatch(project)
+    if match is None or match["host"] != host_token():
         return False
     try:
-        os.kill(int(found["pid"]), 0)
+        os.kill(int(match["pid"]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # another user's
@@ -44,17 +44,17 @@ def is_dead(project: str) -> bool:
 def remove_dead() -> list[str]:
     """Remove leftovers and return their names. Whatever cannot be removed stays for the next time."""
     removed = []
-    for what, all_of_them, remove in (
+    for kind, all_of_them, remove in (
         ("container", ["--all"], ["rm", "--force", "--volumes"]),
         ("network", [], ["rm"]),
         ("volume", [], ["rm"]),
     ):
-        name_field = "{{.Names}}" if what == "container" else "{{.Name}}"
+        name_field = "{{.Names}}" if kind == "container" else "{{.Name}}"
         row = f'{name_field} {{{{.Label "{LABEL}"}}}}'
-        listed = docker(what, "ls", *all_of_them, "--filter", f"label={LABEL}", "--format", row)
+        listed = docker(kind, "ls", *all_of_them, "--filter", f"label={LABEL}", "--format", row)
         rows = [row.split(" ", 1) for row in listed.splitlines()]
         names = [name for name, project in rows if is_dead(project)]
-        removed += [name for name in names if docker(what, *remove, name)]
+        removed += [name for name in names if docker(kind, *remove, name)]
     tags = docker("image", "ls", "--format", "{{.Tag}}", UPGRADED).split()
     return removed + [tag for tag in tags if is_dead(tag) and docker("image", "rm", f"{UPGRADED}:{tag}")]
 

@@ -19,10 +19,10 @@ def dead_process() -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_project_is_dead_with_its_process_on_this_machine(kind: str, dead_process: int):
     alive = new_project(kind)
-    host, own = host_token(), alive.split("-")[3]
-    dead = alive.replace(f"-{own}-", f"-{dead_process}-")
+    host, token = host_token(), alive.split("-")[3]
+    dead = alive.replace(f"-{token}-", f"-{dead_process}-")
     assert (is_dead(alive), is_dead(dead)) == (False, True)
-    assert not is_dead(alive.replace(f"-{own}-", "-1-")), "of another user, perhaps"
+    assert not is_dead(alive.replace(f"-{token}-", "-1-")), "of another user, perhaps"
     assert not is_dead(dead.replace(host, "abcdef" if host != "abcdef" else "fedcba")), "of another machine"
 
 

@@ -161,8 +161,8 @@ def check_curl(command: Command) -> None:
 
 @cache
 def routes() -> tuple[tuple[str, str], ...]:
-    found = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
-    return (*found, ("GET", "/openapi.json"), ("GET", "/"))
+    calls = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
+    return (*calls, ("GET", "/openapi.json"), ("GET", "/"))
 
 
 def check_call(method: str, path: str) -> None:
@@ -200,9 +200,9 @@ def check_docker(command: Command) -> None:
             plain.append(word)
     services = [word.partition(":")[0] for word in plain[1:] if plain[0] != "cp" or ":" in word]
     services += [options[name].partition("=")[0] for name in options if name == "--scale"]
-    found = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
-    profiles = {"*", *(name for service in found.values() for name in service.get("profiles", []))}
-    if options.get("--profile", "*") not in profiles or not set(services) <= found.keys():
+    services_there = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    profiles = {"*", *(name for service in services_there.values() for name in service.get("profiles", []))}
+    if options.get("--profile", "*") not in profiles or not set(services) <= services_there.keys():
         raise Wrong(f"compose.yaml has not all of {services}, or no such profile")
     inner = [options["--entrypoint"], *words] if "--entrypoint" in options else words
     if inner[:1] == ["onbeat"]:
@@ -230,7 +230,7 @@ def known_variables() -> frozenset[str]:
     """Return the variables of the services' settings, and those of the command line, compose.yaml and scripts."""
     from docs.generate.settings import SERVICES
 
-    found = {f"ONBEAT_{name}".upper() for settings in SERVICES.values() for name in settings.model_fields}
+    variables = {f"ONBEAT_{name}".upper() for settings in SERVICES.values() for name in settings.model_fields}
     patterns = (
         "compose.yaml",
         "Makefile",
@@ -240,8 +240,8 @@ def known_variables() -> frozenset[str]:
         "services/**/*.py",
     )
     for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
-        found |= set(VARIABLE.findall(path.read_text()))
-    return frozenset(found)
+        variables |= set(VARIABLE.findall(path.read_text()))
+    return frozenset(variables)
 
 
 def unknown_variables(page: str) -> Iterator[str]:

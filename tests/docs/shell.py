@@ -35,8 +35,8 @@ def is_shell(block: Block, programs: set[str]) -> bool:
 
 
 def program_of(line: str) -> str:
-    found = PROGRAM.match(line)
-    return found[4] if found else ""
+    match = PROGRAM.match(line)
+    return match[4] if match else ""
 
 
 def commands_of(block: Block) -> list[Command]:
@@ -48,7 +48,7 @@ def commands_of(block: Block) -> list[Command]:
     text = COMMENT.sub("", "".join(typed) or block.text).replace("\\\n", " ")
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
-    found: list[Command] = []
+    commands: list[Command] = []
     words: list[str] = []
     exported: tuple[str, ...] = ()
     is_target = False  # the word is the target of a redirection
@@ -60,10 +60,10 @@ def commands_of(block: Block) -> list[Command]:
             is_target = False
         elif words:
             command = to_command(block, words, exported)
-            found.append(command)
+            commands.append(command)
             exported = command.sets if command.program == "export" else exported
             words, is_target = [], False
-    return found
+    return commands
 
 
 def to_command(block: Block, words: list[str], exported: tuple[str, ...]) -> Command:

@@ -81,8 +81,8 @@ def test_every_variable_is_known(page: str) -> None:
 
 def expanded(text: str) -> list[str]:
     """Expand braces: `a.{b,c}` becomes `a.b`, `a.c`."""
-    found = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
-    return [f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [text]
+    match = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
+    return [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [text]
 
 
 @pytest.mark.parametrize("page", [page for page in page_names() if not page.startswith("docs/reference/")])

@@ -31,15 +31,15 @@ MAY_FIND_PROBLEMS = {"onbeat doctor"}  # this machine is busy with other things:
 
 def live_commands() -> list[Command]:
     """Each once; where it is the same on several pages, of the first."""
-    found = {}
+    commands = {}
     for page in page_names():
         for command in commands_of_page(page):
             if command.program == "onbeat" and (path := path_of(command)) and path not in PARSED_ONLY:
                 words = [
                     re.sub(r"num_iterations=\d+", "num_iterations=N", JOB.sub("JOB", word)) for word in command.words
                 ]
-                found.setdefault(" ".join(words), command)
-    return list(found.values())
+                commands.setdefault(" ".join(words), command)
+    return list(commands.values())
 
 
 @pytest.mark.parametrize("command", live_commands(), ids=lambda command: " ".join(command.words[1:]))

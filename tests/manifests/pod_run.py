@@ -62,13 +62,13 @@ class ContainerRun:
         """
         volumes = {}
         for number, (path, files) in enumerate(sorted(self.files.items())):
-            own = folder / str(number)
-            own.mkdir(parents=True)
-            own.chmod(0o755)
+            source = folder / str(number)
+            source.mkdir(parents=True)
+            source.chmod(0o755)
             for name, text in files.texts.items():
-                (own / name).write_text(text)
-                (own / name).chmod(files.mode | 0o444)
-            volumes[str(own)] = {"bind": path, "mode": "ro"}
+                (source / name).write_text(text)
+                (source / name).chmod(files.mode | 0o444)
+            volumes[str(source)] = {"bind": path, "mode": "ro"}
         options: dict[str, Any] = {
             "environment": dict(self.environment),
             "user": self.user,
@@ -158,19 +158,19 @@ def mounted_volumes(
     A volume that the pod does not name comes from the StatefulSet's volumeClaimTemplates, whose name is the claim's.
     """
     volumes = {volume["name"]: volume for volume in pod_spec.get("volumes", [])}
-    found: dict[str, int | str | Files] = {}
+    mounts: dict[str, int | str | Files] = {}
     for mount in container.get("volumeMounts", []):
         assert "subPath" not in mount, f"{mount['mountPath']}: a subPath never sees a rotated secret; mount the folder"
         volume = volumes.get(mount["name"])
         if volume is None:
-            found[mount["mountPath"]] = mount["name"]
+            mounts[mount["mountPath"]] = mount["name"]
         elif "emptyDir" in volume:
-            found[mount["mountPath"]] = int(quantity(volume["emptyDir"]["sizeLimit"]))
+            mounts[mount["mountPath"]] = int(quantity(volume["emptyDir"]["sizeLimit"]))
         elif "persistentVolumeClaim" in volume:
-            found[mount["mountPath"]] = volume["persistentVolumeClaim"]["claimName"]
+            mounts[mount["mountPath"]] = volume["persistentVolumeClaim"]["claimName"]
         else:
-            found[mount["mountPath"]] = files_of(volume, config_maps, secrets)
-    return found
+            mounts[mount["mountPath"]] = files_of(volume, config_maps, secrets)
+    return mounts
 
 
 def files_of(volume: Object, config_maps: Texts, secrets: Texts) -> Files:

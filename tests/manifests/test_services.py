@@ -274,8 +274,8 @@ def test_redis_is_set_up_as_in_compose(cpu: Manifests, compose: dict[str, Any]):
     theirs = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     assert server == "redis-server"
     assert len(theirs) >= 7
-    own = {"appendfsync", "maxmemory"}  # here `always`: a node may lose power
-    assert {k: v for k, v in theirs.items() if k not in own} == {k: ours[k] for k in theirs.keys() - own}
+    different = {"appendfsync", "maxmemory"}  # here `always`: a node may lose power
+    assert {k: v for k, v in theirs.items() if k not in different} == {k: ours[k] for k in theirs.keys() - different}
     size = ours["maxmemory"]
     assert int(size[:-2]) * UNITS[size[-2:]] <= 0.8 * run_of(cpu, "redis").memory_bytes
     pods = cpu.get("StatefulSet", "onbeat-redis")["spec"]

@@ -343,14 +343,14 @@ class Actors:
             changed = trainer._replace(step="commit")
             yield self._owned(world, place, f"announces version {version}", changed, announce, version, digest)
         for rank in range(self._bounds.num_ranks):
-            own = {name for of, names in trainer.trained if of == rank for name in names.split(",")}
-            ready = [entry.group_id for entry in view.rollouts if entry.group_id in (trainer.known & wanted) - own]
+            done = {name for its_rank, names in trainer.trained if its_rank == rank for name in names.split(",")}
+            ready = [entry.group_id for entry in view.rollouts if entry.group_id in (trainer.known & wanted) - done]
             for names in {tuple(ready), tuple(ready[:1])} - {()}:
                 if self._bounds.num_ranks > 1 or not trained & set(names):
                     yield self._record(world, place, trainer, rank, names)
 
     def _record(self, world: World, place: int, trainer: Trainer, rank: int, names: tuple[str, ...]) -> Move:
-        index = sum(of == rank for of, _ in trainer.trained)
+        index = sum(its_rank == rank for its_rank, _ in trainer.trained)
         after, granted = self._call(world, record, trainer.epoch, trainer.iteration, rank, index, names)
         label = f"trainer {trainer.epoch} records {', '.join(names)} for rank {rank}"
         if isinstance(granted, LeaseLost):

@@ -231,10 +231,10 @@ class Store:
 
 
 def read_state(answer: list[bytes], before: State) -> State:
-    found, dumps = json.loads(answer[0].decode("latin-1")), answer[1:]  # one character a byte, for what is not text
+    headers, dumps = json.loads(answer[0].decode("latin-1")), answer[1:]  # one character a byte, for what is not text
     state = State(View(), {}, {}, dict(before.names), dict(before.entries))
     view = state.view
-    for (key, kind, content), dump in sorted(zip(found, dumps, strict=True)):
+    for (key, kind, content), dump in sorted(zip(headers, dumps, strict=True)):
         content = NORMAL[kind](content)
         state.dumps[key], state.contents[key] = dump, content
         name, _, number = key.removeprefix(PREFIX).partition(":")
@@ -281,12 +281,12 @@ def read_stream(content: list[Any]) -> Stream:
 def read_entries(state: State, stream: Stream) -> list[Entry]:
     """Entries in their order; pending ones that the stream does not hold any more come last."""
     state.names |= {entry: fields["group_id"] for entry, fields in stream.entries.items()}
-    found = []
+    entries = []
     for entry in [*stream.entries, *(stream.pending.keys() - stream.entries.keys())]:
         is_new = place(entry) > place(stream.last_delivered)
         kind = "deleted" if entry not in stream.entries else "new" if is_new else ""
-        found.append(Entry(entry, state.names[entry], kind, stream.pending.get(entry)))
-    return found
+        entries.append(Entry(entry, state.names[entry], kind, stream.pending.get(entry)))
+    return entries
 
 
 def pairs(flat: list[str]) -> dict[str, str]:

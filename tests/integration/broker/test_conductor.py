@@ -135,8 +135,8 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger, world)
     for iteration in range(3):
         await world.commit(job_id, epoch, iteration)
         claims = await wait_claimable(ledger, job_id)
-        found = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
-        assert found == {(iteration + 3, iteration + 1)}
+        versions = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
+        assert versions == {(iteration + 3, iteration + 1)}
         await world.submit_groups(job_id, claims)
     for iteration in (3, 4, 5):
         await world.commit(job_id, epoch, iteration)
@@ -256,8 +256,8 @@ async def test_broker_without_the_file_fails_no_open_evaluation(ledger, world, p
     job_id, _ = await world.started_job(evaluation=HELD_OUT)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     fields = await ledger.jobs.fields(job_id)  # as both brokers saw them
-    for each in (process, process_without):
-        evaluator = Evaluator(ledger, each, job_id)
+    for data_process in (process, process_without):
+        evaluator = Evaluator(ledger, data_process, job_id)
         evaluator.prepare(config := JobConfig.of_job(fields))
         assert evaluator._reading is not None
         await asyncio.wait({evaluator._reading})
@@ -525,9 +525,9 @@ async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(ledger, worl
 @pytest.mark.parametrize("name", ["prompts", "rollouts"])
 async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger, world, name):
     job_id, other = await world.create_job(), await world.create_job()
-    for each in (job_id, other):
-        await world.start_training(each)
-        await world.wait_open(each, 0)
+    for started_id in (job_id, other):
+        await world.start_training(started_id)
+        await world.wait_open(started_id, 0)
     await ledger.redis.delete(getattr(JobKeys(job_id), name))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")

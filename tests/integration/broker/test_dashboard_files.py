@@ -230,8 +230,8 @@ def test_quick_start_of_the_editor_is_the_example():
 
 
 def test_vendored_modules_are_as_their_packages_ship_them():
-    found = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
-    readme = found.pop("README.md").decode()
-    licences = {name: found.pop(name) for name in sorted(found) if name.startswith("LICENSE.")}
-    assert {name: hashlib.sha256(body).hexdigest() for name, body in found.items()} == VENDORED
+    contents = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
+    readme = contents.pop("README.md").decode()
+    licences = {name: contents.pop(name) for name in sorted(contents) if name.startswith("LICENSE.")}
+    assert {name: hashlib.sha256(body).hexdigest() for name, body in contents.items()} == VENDORED
     assert all(f"`{name}`" in readme for name in [*VENDORED, *licences])

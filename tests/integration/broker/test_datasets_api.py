@@ -152,7 +152,7 @@ async def test_client_uploads_a_file_once(client, broker, tmp_path):
     record = await client.datasets.push(source)
     assert record.path == f"datasets/my-sums-{hashlib.sha256(ROWS).hexdigest()[:16]}.jsonl"
     assert await client.datasets.push(source) == record
-    assert [found.name for found in await client.datasets.list()] == [record.name]
+    assert [listed.name for listed in await client.datasets.list()] == [record.name]
     with pytest.raises(ApiError, match="take another name"):
         await client.datasets.push(tmp_path / "prompts.jsonl", name=record.name)
     source.write_bytes(b" " * (MAX_BYTES + 1))

@@ -397,9 +397,9 @@ async def test_client_returns_all_events_however_many_they_are(broker, ledger, w
     for number in range(live.EVENTS_AT_ONCE + 1):
         await ledger.event_log.emit(job_id, "job.warning", str(number))
     async with AsyncClient(broker.url) as client:
-        found = await client.jobs.events(job_id)
-        assert [event.message for event in found[1:]] == [str(number) for number in range(live.EVENTS_AT_ONCE + 1)]
-        assert await client.jobs.events(job_id, found[-2].id) == found[-1:]
+        events = await client.jobs.events(job_id)
+        assert [event.message for event in events[1:]] == [str(number) for number in range(live.EVENTS_AT_ONCE + 1)]
+        assert await client.jobs.events(job_id, events[-2].id) == events[-1:]
 
 
 async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger, world):

@@ -357,6 +357,6 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
             assert (refused.status_code, "is read-only" in refused.json()["detail"]) == (403, True)
         assert (await broker.get("/readyz")).status_code == 200
         assert (await broker.get("/v1/jobs")).status_code == 200
-        found = (await broker.get("/v1/doctor")).json()["findings"]
-        assert "the broker answers, and only shows what was recorded" in [each["sentence"] for each in found]
+        findings = (await broker.get("/v1/doctor")).json()["findings"]
+        assert "the broker answers, and only shows what was recorded" in [finding["sentence"] for finding in findings]
         assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]

@@ -79,8 +79,8 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     job_id, _ = await run_alone(ledger, [["a", "b", "c"]])
 
     async def chosen(query):
-        found = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
-        return [(sample["group_id"], sample["index"]) for sample in found]
+        samples = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
+        return [(sample["group_id"], sample["index"]) for sample in samples]
 
     ones = [("0-0", 1), ("0-1", 1), ("0-2", 1)]
     zeros = [("0-0", 0), ("0-1", 0), ("0-2", 0)]

@@ -57,13 +57,13 @@ async def broker_with(keys: Keys, ledger: Ledger, **settings: Any) -> AsyncItera
 def every_route() -> list[tuple[str, str]]:
     """Return every route of the real application, so that routes of tomorrow are included."""
     app = create_app(Settings(), Ledger(connect("redis://127.0.0.1:1")))
-    found = []
+    routes = []
     for route in app.routes:
         while hasattr(route, "original_route"):
             route = route.original_route
         assert isinstance(route, Route), f"{route} is no plain route; decide who may use it"
-        found += [(method, route.path) for method in sorted(route.methods or {"GET"})]
-    return found
+        routes += [(method, route.path) for method in sorted(route.methods or {"GET"})]
+    return routes
 
 
 DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
@@ -537,17 +537,17 @@ def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path, monkeypatch)
         monkeypatch.delenv(name)
     for name in ("API_KEY", "API_KEYS_FILE", "TLS_KEY", "REDIS_PASSWORD_FILE", "REDIS_RETRY_S"):
         monkeypatch.setenv(f"ONBEAT_{name}", "of-the-shell")
-    found = tmp_path / "found"
+    report = tmp_path / "found"
     code = "import os, sys, time; open(sys.argv[1], 'w').write(' '.join(os.environ) + ' END'); time.sleep(300)"
-    command = [sys.executable, "-c", code, str(found)]
+    command = [sys.executable, "-c", code, str(report)]
 
     def missing():
-        return "" if found.exists() and "END" in found.read_text() else "nothing found yet"
+        return "" if report.exists() and "END" in report.read_text() else "nothing found yet"
 
     supervisor = Supervisor(tmp_path, print, [], tmp_path / "scratch")
     try:
         supervisor.start([ServiceSpec("spy", command, 0, missing=missing, ready_deadline_s=DEADLINE_S)])
     finally:
         supervisor.stop()
-    names = found.read_text().split()
+    names = report.read_text().split()
     assert [name for name in names if name.startswith("ONBEAT_")] == ["ONBEAT_REDIS_RETRY_S"]

@@ -158,8 +158,8 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
     opened_at, committed_at, told = float(record["opened_at"]), float(record["committed_at"]), moments["told"]
 
     def span(path):
-        (found,) = [each for each in trace if each.id == sha256_hex(f"{job_id}/1/{path}", 16)]
-        return found
+        (exported,) = [candidate for candidate in trace if candidate.id == sha256_hex(f"{job_id}/1/{path}", 16)]
+        return exported
 
     root, optimizer = span("iteration"), span("optimizer/0")
     assert (root.name, root.parent_id, root.service, root.error) == ("iteration", "", "onbeat-broker", "")
@@ -172,10 +172,10 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
         assert (group.parent_id, group.name, group.service) == (root.id, "group", "onbeat-broker")
         assert group.start == pytest.approx(opened_at, abs=1e-5)
         assert group.end == optimizer.end
-        children = sorted((each for each in trace if each.parent_id == group.id), key=lambda each: each.start)
+        children = sorted((child for child in trace if child.parent_id == group.id), key=lambda child: child.start)
         failed = group_id == "1-2"
         generated = [] if failed else ["generate", "score"]
-        assert [each.name for each in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
+        assert [child.name for child in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
         assert children[0].start == group.start
         for one, following in pairwise(children):
             assert one.end == pytest.approx(following.start, abs=1e-5)
@@ -188,22 +188,22 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
         assert group.error == ("reward_failed: it raised" if failed else "")
     generate, score = span("group/1-1/generate"), span("group/1-1/score")
     assert (generate.end - generate.start, score.end - score.start) == pytest.approx((0.1, 0.1), abs=1e-3)
-    assert {(each.service, each.instance) for each in (generate, score)} == {("onbeat-rollout", "w2")}
+    assert {(part.service, part.instance) for part in (generate, score)} == {("onbeat-rollout", "w2")}
     entry = (await ledger.iterations.groups(job_id, 1))["1-1"].removeprefix("accepted:")
     assert score.end == pytest.approx(int(entry.partition("-")[0]) / 1000, abs=1e-5)
     assert span("group/1-0").attributes["onbeat.response_tokens"] == 4
-    steps = {each.name: each for each in trace if each.parent_id == root.id and each.service == "onbeat-trainer"}
+    steps = {step.name: step for step in trace if step.parent_id == root.id and step.service == "onbeat-trainer"}
     assert steps.keys() == {"checkpoint", "optimizer", "publish"}
     assert (steps["publish"].start, steps["publish"].end) == pytest.approx((told + 0.1, told + 0.13), abs=1e-3)
     published = (sha256_hex(f"{job_id}/0", 32), sha256_hex(f"{job_id}/0/publish", 16))
     for kind, (start, end) in {"pull": (0.04, 0.03), "load": (0.02, 0.0)}.items():
-        (one,) = [each for each in trace if each.name == kind]
+        (one,) = [candidate for candidate in trace if candidate.name == kind]
         assert moments["before"] - 1e-3 <= one.start + start <= moments["ready"] + 1e-3
         assert one.end - one.start == pytest.approx(start - end, abs=1e-3)
         assert (one.instance, one.parent_id, one.links) == ("w1", root.id, (published,))
-    assert all(root.start <= each.start <= each.end <= root.end for each in trace)
+    assert all(root.start <= part.start <= part.end <= root.end for part in trace)
     assert len(trace) == 1 + (1 + 5) * 2 + (1 + 3) + 3 + 2
-    assert not [each for each in trace if "prompt of" in repr(each) or "response 0" in repr(each)]  # texts stay here
+    assert not [part for part in trace if "prompt of" in repr(part) or "response 0" in repr(part)]  # texts stay here
 
 
 async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world, receiver):
@@ -219,15 +219,15 @@ async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world,
     assert await world.commit(job_id, epoch, 0)
     async with exporting(ledger, receiver.url):
         await until("it is there", lambda: exported(receiver, job_id) == [0])
-    found = {span.id: span for span in receiver.spans}
+    spans = {span.id: span for span in receiver.spans}
     whole, replaced, replacing = (
-        found[sha256_hex(f"{job_id}/0/{path}", 16)] for path in ("iteration", "group/0-1", "group/0-2")
+        spans[sha256_hex(f"{job_id}/0/{path}", 16)] for path in ("iteration", "group/0-1", "group/0-2")
     )
     accepted = (await ledger.iterations.groups(job_id, 0))["0-1"].removeprefix("accepted:")
     assert whole.attributes["onbeat.num_replaced"] == 1
     assert replaced.start == pytest.approx(float((await ledger.iterations.fields(job_id, 0))["opened_at"]), abs=1e-5)
     assert replacing.start == pytest.approx(int(accepted.partition("-")[0]) / 1000, abs=1e-5)
-    (waited,) = [span for span in found.values() if (span.name, span.parent_id) == ("wait_for_rollout", replacing.id)]
+    (waited,) = [span for span in spans.values() if (span.name, span.parent_id) == ("wait_for_rollout", replacing.id)]
     assert waited.start == replacing.start < waited.end
 
 

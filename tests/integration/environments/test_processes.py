@@ -194,8 +194,8 @@ async def test_outcomes_come_back_in_order_and_side_by_side(processes):
     on = {"on_begin": lambda: begun.append(len(ended)), "on_end": ended.append}
     results = await processes.play(request("nap", "a", "nap", options={"level": 2}, **on))
     assert kinds(results) == ["ended"] * 3
-    for each in results:
-        assert (each.reward, each.parts["level"], each.turn_rewards) == (1.0, 2, {"call-1": 0.5})
+    for result in results:
+        assert (result.reward, result.parts["level"], result.turn_rewards) == (1.0, 2, {"call-1": 0.5})
     assert (begun, ended[0]) == ([0], 1)
     assert sorted(ended) == [0, 1, 2]
 
@@ -374,9 +374,9 @@ async def test_environment_that_cannot_be_built_or_run_fails_all(processes, chan
 
 async def test_limits_are_set_and_settings_are_hidden(processes):
     (outcome,) = await processes.play(request("limits", memory_limit_mb=900))
-    found = outcome.parts
-    assert (found["AS"], found["CORE"], found["FSIZE"]) == (900, 0, 256)
-    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
+    limits = outcome.parts
+    assert (limits["AS"], limits["CORE"], limits["FSIZE"]) == (900, 0, 256)
+    assert (limits["NOFILE"], limits["nice"], limits["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
 
 
 @pytest.mark.parametrize("key", ["child", "leash"])  # the process's group; another group, but on a leash

@@ -77,8 +77,8 @@ async def test_generation_that_is_cancelled_computes_no_further(model_dir):
         asyncio.create_task(engine.generate([1, 2, 3], 1, Sampling(400, 1.0, seed), VERSION)) for seed in range(3)
     ]
     await until(lambda: num_passes >= 2)
-    for each in given_up:
-        each.cancel()
+    for request in given_up:
+        request.cancel()
     await engine.generate([1, 2, 3], 1, Sampling(1, 1.0, 7), VERSION)  # the model is free only behind the others
     assert num_passes < 600  # half of the 1200 calls
     await engine.stop()

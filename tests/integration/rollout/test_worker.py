@@ -107,7 +107,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
     assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
     assert chat.worker_id == "w0"
-    assert {(each.text, *each.token_lengths) for each in chat.responses} == {("!!!", 1, 1, 1)}
+    assert {(response.text, *response.token_lengths) for response in chat.responses} == {("!!!", 1, 1, 1)}
     assert (chat.data_row, plain.HasField("data_row")) == (7, False)
     assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
     assert 0.2 <= chat.timings.generate_s < time.monotonic() - started

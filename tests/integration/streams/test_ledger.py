@@ -207,8 +207,8 @@ async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger, wor
     assert len(await ledger.rollout.claim(job_id, "alive", 29, lease_s=30)) == 29
     (last,) = await ledger.rollout.claim(job_id, "leaving", 1, lease_s=30)
     await ledger.rollout.release(job_id, "leaving", [last.entry_id])
-    (found,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
-    assert found.entry_id == last.entry_id
+    (claim,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
+    assert claim.entry_id == last.entry_id
 
 
 async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger, world: World) -> None:

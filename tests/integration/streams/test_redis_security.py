@@ -117,14 +117,14 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
 def commands_in_use() -> set[str]:
     """Return the commands of the Lua scripts and of our calls of redis-py, also of those that no test here makes."""
     scripts = "".join(path.read_text() for path in (ROOT / "onbeat" / "streams" / "scripts").glob("*.lua"))
-    found = set(re.findall(r"redis\.p?call\(\s*['\"](\w+)['\"]", scripts))
-    assert len(found) == len(set(re.findall(r"redis\.p?call\(\s*([^,)]+)", scripts))), "a command that is no literal"
+    commands = set(re.findall(r"redis\.p?call\(\s*['\"](\w+)['\"]", scripts))
+    assert len(commands) == len(set(re.findall(r"redis\.p?call\(\s*([^,)]+)", scripts))), "a command that is no literal"
     sources = [path for folder in ("onbeat", "services") for path in (ROOT / folder).rglob("*.py")]
     methods = set(re.findall(r"\bredis\.([a-z_]+)\(", "".join(path.read_text() for path in sources)))
     methods -= {"aclose", "register_script", "pipeline"}  # the commands of these calls are in `sent`
     methods -= {"config_get"}  # the doctor does without: it would tell the passwords, too
     sent = {"evalsha", "script|load", "multi", "exec"}
-    return sent | {name.lower() for name in found} | {method.partition("_")[0] for method in methods}
+    return sent | {name.lower() for name in commands} | {method.partition("_")[0] for method in methods}
 
 
 def test_every_command_of_onbeat_is_allowed(port: int) -> None:

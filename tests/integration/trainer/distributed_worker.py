@@ -43,8 +43,8 @@ STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=
 def groups(count=5):
     """Unequal ones; the last one has an episode that forks."""
     lengths = [(3, 1, 4), (7, 2), (1, 1, 1), (5, 5, 2, 3)]
-    found = [make_group(f"0-{i}", 2 + 3 * i, response_lengths) for i, response_lengths in enumerate(lengths)]
-    return [*found, make_episodes("0-4", 14, [2, SHAPES["several levels"]])][:count]
+    all_groups = [make_group(f"0-{i}", 2 + 3 * i, response_lengths) for i, response_lengths in enumerate(lengths)]
+    return [*all_groups, make_episodes("0-4", 14, [2, SHAPES["several levels"]])][:count]
 
 
 def backward(model, some_groups, weight=1.0):
@@ -54,9 +54,9 @@ def backward(model, some_groups, weight=1.0):
         (weight * torch.arange(1, len(logprobs) + 1) * logprobs).sum().backward()
 
 
-def assert_close(found, expected, rtol, name=""):
+def assert_close(computed, expected, rtol, name=""):
     """Relative to the largest element: float order moves all elements by about as much."""
-    gap = (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    gap = (computed.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
     assert gap <= rtol, f"{name}: relative gap {gap:.2e} > {rtol}"
 
 
@@ -108,9 +108,9 @@ def train_dealt(model, world):
     """Run the same number of passes on every rank; rank 1 has fewer groups and adds passes of weight 0."""
     shares = deal([100, 1, 1, 1, 90], world.size)
     assert [len(share) for share in shares] == [1, 4]
-    own = [groups()[index] for index in shares[world.rank]]
-    backward(model, own)
-    backward(model, [groups()[0]] * (max(map(len, shares)) - len(own)), weight=0.0)
+    dealt = [groups()[index] for index in shares[world.rank]]
+    backward(model, dealt)
+    backward(model, [groups()[0]] * (max(map(len, shares)) - len(dealt)), weight=0.0)
 
 
 def compare_gradients(model, reference, rtol):
@@ -138,8 +138,8 @@ def sharded_copies(world, folder):
     load_shards(old, tensors.items() if world.is_main else [], dict.fromkeys(tensors, 0))
     batch = pack(groups(2), CPU)
     with torch.no_grad():
-        found, _ = call(response_logprobs, old, batch, 1.0)
-        assert torch.equal(found, response_logprobs(expected, batch, 1.0)[0])
+        computed, _ = call(response_logprobs, old, batch, 1.0)
+        assert torch.equal(computed, response_logprobs(expected, batch, 1.0)[0])
 
 
 def sharded_reading(world, folder):
@@ -156,15 +156,15 @@ def sharded_reading(world, folder):
         ]:
             source = write_model(world, folder, tiny_config(tie_word_embeddings=is_tied, attention_bias=True))
             config = job_config(model={"path": source, "dtype": dtype}, **sections)
-            found, _ = load_policy(source, config, world, is_sharded=True)
+            policy, _ = load_policy(source, config, world, is_sharded=True)
             whole = load_model(source, DTYPES[dtype], CPU)
             if config.lora:
                 add_adapters(whole, config.lora, config.seed)
             expected = Policy.create(whole, config, world, is_sharded=True)
-            compare_shards(found.model, expected.model)
+            compare_shards(policy.model, expected.model)
             if "objective" in sections:
-                compare_shards(found.reference, expected.reference)
-                compare_shards(found.old._model, expected.old._model)
+                compare_shards(policy.reference, expected.reference)
+                compare_shards(policy.old._model, expected.old._model)
 
 
 def write_model(world, folder, config):
@@ -176,9 +176,9 @@ def write_model(world, folder, config):
     return str(folder / "model")
 
 
-def compare_shards(found, expected):
+def compare_shards(computed, expected):
     kept = dict(expected.named_parameters()) | dict(expected.named_buffers())
-    tensors = dict(found.named_parameters()) | dict(found.named_buffers())
+    tensors = dict(computed.named_parameters()) | dict(computed.named_buffers())
     assert list(tensors) == list(kept)
     for name, tensor in tensors.items():
         assert isinstance(tensor, DTensor) == isinstance(kept[name], DTensor)
@@ -241,9 +241,9 @@ def gradient_control(world, folder):
     alone, shards = GradientControl(config), GradientControl(config, world)
     spread_h, spread_g = spread(copy.deepcopy(h)), spread(copy.deepcopy(g))
     alone.apply(h), shards.apply(spread_h)
-    expected, found = alone.apply(g), shards.apply(spread_g)
-    assert found.action == expected.action == "project"
-    assert abs(found.cosine - expected.cosine) < 1e-6
+    expected, step = alone.apply(g), shards.apply(spread_g)
+    assert step.action == expected.action == "project"
+    assert abs(step.cosine - expected.cosine) < 1e-6
     assert_close(spread_g["sharded"].full_tensor(), g["sharded"], 1e-6)
     assert_close(spread_g["replicated"], g["replicated"], 1e-6)
 
@@ -306,8 +306,11 @@ def load_whole(world, folder):
 def fail_to_save(world, folder):
     """Check that a failure on one rank fails the save on every rank, by name, and so does a disk that is not shared."""
     state = trained(world)[2]
-    for own, message in [(Path("/proc/nowhere"), "cannot be written: rank 1"), (folder / "own", "rank 0: .*same disk")]:
-        store = CheckpointStore(folder / "checkpoints" if world.is_main else own, keep=1, world=world)
+    for disk, message in [
+        (Path("/proc/nowhere"), "cannot be written: rank 1"),
+        (folder / "own", "rank 0: .*same disk"),
+    ]:
+        store = CheckpointStore(folder / "checkpoints" if world.is_main else disk, keep=1, world=world)
         store.save(STATE, [], state, {})
         with pytest.raises(JobFailed, match=message):
             store.wait()

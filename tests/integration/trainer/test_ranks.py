@@ -180,11 +180,11 @@ def exported_weights(checkpoint):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same_weights(found, expected):
+def assert_same_weights(weights, expected):
     """Assert equal weights up to the order of sums; AdamW's first steps amplify noise where gradients are near zero."""
-    assert found.keys() == expected.keys()
+    assert weights.keys() == expected.keys()
     is_precise = all(tensor.dtype == torch.float32 for tensor in expected.values())
-    gap = torch.cat([(found[name].float() - expected[name].float()).flatten() for name in expected]).abs()
+    gap = torch.cat([(weights[name].float() - expected[name].float()).flatten() for name in expected]).abs()
     assert gap.mean() < (1e-5 if is_precise else 1e-3)
     assert gap.max() < (1e-2 if is_precise else 5e-2)
 
@@ -321,8 +321,11 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
     if name not in weights_of_one:
         weights_of_one[name], _ = await train(ledger, model, trainers["alone"], JOBS[name])
     both = await asyncio.gather(
-        *(train(ledger, model, each, JOBS[name], kill_rank_1(each.process)) for each in restarted_trainers)
+        *(
+            train(ledger, model, restarted, JOBS[name], kill_rank_1(restarted.process))
+            for restarted in restarted_trainers
+        )
     )
-    for found, taken in both:
+    for weights, taken in both:
         assert_each_group_once(taken)
-        assert_same_weights(found, weights_of_one[name])
+        assert_same_weights(weights, weights_of_one[name])

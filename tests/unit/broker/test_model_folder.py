@@ -29,12 +29,12 @@ def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
 def complaint(folder: Path, **model: Any) -> tuple[str, str]:
     """Return the field and the message of the only complaint; empty texts without one."""
     config = JobConfig.model_validate(job_body(model={"path": str(folder)} | model))
-    (found,) = review_model(config, has_model_folders=True) or [("", "")]
-    return found
+    (complaint_of_folder,) = review_model(config, has_model_folders=True) or [("", "")]
+    return complaint_of_folder
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "what"),
+    ("file", "content", "sentence"),
     [
         ("config.json", None, "has no readable config.json"),
         ("config.json", b" " * ((16 << 20) + 1), "has no readable config.json"),
@@ -58,12 +58,12 @@ def complaint(folder: Path, **model: Any) -> tuple[str, str]:
         ),
     ],
 )
-def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, content, what):
+def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, content, sentence):
     write_model(tmp_path)
     assert complaint(tmp_path) == ("", "")
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
     field, message = complaint(tmp_path)
-    assert (field, what in message) == ("model.path", True), message
+    assert (field, sentence in message) == ("model.path", True), message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -82,7 +82,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "model", "field", "what"),
+    ("config", "model", "field", "sentence"),
     [
         ({"architectures": ["BertForMaskedLM"]}, {}, "model.path", "is a BertForMaskedLM, which generates no text"),
         ({"architectures": ["LlamaForSequenceClassification"]}, {}, "model.path", "which generates no text"),
@@ -98,7 +98,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
         ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 512}, "", ""),
     ],
 )
-def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, what):
+def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, sentence):
     write_model(tmp_path, "model.embed_tokens.weight", **config)
-    found, message = complaint(tmp_path, **model)
-    assert (found, what in message) == (field, True), message
+    wrong_field, message = complaint(tmp_path, **model)
+    assert (wrong_field, sentence in message) == (field, True), message

@@ -38,8 +38,8 @@ def test_prompts_are_tokenised_as_rollouts_do():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     tasks = [PromptTask(text="2 + 2 ="), PromptTask(messages=[Message(**message) for message in messages])]
     encoder = PromptEncoder(tokenizer, None)
-    found = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
-    assert found == [encoder.encode(task) for task in tasks]
+    token_ids = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
+    assert token_ids == [encoder.encode(task) for task in tasks]
 
 
 def test_too_long_prompts_are_dropped_in_every_epoch(folder, monkeypatch):

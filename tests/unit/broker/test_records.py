@@ -173,11 +173,11 @@ def test_evaluation_is_due_when_version_and_prompts_are_there(next_evaluation, n
     [(4, 10, [0, 4, 8, 10]), (4, 8, [0, 4, 8]), (10, 5, [0, 5]), (1, 2, [0, 1, 2])],
 )
 def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iterations, numbers):
-    found, evaluation = [], 0
+    evaluations, evaluation = [], 0
     while evaluation <= num_iterations:
-        found.append(evaluation)
+        evaluations.append(evaluation)
         evaluation = following_evaluation(evaluation, every, num_iterations)
-    assert found == numbers
+    assert evaluations == numbers
 
 
 # ---- validation errors -------------------------------------------------------------------------------------------

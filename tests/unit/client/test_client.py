@@ -46,11 +46,11 @@ async def test_job_from_creation_to_its_end(broker: BrokerThread) -> None:
         assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
         assert "job.state" in {event.kind for event in await client.jobs.events(job.id)}
         assert [worker.id for worker in await client.workers()] == ["rollout-0"]
-        assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
-        assert [found.id for found in await client.jobs.list(state="succeeded")] == [job.id]
+        assert [listed.id for listed in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
+        assert [listed.id for listed in await client.jobs.list(state="succeeded")] == [job.id]
         assert await client.jobs.list(state="RUNNING") == []
         newer = await client.jobs.create(CONFIG)
-        assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
+        assert [listed.id for listed in await client.jobs.list(limit=1)] == [newer.id]
 
 
 @pytest.mark.usefixtures("trainer")
@@ -260,7 +260,7 @@ async def test_busy_broker_is_asked_again_a_few_times_unless_to_move(broker: Bro
     async with AsyncClient(broker.url) as client:
         job = await client.jobs.create(CONFIG)
         assert broker.wire.requests == [("POST", "/v1/jobs")] * 3
-        assert [found.id for found in await client.jobs.list()] == [job.id]
+        assert [listed.id for listed in await client.jobs.list()] == [job.id]
         broker.wire.failures = [503, 503]
         with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.cancel(job.id)

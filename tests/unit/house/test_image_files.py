@@ -50,29 +50,29 @@ def test_every_import_is_named_in_the_requirements():
 
 
 def imported_packages() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in [*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"onbeat", "services"}
+                names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"onbeat", "services"}
 
 
 def needed_by_runtime() -> set[str]:
     """Return the packages that the extra `local` names, and the installed ones that they need."""
     waiting = [Requirement(line) for line in direct_dependencies(ROOT / "pyproject.toml", ["local"])]
-    installed = {plain(each.name): each for each in distributions()}
-    found: set[tuple[str, frozenset[str]]] = set()
+    installed = {plain(distribution.name): distribution for distribution in distributions()}
+    seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         package = waiting.pop()
         name, extras = plain(package.name), frozenset(package.extras or {""})
-        if (name, extras) not in found and name in installed:
-            found.add((name, extras))
+        if (name, extras) not in seen and name in installed:
+            seen.add((name, extras))
             needs = map(Requirement, installed[name].requires or [])
             waiting += [n for n in needs if not n.marker or any(n.marker.evaluate({"extra": e}) for e in extras)]
-    return {name for name, _ in found}
+    return {name for name, _ in seen}
 
 
 def plain(name: str) -> str:

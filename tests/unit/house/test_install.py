@@ -77,8 +77,8 @@ def install(tmp_path: Path) -> Installer:
 
 def installed(folder: Path, environment: str = "venv") -> dict[str, str]:
     """Return the versions of the packages, and the program that installed them."""
-    found = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
-    return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in found}
+    installers = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
+    return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in installers}
 
 
 def test_pytorch_comes_from_its_own_index_where_no_source_has_it(install: Installer, tmp_path: Path) -> None:
@@ -144,7 +144,11 @@ def test_another_python_gets_the_packages_and_no_installer(install: Installer, t
 @pytest.fixture
 def make_setup(tmp_path: Path) -> Callable[..., int]:
     """Run `make setup` with a Python that makes environments whose packages install if `sources` is there."""
-    for name in ("Makefile", "pyproject.toml", *(f"requirements/{each}.lock" for each in ("cpu", "cuda", "dev"))):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        *(f"requirements/{platform_name}.lock" for platform_name in ("cpu", "cuda", "dev")),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(INSTALL.parents[1] / name, tmp_path / name)
     python = tmp_path / "python3"

@@ -132,7 +132,7 @@ def test_comments_are_sentences_and_trailing_ones_phrases() -> None:
 def test_variables_are_no_pronouns() -> None:
     wrong = [
         f"{name_of(path)}:{line}: {name}"
-        for path in sources("onbeat", "services")
+        for path in sources(*FOLDERS)
         for line, name in names_in(ast.parse(path.read_text()))
         if name in PRONOUNS
     ]

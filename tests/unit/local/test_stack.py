@@ -260,8 +260,8 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
     common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
     data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
-    own = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
-    assert broker.env == common | data_dir | own
+    broker_variables = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
+    assert broker.env == common | data_dir | broker_variables
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}

@@ -136,8 +136,8 @@ REFUSED = ("reinforce_pp", "kl in the reward")  # the job schema refuses it: its
 def test_loss_equals_the_plain_loop(kind, extra):
     config = job_config(objective={"type": kind} | EXTRAS[extra], schedule={"mode": "sync"})
     groups, trainer, old, ref, rollout = example()
-    found = found_loss(config, groups, flat(trainer), flat(old), flat(ref))
-    assert found.item() == pytest.approx(reference_loss(config, trainer, old, ref, rollout), rel=1e-5, abs=1e-6)
+    loss = found_loss(config, groups, flat(trainer), flat(old), flat(ref))
+    assert loss.item() == pytest.approx(reference_loss(config, trainer, old, ref, rollout), rel=1e-5, abs=1e-6)
 
 
 def test_kl_in_the_reward_is_refused_where_the_scale_comes_first():
@@ -165,14 +165,14 @@ def test_online_dpo_pairs_best_with_worst():
     config = job_config(objective={"type": "online_dpo", "beta": 0.5})
     groups, trainer, _, ref, _ = example()
     trainer_N, ref_N = flat(trainer), flat(ref)
-    found = found_loss(config, groups, trainer_N, trainer_N, ref_N)
+    loss = found_loss(config, groups, trainer_N, trainer_N, ref_N)
 
     def log_ratio(g, i):
         return sum(trainer[g][i]) - sum(ref[g][i])
 
     margins = [log_ratio(0, 1) - log_ratio(0, 0), log_ratio(1, 0) - log_ratio(1, 2)]
     expected = statistics.fmean(math.log(1 + math.exp(-0.5 * margin)) for margin in margins)
-    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,4 @@ def test_objectives_are_read_where_there_is_no_pytorch():
     code = "import sys; sys.modules['torch'] = None; import services.broker.admission.review, onbeat.objectives as o; "
     code += "print(sorted(type(o.BUILT_IN[name](type=name)).__name__ for name in o.BUILT_IN))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == str(sorted(each.__name__ for each in BUILT_IN.values())), done.stderr
+    assert done.stdout.strip() == str(sorted(objective.__name__ for objective in BUILT_IN.values())), done.stderr

@@ -133,10 +133,10 @@ def refusal(**sections):
     ],
 )
 def test_what_cannot_be_an_objective_is_refused(site, objective, field, message):
-    found_field, found = refusal(objective=objective)
+    found_field, answer = refusal(objective=objective)
     assert found_field == field
-    assert message in found
-    assert "\n" not in found
+    assert message in answer
+    assert "\n" not in answer
 
 
 def test_mode_that_the_class_does_not_have_is_refused(site):

@@ -230,14 +230,14 @@ def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():
 
 
 @pytest.mark.parametrize(
-    ("torch", "torch_npu", "found"),
+    ("torch", "torch_npu", "device_name"),
     [("2.13.0+cpu", None, "cpu"), ("2.13.0+cpu", "there", "looked"), ("2.13.0+cu130", None, "looked")],
 )
-def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, found):
+def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, device_name):
     monkeypatch.setattr(registry, "version", lambda name: torch)
     monkeypatch.setattr(registry, "find_spec", lambda name: torch_npu)
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
-    assert [registry.find_device(name) for name in ("auto", "cpu")] == [found, found]
+    assert [registry.find_device(name) for name in ("auto", "cpu")] == [device_name, device_name]
     assert registry.find_device("cuda") == "looked"
 
 

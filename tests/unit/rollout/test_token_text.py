@@ -47,9 +47,9 @@ def test_each_token_has_what_it_adds_to_the_text(smollm2, smollm2_text, text):
     assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))
     assert lengths[-1] == 0  # the end of sequence gives no text
     for token_id, part in zip(token_ids[:-1], parts(lengths, text), strict=False):
-        own = smollm2.decode([token_id])
-        if "\ufffd" not in own:
-            assert part == own
+        whole = smollm2.decode([token_id])
+        if "\ufffd" not in whole:
+            assert part == whole
     for end, before in zip(accumulate(lengths), range(1, len(token_ids)), strict=False):
         given = decode(smollm2, token_ids[:before])
         if not given.endswith("\ufffd"):
@@ -142,5 +142,5 @@ def test_spaces_that_the_decoder_leaves_out_at_the_start(is_space_kept):
     token_ids = [*tokenizer("the cat ☃!", add_special_tokens=False)["input_ids"], 2]
     text = " " * is_space_kept + decode(tokenizer, token_ids)
     assert text.strip() == "the cat ☃!"
-    found = parts(TokenText(tokenizer).lengths(token_ids, text), text)
-    assert found == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]
+    token_texts = parts(TokenText(tokenizer).lengths(token_ids, text), text)
+    assert token_texts == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]

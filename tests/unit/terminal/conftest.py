@@ -27,10 +27,10 @@ def job_id(broker: BrokerThread) -> str:
 @pytest.fixture
 def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return all findings of the broker's doctor."""
-    found: list[Finding] = []
+    shown: list[Finding] = []
     for module in ("api.health", "doctor.diagnosis"):
-        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(found))
-    return found
+        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(shown))
+    return shown
 
 
 @pytest.fixture

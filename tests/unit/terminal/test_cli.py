@@ -109,7 +109,7 @@ def test_doctor_says_who_does_not_answer_and_why(
     out = onbeat("doctor", "job-1", code=1).out
     assert out.startswith(f"PROBLEM  the broker at {broker.url} cannot do this now: not now (503)")
     assert "`onbeat doctor` without a job looks at Redis, too" in out
-    monkeypatch.setattr("httpx.Timeout", lambda *_, of=httpx.Timeout, **__: of(0.3))
+    monkeypatch.setattr("httpx.Timeout", lambda *_, timeout=httpx.Timeout, **__: timeout(0.3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("ONBEAT_URL", url := f"http://127.0.0.1:{silent.getsockname()[1]}")
         out = onbeat("doctor", code=1).out
@@ -139,7 +139,7 @@ def test_control_codes_of_a_model_do_not_reach_the_terminal(
     broker.run(broker.ledger.redis.hset(JobKeys(job_id).job, "name", "\x9b2J"))
     said = [onbeat("doctor", job_id, code=1), onbeat("audit", job_id, code=1), onbeat("jobs", "get", job_id)]
     said.append(onbeat("jobs", "get", "\x1b[2J", code=2))
-    assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(each.out + each.err for each in said))
+    assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(printed.out + printed.err for printed in said))
     assert "bad answer \\x1b]0;x\\x07" in said[0].out
     assert "VIOLATION: the group was accepted before" in said[1].out
 

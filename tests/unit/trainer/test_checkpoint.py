@@ -46,7 +46,9 @@ def save(store, weights=(), value=1.0, files=None, policies=None):
 def restore(store, **options):
     """Return (state, tensors), or None."""
     loaded = {}
-    state = store.restore("job", "tiny", lambda found, num_steps: loaded.update(found, num_steps=num_steps), **options)
+    state = store.restore(
+        "job", "tiny", lambda tensors, num_steps: loaded.update(tensors, num_steps=num_steps), **options
+    )
     return state and (state, loaded)
 
 

@@ -141,10 +141,10 @@ def test_mismatch_is_that_of_the_engines_alone(sections, num_updates, tmp_path):
     schedule = sections.get("schedule", {}) | {"num_iterations": NUM_PROBED + 4}
     sections = sections | {"schedule": schedule, "training": {"num_updates_per_iteration": num_updates}}
     job = run(sections, tmp_path, noise=1e-5)
-    metrics = [each for _, _, each in job.commits]
-    assert all(0.3e-5 < each["mismatch_mean"] < 3e-5 and each["mismatch_max"] < 1e-4 for each in metrics)
+    metrics = [reported for _, _, reported in job.commits]
+    assert all(0.3e-5 < values["mismatch_mean"] < 3e-5 and values["mismatch_max"] < 1e-4 for values in metrics)
     if schedule.get("mode") == "bounded":
-        assert all(each["train/divergence"] > 1e-3 for each in metrics[1:]), "the policy has moved since"
+        assert all(values["train/divergence"] > 1e-3 for values in metrics[1:]), "the policy has moved since"
 
 
 @pytest.mark.parametrize("num_groups", [0, 2])

@@ -62,7 +62,7 @@ def test_rows_of_a_model_that_cannot_be_packed_are_planned_too() -> None:
     """Each response then has a row with its prompt."""
     config = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
     packed, separate = (
-        measure_sizes(config_of(), config, each, PROMPT).pass_bytes for each in (Passes(), Passes("sdpa"))
+        measure_sizes(config_of(), config, choice, PROMPT).pass_bytes for choice in (Passes(), Passes("sdpa"))
     )
     ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # ratio of their places; targets are the same
     assert 0.7 * ratio < separate / packed < 1.1 * ratio
@@ -84,7 +84,9 @@ def test_checkpointing_and_lora_take_less() -> None:
     wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
     checkpointing = {"training": {"has_gradient_checkpointing": True}}
     sections = ({}, checkpointing, {"lora": {"rank": 4}}, checkpointing | {"lora": {"rank": 4}})
-    full, checkpointed, adapted, both = (measure_sizes(config_of(**each), wide, Passes(), PROMPT) for each in sections)
+    full, checkpointed, adapted, both = (
+        measure_sizes(config_of(**section), wide, Passes(), PROMPT) for section in sections
+    )
     assert checkpointed.pass_bytes < 0.6 * full.pass_bytes
     assert both.pass_bytes < 0.6 * adapted.pass_bytes
     assert adapted.num_trained < 0.1 * full.num_trained

@@ -66,10 +66,12 @@ def groups(models):
     """Build groups with and without signal in turn; rollout logprobs lie on both sides of the old policy's band."""
     rng = random.Random(0)
     rewards = [UNIFORM[0], MIXED[0], UNIFORM[1], MIXED[1], UNIFORM[2]]
-    found = [make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=each) for i, each in enumerate(rewards)]
-    logprobs, _ = response_logprobs(models[1], pack(found, CPU), 1.0)
-    set_rollout_logprobs(found, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
-    return found
+    groups_of_rewards = [
+        make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=group_rewards) for i, group_rewards in enumerate(rewards)
+    ]
+    logprobs, _ = response_logprobs(models[1], pack(groups_of_rewards, CPU), 1.0)
+    set_rollout_logprobs(groups_of_rewards, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
+    return groups_of_rewards
 
 
 def gradient(config, models, groups, computed):
@@ -97,20 +99,20 @@ def test_update_is_the_one_with_every_group_computed(kind, extra, budget, models
     signal = [group for group in groups if config.objective.has_signal(group_rewards(group))]
     assert [groups[1], groups[3]] == [group for group in signal if group in (groups[1], groups[3])]
     expected, expected_tally, expected_divisor = gradient(config, models, groups, groups)
-    found, tally, divisor = gradient(config, models, groups, signal)
+    computed, tally, divisor = gradient(config, models, groups, signal)
     assert (tally, divisor) == (expected_tally, expected_divisor)
     assert max(value.abs().max().item() for value in expected.values()) > 1e-3
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(computed[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "extra"), CASES)
 def test_equal_rewards_have_signal_only_where_a_pass_matters(kind, extra, models, groups):
     config, has_effect = config_of(kind, extra), False
     for group in (uniform := groups[::2]):
-        found, _, divisor = gradient(config, models, [group], [group])
+        computed, _, divisor = gradient(config, models, [group], [group])
         _, _, divisor_without = gradient(config, models, [group], [])
-        has_effect = has_effect or divisor != divisor_without or any(value.any() for value in found.values())
+        has_effect = has_effect or divisor != divisor_without or any(value.any() for value in computed.values())
     assert [config.objective.has_signal(group_rewards(group)) for group in uniform] == [has_effect] * 3
     assert [cost(group, config) > 0 for group in uniform] == [has_effect] * 3
 
@@ -167,7 +169,7 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
     monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)  # none is left out
     _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
-    digests = [[digest for _, digest, _ in each.commits] for each in (job, job_of_all)]
+    digests = [[digest for _, digest, _ in recorded.commits] for recorded in (job, job_of_all)]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3, "an iteration without signal still takes its step: momentum moves the weights"
 

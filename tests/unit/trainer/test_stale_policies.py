@@ -131,7 +131,7 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, job = train(config, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, *_ in job.commits] == [2, 3]
-    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in each.commits[-2:]] for each in (whole, job)]
+    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in recorded.commits[-2:]] for recorded in (whole, job)]
     assert cosines[0] == cosines[1], "GAC's last gradient is in the checkpoint"
     assert job.held[:3] == [0, 1, 2], "rollouts may still be generating with the first two"
     assert gap(expected, resumed).max() == 0.0

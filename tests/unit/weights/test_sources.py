@@ -198,12 +198,12 @@ EVENTS = st.lists(
 
 def chain(sources, worker_id, shard):
     """Return the puller's source, the source's source, ... up to the trainer. Fails for a circle."""
-    found = []
+    worker_ids = []
     while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
         worker_id = slot.source
-        assert worker_id not in found, "a circle"
-        found.append(worker_id)
-    return found
+        assert worker_id not in worker_ids, "a circle"
+        worker_ids.append(worker_id)
+    return worker_ids
 
 
 @settings(max_examples=150, deadline=None)

@@ -318,7 +318,7 @@ async def test_tokens_in_and_out():
     choice = answers[0].json()["choices"][0]
     sampled = rig.engine.seen[0][1]
     assert (choice["token_ids"], choice["finish_reason"]) == (sampled, "length")
-    assert [(each["token_id"], each["logprob"]) for each in choice["logprobs"]["content"]] == [
+    assert [(token["token_id"], token["logprob"]) for token in choice["logprobs"]["content"]] == [
         (token_id, -0.5) for token_id in sampled
     ]
     assert list(group.prompt_token_ids) == [5, 6]

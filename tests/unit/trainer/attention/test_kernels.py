@@ -80,8 +80,8 @@ def outputs_and_gradients(output, inputs):
 
 def assert_equals_dense_mask(plan, layout, heads):
     inputs = random_inputs(layout, heads)
-    found = outputs_and_gradients(attend(plan, inputs), inputs)
-    for left, right in zip(found, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
+    computed = outputs_and_gradients(attend(plan, inputs), inputs)
+    for left, right in zip(computed, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 
 
@@ -111,8 +111,8 @@ def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(plan, groups, prefix
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
-    found = outputs_and_gradients(attend(plan, inputs), inputs)
-    for ours, reference, truth in zip(found, dense, exact, strict=True):
+    computed = outputs_and_gradients(attend(plan, inputs), inputs)
+    for ours, reference, truth in zip(computed, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
 
 
@@ -151,8 +151,8 @@ def test_flex_equals_the_dense_mask_over_several_blocks(groups, prefix_length):
 @torch.no_grad()
 def assert_flex_equals_dense_mask(layout, heads):
     inputs = random_inputs(layout, heads, size=16)
-    found = attend(plan_flex(layout), inputs)
-    torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
+    computed = attend(plan_flex(layout), inputs)
+    torch.testing.assert_close(computed, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
 
 
 def test_flex_skips_blocks_in_which_nothing_is_visible():

@@ -6,7 +6,7 @@ from tests.architectures import VARIANTS, Row, measure
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {f"{model_type}, {what}": (model_type, options) for model_type, what, options in VARIANTS}
+OPTIONS = {f"{model_type}, {variant}": (model_type, options) for model_type, variant, options in VARIANTS}
 EXPECTED = {
     "llama": "packed",
     "afmoe": "packed",  # views the output of its attention
@@ -31,5 +31,5 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_trainer_is_right_about(name):
     model_type, options = OPTIONS.get(name, (name.removesuffix(", long sequences"), {}))
-    found = measure(Row(name, model_type, name.endswith("long sequences"), options))
-    assert found["outcome"] == EXPECTED[name], found
+    result = measure(Row(name, model_type, name.endswith("long sequences"), options))
+    assert result["outcome"] == EXPECTED[name], result
