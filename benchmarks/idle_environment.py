@@ -56,7 +56,8 @@ def main(num_prompts: int, num_iterations: int) -> None:
         model = copy_without_end(quickstart_model(), folder / "model")
         iterations = {name: measure(model, *limits, num_prompts, num_iterations) for name, limits in settings.items()}
     medians = {
-        name: statistics.median(iteration["tokens_per_s"] for iteration in its) for name, its in iterations.items()
+        name: statistics.median(iteration["tokens_per_s"] for iteration in records)
+        for name, records in iterations.items()
     }
     save(
         "idle_environment",

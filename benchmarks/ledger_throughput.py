@@ -94,8 +94,8 @@ async def in_window(work: Iterator[Awaitable[Any]]) -> None:
     """Await all of it, WINDOW at a time."""
 
     async def lane() -> None:
-        for one in work:
-            await one
+        for call in work:
+            await call
 
     await asyncio.gather(*(lane() for _ in range(WINDOW)))
 

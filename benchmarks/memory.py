@@ -44,7 +44,7 @@ def children_of(root: int) -> dict[int, int]:
     descendants, todo = {root: root}, [root]
     while todo:
         parent = todo.pop()
-        for child in [process for process, its in parents.items() if its == parent]:
+        for child in [process for process, process_parent in parents.items() if process_parent == parent]:
             descendants[child] = parent
             todo.append(child)
     return descendants

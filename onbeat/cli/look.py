@@ -83,7 +83,7 @@ def events(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = F
     """List the events of a job, oldest first."""
     events = broker.ask(lambda client: client.jobs.events(job_id))[-last:]
     columns = ["time", "kind", "message"]
-    print_records(events, as_json, columns, lambda one: (when(one.time)[5:], one.kind, one.message))
+    print_records(events, as_json, columns, lambda event: (when(event.time)[5:], event.kind, event.message))
 
 
 def audit(

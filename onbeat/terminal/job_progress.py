@@ -71,7 +71,7 @@ class JobProgress:
     def current(self) -> IterationRecord | None:
         """The oldest iteration that is being generated, or else trained: several may be open at once."""
         records = [record for record in self.iterations.values() if record.state != IterationState.COMMITTED]
-        return min(records, key=lambda one: (one.state != IterationState.OPEN, one.iteration), default=None)
+        return min(records, key=lambda record: (record.state != IterationState.OPEN, record.iteration), default=None)
 
     @property
     def scored(self) -> list[EvaluationRecord]:

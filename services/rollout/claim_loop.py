@@ -145,8 +145,8 @@ class ClaimLoop:
         while True:
             await asyncio.sleep(job.settings.lease_s / 3)
             entry_ids = list(self.flights)
-            mine = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
-            lost = set(entry_ids) - set(mine)
+            renewed = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
+            lost = set(entry_ids) - set(renewed)
             for flight in self.flights.values():
                 is_newly_lost = flight.claim.entry_id in lost and not flight.is_lost
                 if is_newly_lost and flight.stage is not Stage.SUBMITTING:  # cancelled again, it would not clean up

@@ -156,9 +156,9 @@ async def test_submission_that_differs_from_its_lease_is_refused(ledger: Ledger,
     """Another group, iteration, version, worker or entry: whatever is wrong, the two groups stay to be had."""
     rng = random.Random(seed)
     job_id, _ = await world.open_job()
-    mine, other = await world.claim_all(job_id)
+    claim, other = await world.claim_all(job_id)
     for _ in range(10):
-        entry_id, group = mine.entry_id, make_group(mine.task)
+        entry_id, group = claim.entry_id, make_group(claim.task)
         wrong = rng.sample(["id", "iteration", "version", "worker", "entry"], rng.randint(1, 5))
         if "id" in wrong:
             group.group_id = rng.choice(["", "nobody", "0-9", "x" * 10_000, "\0", "0-0 "])

@@ -172,13 +172,13 @@ def group_ids(iteration: int) -> tuple[str, ...]:
 def make_group(worker: str, group_id: str, version: int) -> RolloutGroup:
     span = VersionSpan(policy_version=version, start=0, end=1)
     rewards = [0.0, float(does_count(group_id))]
-    one = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
+    response = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
     return RolloutGroup(
         group_id=group_id,
         iteration=int(group_id.split("-")[0]),
         policy_version=version,
         prompt_token_ids=[1],
-        responses=[Response(reward=reward, **one) for reward in rewards],
+        responses=[Response(reward=reward, **response) for reward in rewards],
         worker_id=worker,
     )
 

@@ -83,8 +83,8 @@ class RolloutSide(LedgerPart):
         if not entry_ids:
             return []
         job = JobKeys(job_id)
-        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
-        return [entry.decode() for entry in mine]
+        renewed = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
+        return [entry.decode() for entry in renewed]
 
     async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
         """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises."""

@@ -114,7 +114,7 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
     if is_job:
         complaints = explain_errors(error.errors(), error.body)
     else:
-        complaints = [complaint for one in error.errors()[:MAX_EXPLAINED] for complaint in explain_other(one)]
+        complaints = [complaint for details in error.errors()[:MAX_EXPLAINED] for complaint in explain_other(details)]
     if is_job and isinstance(error.body, dict):
         wrong = [field for field, _ in complaints]
         misspelt = [

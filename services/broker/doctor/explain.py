@@ -194,9 +194,9 @@ def explain_trainer(s: Situation) -> Finding:
         has_left = (record := s.trainers.get(s.owner)) is not None and record.is_alive(s.now)
         gone = "has left the job" if has_left else "stopped, died or lost its connection"
         sentence = f"{s.owner} {gone}: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
-        none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
+        no_trainer = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
         after = f"the first one that is free takes over: {busy}"
-        sentence += f"{idle[0]} takes over" if idle else after if busy else none
+        sentence += f"{idle[0]} takes over" if idle else after if busy else no_trainer
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
         return s.find(sentence, who=s.owner, is_problem=not (has_left and busy), **about)
     doing = s.fields.get("doing") or "its activity is not reported"

@@ -283,10 +283,10 @@ def best_of(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     return max(evaluations, key=lambda record: -math.inf if record.reward_mean is None else record.reward_mean)
 
 
-def is_below(one: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
+def is_below(record: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
     """Return whether a held-out reward is lower than the best one by more than chance explains. The standard error is
     that of independent prompts, not of independent responses: responses to one prompt are alike."""
-    if one.reward_mean is None or best.reward_mean is None:
+    if record.reward_mean is None or best.reward_mean is None:
         return False
-    spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
-    return best.reward_mean - one.reward_mean > SIGMAS * spread
+    spread = math.hypot(record.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
+    return best.reward_mean - record.reward_mean > SIGMAS * spread

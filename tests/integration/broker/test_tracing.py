@@ -177,8 +177,8 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
         generated = [] if failed else ["generate", "score"]
         assert [child.name for child in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
         assert children[0].start == group.start
-        for one, following in pairwise(children):
-            assert one.end == pytest.approx(following.start, abs=1e-5)
+        for child, following in pairwise(children):
+            assert child.end == pytest.approx(following.start, abs=1e-5)
         batch = children[-1]
         assert (batch.start, batch.end) == pytest.approx((told + batch_start, told + batch_end), abs=1e-3)
         assert (batch.service, batch.instance) == ("onbeat-trainer", "trainer-a")
@@ -197,10 +197,10 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
     assert (steps["publish"].start, steps["publish"].end) == pytest.approx((told + 0.1, told + 0.13), abs=1e-3)
     published = (sha256_hex(f"{job_id}/0", 32), sha256_hex(f"{job_id}/0/publish", 16))
     for kind, (start, end) in {"pull": (0.04, 0.03), "load": (0.02, 0.0)}.items():
-        (one,) = [candidate for candidate in trace if candidate.name == kind]
-        assert moments["before"] - 1e-3 <= one.start + start <= moments["ready"] + 1e-3
-        assert one.end - one.start == pytest.approx(start - end, abs=1e-3)
-        assert (one.instance, one.parent_id, one.links) == ("w1", root.id, (published,))
+        (weight_span,) = [candidate for candidate in trace if candidate.name == kind]
+        assert moments["before"] - 1e-3 <= weight_span.start + start <= moments["ready"] + 1e-3
+        assert weight_span.end - weight_span.start == pytest.approx(start - end, abs=1e-3)
+        assert (weight_span.instance, weight_span.parent_id, weight_span.links) == ("w1", root.id, (published,))
     assert all(root.start <= part.start <= part.end <= root.end for part in trace)
     assert len(trace) == 1 + (1 + 5) * 2 + (1 + 3) + 3 + 2
     assert not [part for part in trace if "prompt of" in repr(part) or "response 0" in repr(part)]  # texts stay here

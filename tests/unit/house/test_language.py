@@ -26,7 +26,7 @@ NO_VERBS = {
 NO_NOUNS = {*CLAUSES, "By", "From", "Until", "When", "Where", "Why"}
 NO_SITUATIONS = {*CLAUSES, *PREPOSITIONS, "As", "Raises", "Returns", "Yields"}
 BANNED = {"whoever", "nobody", "somebody"}
-PRONOUNS = {"each", "found", "of", "own", "what"}
+PRONOUNS = {"each", "found", "it", "its", "mine", "of", "own", "them", "these", "those", "what", "which"}
 MARKS = {".js": "//", ".lua": "--", ".yaml": "#", ".yml": "#"}
 MAX_TEST_NAME = 60  # characters
 

@@ -19,8 +19,8 @@ FLAGS = {
 
 def processor(tmp_path, flags, **environment):
     file = tmp_path / "cpuinfo"
-    one = f"processor : 0\nmodel name : A Processor\nflags : fpu {flags}\n"
-    file.write_text(f"{one}\n{one.replace('A Processor', 'Another')}")
+    core = f"processor : 0\nmodel name : A Processor\nflags : fpu {flags}\n"
+    file.write_text(f"{core}\n{core.replace('A Processor', 'Another')}")
     return read_processor(environment, file)
 
 

@@ -45,12 +45,12 @@ def test_a_sum_out_of_bounds_is_refused() -> None:
 
 
 def test_both_forms_are_read_and_written_as_they_came() -> None:
-    one, several = job({"name": "exact"}), job(SEVERAL)
-    assert [(reward.name, reward.part) for reward in one.rewards] == [("exact", None)]
+    single, several = job({"name": "exact"}), job(SEVERAL)
+    assert [(reward.name, reward.part) for reward in single.rewards] == [("exact", None)]
     assert [(reward.part, reward.weight) for reward in several.rewards] == [("exact", 0.9), ("form", 0.1)]
-    for config in (one, several):
+    for config in (single, several):
         assert JobConfig.model_validate_json(config.model_dump_json()) == config
-    assert isinstance(one.model_dump()["reward"], dict)
+    assert isinstance(single.model_dump()["reward"], dict)
 
 
 @pytest.mark.parametrize(

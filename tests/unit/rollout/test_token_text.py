@@ -90,8 +90,8 @@ def byte_ids(smollm2):
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_lengths_of_any_tokens_are_known_and_add_up(smollm2, smollm2_text, byte_ids, data):
-    some = st.one_of(ordinary, st.sampled_from(byte_ids), st.sampled_from(SPECIAL))
-    token_ids = data.draw(st.lists(some, min_size=1, max_size=80))
+    token_id = st.one_of(ordinary, st.sampled_from(byte_ids), st.sampled_from(SPECIAL))
+    token_ids = data.draw(st.lists(token_id, min_size=1, max_size=80))
     text = decode(smollm2, token_ids)
     lengths = smollm2_text.lengths(token_ids, text)
     assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))

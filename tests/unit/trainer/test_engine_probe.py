@@ -104,8 +104,8 @@ def test_job_with_an_ordinary_engine_ends_well(sections, dtype, noise, tmp_path)
 
 
 def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
-    one = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
-    run(one, tmp_path)
+    one_iteration = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
+    run(one_iteration, tmp_path)
     with pytest.raises(JobFailed, match="off the trainer's in iteration 1,"):
         run({}, tmp_path, resume_from=1, keeps="layers.1.mlp")
 

@@ -177,7 +177,7 @@ def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monke
     for model, tensors, is_view in zip(models, held, (True, False), strict=True):
         is_same = {parameter.data_ptr() == tensors[name].data_ptr() for name, parameter in model.named_parameters()}
         assert is_same == {is_view}
-    files = [(tmp_path / which / "checkpoints" / "iteration-000003") for which in ("in place", "copied")]
+    files = [(tmp_path / folder / "checkpoints" / "iteration-000003") for folder in ("in place", "copied")]
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
 
 

@@ -195,7 +195,11 @@ def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of)
 def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
     everything, schedule = {0, 1, 2, 3}, {"num_iterations": 9, "stop_without_signal": 2}
     uniform = [everything, {0}, everything, everything, everything, everything]
-    groups = [group for iteration, which in enumerate(uniform) for group in mixed_iteration(iteration, which)]
+    groups = [
+        group
+        for iteration, uniform_groups in enumerate(uniform)
+        for group in mixed_iteration(iteration, uniform_groups)
+    ]
     config = job_config(schedule=schedule, checkpoint={"every_iterations": 3})
     job = RecordedJob(config, groups, arrivals=4)
     with pytest.raises(JobFailed, match=r"stopped after 4 iterations, the last 2 without signal.* 0\.1 on average"):
