@@ -44,9 +44,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the rows measured so far are kept
     pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=prepare_process)
     try:
-        for row, found in zip(rows, pool.map(measure, rows), strict=True):
-            known[row.name] = found
-            print(f"{row.name:40} {json.dumps(found)}", flush=True)
+        for row, result in zip(rows, pool.map(measure, rows), strict=True):
+            known[row.name] = result
+            print(f"{row.name:40} {json.dumps(result)}", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
         if is_kept:

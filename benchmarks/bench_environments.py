@@ -76,8 +76,8 @@ class EveryAnswerCalls:
         schemas = [tool.schema() for tool in tools.values()]
         for _ in range(self._num_turns - 1):
             messages.append(without_id(await policy.chat(messages, schemas)))
-            found = await tools["look"].call({"text": messages[-1]["content"]})
-            messages.append({"role": "tool", "name": "look", "content": found})
+            answer = await tools["look"].call({"text": messages[-1]["content"]})
+            messages.append({"role": "tool", "name": "look", "content": answer})
         await policy.chat(messages, schemas)
         return Outcome(lookup.get_reward())
 

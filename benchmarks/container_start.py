@@ -153,10 +153,10 @@ def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, f
 
 def events_since(client: Client, job_id: str, after: str) -> list[Event]:
     """Return the events of all pages."""
-    found: list[Event] = []
-    while page := client.jobs.events(job_id, after=found[-1].id if found else after):
-        found += page
-    return found
+    events: list[Event] = []
+    while page := client.jobs.events(job_id, after=events[-1].id if events else after):
+        events += page
+    return events
 
 
 def engine_times(container: str) -> tuple[float, float]:
@@ -183,7 +183,7 @@ def measure_start(client: Client, job_id: str, container: str, started_at: float
         "import_s": import_s,
         "build_s": build_s,
         "engine_start_s": import_s + build_s,
-        "engine_wait_s": float(serving.data["load_s"]),  # its first version, with which the engine starts
+        "engine_wait_s": float(serving.data["load_s"]),  # the first version, with which the engine starts
         "serving_s": serving.time - started_at,
         "generating_s": generating_at - started_at,
     }

@@ -32,7 +32,7 @@ NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
 NUM_LARGE_GROUPS = 1000
 NUM_EPOCH = 10  # iterations
 NUM_MICRO_BATCHES = 20
-NUM_METRICS = 20  # in addition to those that a record names
+NUM_METRICS = 20  # metrics in addition to those that a record names
 REPEATS = 20
 JOB = {
     "name": "bench",

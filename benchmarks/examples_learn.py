@@ -19,7 +19,7 @@ GOAL_S = 600.0
 
 def run(name: str) -> dict[str, Any]:
     report = run_job(f"examples/{name}.toml")
-    rewards = [each["reward_mean"] for each in report["iterations"]]
+    rewards = [iteration["reward_mean"] for iteration in report["iterations"]]
     first, last = statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:])
     job_s = report["totals"]["job_s"]
     return {
@@ -37,11 +37,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"default: {' '.join(EXAMPLES)}")
     parser.add_argument("--show", action="store_true", help="write no result")
     arguments = start(parser)
-    found = {name: run(name) for name in arguments.names or EXAMPLES}
+    results = {name: run(name) for name in arguments.names or EXAMPLES}
     if arguments.show:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
-        save("examples_learn", {"goal": f"the reward rises, in at most {GOAL_S:.0f} s", **found}, own_dtype())
+        save("examples_learn", {"goal": f"the reward rises, in at most {GOAL_S:.0f} s", **results}, own_dtype())
 
 
 if __name__ == "__main__":

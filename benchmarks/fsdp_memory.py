@@ -44,9 +44,9 @@ from tests.waiting import eventually
 
 NUM_ITERATIONS, NUM_GROUPS = 3, 2
 GOAL = 0.6
-DEADLINE_S = 900.0  # of a version, and of the last checkpoint: 14 GB for 1.0B parameters in full
+DEADLINE_S = 900.0  # limit for a version, and for the last checkpoint: 14 GB for 1.0B parameters in full
 LORA = {"lora": {"rank": 16}}
-NO_HISTORY = {"gac": {"mode": "off"}}  # by default the last gradient is kept, to compare the next one with
+NO_HISTORY = {"gac": {"mode": "off"}}  # the default keeps the last gradient, to compare the next one with
 WIDTH = {"hidden_size": 1536, "intermediate_size": 4096}
 BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # Llama 3.2 1B's shapes
 
@@ -59,7 +59,7 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     prompt_tokens: int = 16
-    num_responses: int = 4  # of a group
+    num_responses: int = 4  # responses of a group
     response_tokens: int = 12
 
 
@@ -103,13 +103,13 @@ def trainer(num_ranks: int, pool: str, folder: Path) -> Iterator[int]:
 
 def peaks(root: int) -> list[float]:
     """Return the most that each rank has had in memory until now, in GB."""
-    found = []
+    peaks_gb = []
     for pid in children_of(root):
         command = command_of(pid)
         if "services.trainer" in command and "torch.distributed.run" not in command:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            found += [int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM")]
-    return [round(peak, 2) for peak in found]
+            peaks_gb += [int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM")]
+    return [round(peak, 2) for peak in peaks_gb]
 
 
 async def train(num_ranks: int, case: Case, config: JobConfig, folder: Path) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     for num_ranks in (1, 2):
         pool = f"bench-{random.randrange(1 << 40):x}"
         with temporary_folder() as data_dir, redis_server("--save", ""):
-            found = asyncio.run(train(num_ranks, case, config.model_copy(update={"pool": pool}), data_dir))
-        results["one_process" if num_ranks == 1 else "two_ranks"] = found
+            result = asyncio.run(train(num_ranks, case, config.model_copy(update={"pool": pool}), data_dir))
+        results["one_process" if num_ranks == 1 else "two_ranks"] = result
     largest = max(results["two_ranks"]["trained_gb"])
     results["share"] = round(largest / results["one_process"]["trained_gb"][0], 3)
     return results
@@ -185,7 +185,7 @@ def main() -> None:
     file = RESULTS / "fsdp_memory.json"
     known = json.loads(file.read_text())["cases"] if file.is_file() else {}
     cases = known | {name: result}
-    cases = {each: cases[each] for each in CASES if each in cases}
+    cases = {case: cases[case] for case in CASES if case in cases}
     save("fsdp_memory", {"goal": f"share at most {GOAL}", "cases": cases})
 
 

@@ -35,7 +35,7 @@ STACKS = {
     "bfloat16": Case(BILLION, LORA, "bfloat16"),
     "float32": CASES["lora"],
 }
-LEAST_BYTES = 1_000_000_000  # below this the job is given up: others need the machine
+LEAST_BYTES = 1_000_000_000  # the job is given up when less is available: others need the machine
 SECTIONS = {
     "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 8},
     "objective": {"kl": {"coef": 0.05}},
@@ -58,17 +58,17 @@ def wait(stack: RunningStack, job_id: str) -> tuple[list[float], int]:
     meanwhile."""
     (trainer,) = [service.guard.pid for service in stack.services if service.spec.name == "trainer"]
     assert trainer is not None
-    found: list[float] = []
+    last_peaks: list[float] = []
     least_bytes = read_memory().available_bytes
     deadline = time.monotonic() + DEADLINE_S
     while not (job := stack.job(job_id)).state.is_final:
         assert time.monotonic() < deadline, f"the job takes longer than {DEADLINE_S:.0f} s"
         least_bytes = min(least_bytes, read_memory().available_bytes)
         assert least_bytes >= LEAST_BYTES, f"less than {LEAST_BYTES / 1e9:.0f} GB are left"
-        found = peaks(trainer) or found
+        last_peaks = peaks(trainer) or last_peaks
         time.sleep(POLL_S)
     assert job.state is JobState.SUCCEEDED, job.error
-    return peaks(trainer) or found, least_bytes
+    return peaks(trainer) or last_peaks, least_bytes
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "ranks_gb": ranks,
         "peak_by_service_mb": {name: peak_of(sampler.samples, name) for name in services},
         "available_gb": {"before": round(before_bytes / 1e9, 1), "least": round(least_bytes / 1e9, 1)},
-        "iteration_s": [round(each.wall_s or 0.0, 1) for each in iterations],
+        "iteration_s": [round(iteration.wall_s or 0.0, 1) for iteration in iterations],
         "wall_s": round(time.monotonic() - started),
     }
 

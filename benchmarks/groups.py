@@ -25,21 +25,21 @@ def make_group(prompt_length: int, response_length: int, group_size: int) -> Rol
 
 def separate_paths(group: RolloutGroup) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Return each path that nothing continues, and the spans of its sampled tokens that no path before it has."""
-    found: list[tuple[list[int], list[tuple[int, int]]]] = []
+    paths_with_spans: list[tuple[list[int], list[tuple[int, int]]]] = []
     for response in group.responses:
         paths: list[list[int]] = []
         spans: list[list[tuple[int, int]]] = []  # sampled by the turn, and by those before it that it extends
         turns = response.turns or [Turn()]
         for turn, (before, sampled) in zip(turns, turn_paths(response, list(group.prompt_token_ids)), strict=True):
-            own = [(len(before), len(before) + len(sampled))]
+            turn_spans = [(len(before), len(before) + len(sampled))]
             is_extended = turn.HasField("parent") and turn.num_shared == len(paths[turn.parent])
             if is_extended:
-                own = spans[turn.parent] + own
+                turn_spans = spans[turn.parent] + turn_spans
                 spans[turn.parent] = []
             paths.append(before + sampled)
-            spans.append(own)
-        found += [(path, own) for path, own in zip(paths, spans, strict=True) if own]
-    return found
+            spans.append(turn_spans)
+        paths_with_spans += [(path, span) for path, span in zip(paths, spans, strict=True) if span]
+    return paths_with_spans
 
 
 def packed(model, *groups: RolloutGroup) -> None:

@@ -32,7 +32,7 @@ QUIET_LOAD = 0.5  # processes that want a core, on average over the last minute
 RESULTS = ROOT / "benchmarks" / "results"
 INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # lists and objects without others in them
 STOP_S = (
-    15.0  # for `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
+    15.0  # time of `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
 )
 MAX_LINE = 110  # characters
 
@@ -165,6 +165,6 @@ def save(name: str, result: dict[str, Any], dtype: str = "bfloat16") -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "took_s": round(time.monotonic() - STARTED)}
     result = head | {"machine": machine()} | result
-    text = INNERMOST.sub(lambda found: on_one_line(found[0]), json.dumps(result, indent=2))
+    text = INNERMOST.sub(lambda match: on_one_line(match[0]), json.dumps(result, indent=2))
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

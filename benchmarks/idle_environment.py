@@ -41,10 +41,10 @@ def measure(model: Path, idle_s: float, num_processes: int, num_prompts: int, nu
         assert iteration["response_tokens"] == expected, f"{iteration['response_tokens']} tokens, not {expected}"
     return [
         {
-            "tokens_per_s": each["response_tokens"] / each["generate_s"],
-            "cached_frac": each["metrics"]["episode/cached_frac"],
+            "tokens_per_s": iteration["response_tokens"] / iteration["generate_s"],
+            "cached_frac": iteration["metrics"]["episode/cached_frac"],
         }
-        for each in report["iterations"][WARMUP:]
+        for iteration in report["iterations"][WARMUP:]
     ]
 
 
@@ -54,15 +54,18 @@ def main(num_prompts: int, num_iterations: int) -> None:
     with temporary_folder() as folder:
         install(folder / "site")
         model = copy_without_end(quickstart_model(), folder / "model")
-        found = {name: measure(model, *limits, num_prompts, num_iterations) for name, limits in settings.items()}
-    medians = {name: statistics.median(each["tokens_per_s"] for each in its) for name, its in found.items()}
+        iterations = {name: measure(model, *limits, num_prompts, num_iterations) for name, limits in settings.items()}
+    medians = {
+        name: statistics.median(iteration["tokens_per_s"] for iteration in records)
+        for name, records in iterations.items()
+    }
     save(
         "idle_environment",
         {
             "tokens_per_s": medians,
             "throughput_lost": {name: 1 - rate / medians["at_once"] for name, rate in medians.items()},
             "goal_of_idle": GOAL,
-            "iterations": found,
+            "iterations": iterations,
             "idle_s_per_turn": IDLE_S,
             "num_turns": NUM_TURNS,
             "tokens_per_turn": NUM_TOKENS,

@@ -18,7 +18,7 @@ from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, Passes, register_attention, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
 
-SHAPE = 38, 16, 8  # of each group: tokens of the prompt and of each response, responses
+SHAPE = 38, 16, 8  # a group's tokens of the prompt and of each response, and its responses
 NUM_GROUPS, GROUPS_IN_ROW = 8, (1, 2, 4, 8)
 REPETITIONS, NUM_THREADS = 5, 2
 
@@ -68,9 +68,9 @@ def main() -> None:
     rows = {num_groups: rows_of(num_groups) for num_groups in GROUPS_IN_ROW}
     taken: dict[tuple[str, int], list[float]] = {}
     for _ in range(REPETITIONS + 1):
-        for num_groups, own in rows.items():
+        for num_groups, batch in rows.items():
             for name, model in models.items():
-                taken.setdefault((name, num_groups), []).append(seconds(run, model, optimizers[name], own))
+                taken.setdefault((name, num_groups), []).append(seconds(run, model, optimizers[name], batch))
     longest = rows[NUM_GROUPS][0]
     num_tokens = len(longest.token_ids)
     save(

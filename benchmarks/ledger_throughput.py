@@ -35,7 +35,7 @@ NUM_RESPONSES = 8
 WINDOW = 64  # submissions in flight at a time
 SIZES = {256: 4000, 2048: 1000}  # tokens of a response -> groups
 REPEATS = 3
-AUDIT_CALL = "  record('accepted'"  # of submit_group.lua
+AUDIT_CALL = "  record('accepted'"  # a line of submit_group.lua
 
 
 @contextmanager
@@ -94,8 +94,8 @@ async def in_window(work: Iterator[Awaitable[Any]]) -> None:
     """Await all of it, WINDOW at a time."""
 
     async def lane() -> None:
-        for one in work:
-            await one
+        for call in work:
+            await call
 
     await asyncio.gather(*(lane() for _ in range(WINDOW)))
 

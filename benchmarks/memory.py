@@ -41,13 +41,13 @@ def children_of(root: int) -> dict[int, int]:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has just ended
             continue
-    found, todo = {root: root}, [root]
+    descendants, todo = {root: root}, [root]
     while todo:
         parent = todo.pop()
-        for child in [each for each, its in parents.items() if its == parent]:
-            found[child] = parent
+        for child in [process for process, process_parent in parents.items() if process_parent == parent]:
+            descendants[child] = parent
             todo.append(child)
-    return found
+    return descendants
 
 
 def command_of(pid: int) -> str:
@@ -107,7 +107,7 @@ class Sampler(threading.Thread):
 
 def peak_of(sizes: list[dict[str, int]], *services: str) -> int:
     """Return the most that these services take together at one moment."""
-    return max(sum(each.get(name, 0) for name in services) for each in sizes)
+    return max(sum(sample.get(name, 0) for name in services) for sample in sizes)
 
 
 def run(*overrides: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def run(*overrides: str) -> dict[str, Any]:
             after = measure(root)
             stop_in_background(folder)
     peak = max(sampler.samples, key=lambda sample: sum(sample.values()))
-    services = sorted({service for each in sampler.samples for service in each})
+    services = sorted({service for sizes in sampler.samples for service in sizes})
     iterations = json.loads(report.stdout)["iterations"][WARMUP:]
     return {
         "peak": sum(peak.values()),
@@ -142,9 +142,9 @@ def run(*overrides: str) -> dict[str, Any]:
         "peak_by_service": {name: peak_of(sampler.samples, name) for name in services},
         "peak_of_rollout_with_engine": peak_of(sampler.samples, "rollout", "engine core"),
         "after_the_job": after,
-        "wall_s": round(statistics.median(each["wall_s"] for each in iterations), 2),
-        "train_s": round(statistics.median(each["train_s"] for each in iterations), 2),
-        "rewards": [each["reward_mean"] for each in json.loads(report.stdout)["iterations"]],
+        "wall_s": round(statistics.median(iteration["wall_s"] for iteration in iterations), 2),
+        "train_s": round(statistics.median(iteration["train_s"] for iteration in iterations), 2),
+        "rewards": [iteration["reward_mean"] for iteration in json.loads(report.stdout)["iterations"]],
     }
 
 
@@ -174,9 +174,9 @@ def main() -> None:
     if dtype := start(parser).dtype:
         print(json.dumps({dtype: measure_both(dtype)}, indent=2))
         return
-    own = own_dtype()
-    dtypes = sorted({"float32", own})  # a pass of the other would take minutes
-    save("memory", {"unit": "MB"} | {each: measure_both(each) for each in dtypes}, own)
+    native = own_dtype()
+    dtypes = sorted({"float32", native})  # a pass of the other would take minutes
+    save("memory", {"unit": "MB"} | {dtype_name: measure_both(dtype_name) for dtype_name in dtypes}, native)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SPARE_BYTES = 5_000_000_000
 # The engine core can only be distinguished from its rollout once it has imported vLLM. A page of the weights that both
 # have mapped counts half for each.
 SIDES = {"trainer": ["trainer"], "rollout": ["rollout", "engine core"]}
-PROMPT_TOKENS = 45  # of the quick start's prompts
+PROMPT_TOKENS = 45  # tokens of the quick start's prompts
 SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 LARGE = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14}
 # Groups as in the quick start, so that rows are as long.
@@ -66,16 +66,16 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     with scarce_memory(needed):
         measured = run(*overrides)
     whole = {process: round(sum(parts.values()) / 1e6) for process, parts in planned.items()}
-    expected = {each: sum(whole[name] for name in of) for each, of in SIDES.items()}
+    expected = {side: sum(whole[part] for part in side_parts) for side, side_parts in SIDES.items()}
     by_service = measured["peak_by_service"]
-    found = {"trainer": by_service["trainer"], "rollout": measured["peak_of_rollout_with_engine"]}
+    peaks = {"trainer": by_service["trainer"], "rollout": measured["peak_of_rollout_with_engine"]}
     return {
-        "overrides": [each for each in overrides if not each.startswith("model.path")],
+        "overrides": [override for override in overrides if not override.startswith("model.path")],
         "planned": expected,
-        "measured": found,
-        "ratio": {side: round(expected[side] / found[side], 3) for side in SIDES},
+        "measured": peaks,
+        "ratio": {side: round(expected[side] / peaks[side], 3) for side in SIDES},
         "parts": planned,
-        "measured_apart": {name: by_service[name] for name in SIDES["rollout"]},  # each at its own moment
+        "measured_apart": {name: by_service[name] for name in SIDES["rollout"]},  # peaks at different moments
     }
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     with temporary_folder() as folder:
         for name in names or CASES:
             known[name] = compare(name, folder)
-            save_cases({each: known[each] for each in CASES if each in known})
+            save_cases({case: known[case] for case in CASES if case in known})
 
 
 def save_cases(cases: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from onbeat.machine.malloc import KEEP_FREED
 from services.trainer.batch import pack
 from services.trainer.model.model import DTYPES, load_model, response_logprobs
 
-SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 38, 16, 8  # of each group
+SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 38, 16, 8  # shape of each group
 SQUARE = 2048
 REPETITIONS = 7
 NUM_THREADS = 2

@@ -30,9 +30,9 @@ def main() -> None:
     for _ in range(NUM_ROUNDS):
         for mode, iterations in runs.items():
             iterations += iterations_of(mode)
-    sync, periodic = (medians(its, "wall_s", "generate_s", "first_group_s") for its in runs.values())
+    sync, periodic = (medians(iterations, "wall_s", "generate_s", "first_group_s") for iterations in runs.values())
     generate_s, first_s = sync["generate_s"], sync["first_group_s"]
-    micro_s = statistics.median(each["metrics"]["train/micro_batches_s"] for each in runs["sync"])
+    micro_s = statistics.median(iteration["metrics"]["train/micro_batches_s"] for iteration in runs["sync"])
     barrier_s, last_s = sync["wall_s"] - generate_s - micro_s, micro_s / runs["sync"][0]["num_groups"]
     bound_s = max(generate_s + last_s, micro_s + first_s) + barrier_s
     ratio, bound = sync["wall_s"] / periodic["wall_s"], sync["wall_s"] / bound_s
@@ -50,8 +50,8 @@ def main() -> None:
                 "first_group": first_s,
                 "last_group": last_s,
             },
-            "medians": {mode: medians(its, *names) for mode, its in runs.items()},
-            "num_iterations": {mode: len(its) for mode, its in runs.items()},
+            "medians": {mode: medians(iterations, *names) for mode, iterations in runs.items()},
+            "num_iterations": {mode: len(iterations) for mode, iterations in runs.items()},
             "cores": {"rollout": [0], "trainer": [1]},
         },
     )

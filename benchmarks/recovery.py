@@ -36,7 +36,7 @@ POOL = "default"
 DEADLINE_S = 60.0
 POLL_S = 0.02
 SECTIONS = {
-    "rollout": SMALL | {"max_group_attempts": 100},  # each death of its holder counts as an attempt
+    "rollout": SMALL | {"max_group_attempts": 100},  # an attempt is counted at each death of its holder
     "schedule": {"num_iterations": 4},
     "checkpoint": {"every_iterations": 1},
 }
@@ -48,8 +48,8 @@ class Case:
 
     target: str
     action: str  # kill | pause
-    point: str  # of tests/chaos/die_at.py; the second call of it
-    marks: tuple[str, ...]  # of MARKS
+    point: str  # a point of tests/chaos/die_at.py; the second call of it
+    marks: tuple[str, ...]  # some of MARKS
     has_standby: bool = False  # a second trainer and a second rollout run
 
     @property
@@ -164,7 +164,7 @@ def answers(chaos: ChaosStack) -> bool:
 
 # ---- the job's log -------------------------------------------------------------------------------------------------
 
-Words = list[str]  # of a line of the audit log
+Words = list[str]  # words of a line of the audit log
 
 
 def audit_log(chaos: ChaosStack, job_id: str) -> list[tuple[float, Words]]:
@@ -200,7 +200,7 @@ def held_by(chaos: ChaosStack, job_id: str, worker: str) -> set[str]:
     async def read() -> set[str]:
         redis, prompts = connect(chaos.stack.redis_url), JobKeys(job_id).prompts
         pending = await redis.xpending_range(prompts, ROLLOUT_GROUP, "-", "+", 100, consumername=worker)
-        entries = [await redis.xrange(prompts, each["message_id"], each["message_id"]) for each in pending]
+        entries = [await redis.xrange(prompts, entry["message_id"], entry["message_id"]) for entry in pending]
         await redis.aclose()
         return {fields[b"group_id"].decode() for ((_, fields),) in entries}
 

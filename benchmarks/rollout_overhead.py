@@ -30,7 +30,7 @@ def through_the_service() -> list[float]:
         "optimizer.learning_rate=1e-12",
         options=("--rollout-cores", str(CORE), "--trainer-cores", "1"),
     )
-    return [it["response_tokens"] / it["generate_s"] for it in report["iterations"][WARMUP:]]
+    return [iteration["response_tokens"] / iteration["generate_s"] for iteration in report["iterations"][WARMUP:]]
 
 
 def plain_vllm(model: str, output: Path) -> None:

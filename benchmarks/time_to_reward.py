@@ -35,8 +35,8 @@ def lowest_window(rewards: list[float], first: int) -> float:
 def run_onbeat(seed: int) -> dict[str, Any]:
     started = time.time()
     report = run_job(QUICKSTART, f"seed={seed}")
-    rewards = [each["reward_mean"] for each in report["iterations"]]
-    ends = [each["committed_at"] - started for each in report["iterations"]]
+    rewards = [iteration["reward_mean"] for iteration in report["iterations"]]
+    ends = [iteration["committed_at"] - started for iteration in report["iterations"]]
     first = first_window(rewards)
     return {
         "seed": seed,

@@ -30,9 +30,9 @@ from services.trainer.model.model import PACKED_ATTENTION, Passes, register_atte
 
 GOAL = 0.9  # share of the counted ratio
 GROUP, PROMPT = 8, 96  # episodes, tokens
-NUM_LAYERS = 4  # of the 30 of SmolLM2-135M, whose widths the model has
+NUM_LAYERS = 4  # layers, of the 30 of SmolLM2-135M, whose widths the model has
 OBSERVED, SAMPLED, LEFT_OUT = (16, 64), (16, 48), 0.6  # tokens of a turn, from and to; share of sampled ones
-TURNS = ((3, 5), (6, 8))  # from and to
+TURNS = ((3, 5), (6, 8))  # tokens of the first and second part of a turn
 REPETITIONS, VOCABULARY = 3, 49152
 NOTE = "seconds of the processor, medians; other programs used the machine at the same time"
 
@@ -46,7 +46,7 @@ def make_conversations(num_turns: tuple[int, int], has_forks: bool) -> RolloutGr
     responses = []
     for _ in range(GROUP):
         turns: list[Turn] = []
-        length = PROMPT  # of the history, with all that the engine was sent
+        length = PROMPT  # tokens of the history, with all that the engine was sent
         for index in range(rng.randint(*num_turns)):
             observed, sampled = rng.randint(*OBSERVED) * (index > 0), rng.randint(*SAMPLED)
             kept = []
@@ -73,9 +73,9 @@ def by_paths(model, group: RolloutGroup) -> None:
     for path, spans in separate_paths(group):
         tokens = torch.tensor(path)
         hidden = model.get_decoder()(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
-        own = torch.cat([hidden[start - 1 : end - 1] for start, end in spans])
+        places = torch.cat([hidden[start - 1 : end - 1] for start, end in spans])
         targets = torch.cat([tokens[start:end] for start, end in spans])
-        TargetLogprobs.apply(own, weight, targets, 1.0)[0].sum().backward()
+        TargetLogprobs.apply(places, weight, targets, 1.0)[0].sum().backward()
 
 
 def seconds(run, model, group: RolloutGroup) -> float:
@@ -89,7 +89,9 @@ def seconds(run, model, group: RolloutGroup) -> float:
 def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
     group = make_conversations(num_turns, has_forks)
     paths = separate_paths(group)
-    assert sum(end - start for _, own in paths for start, end in own) == sum(len(r.token_ids) for r in group.responses)
+    assert sum(end - start for _, span_list in paths for start, end in span_list) == sum(
+        len(r.token_ids) for r in group.responses
+    )
     places, separate = num_places(group), sum(len(path) - 1 for path, _ in paths)
     rounds = alternate(
         lambda: seconds(packed, models["packed"], group), lambda: seconds(by_paths, models["plain"], group), REPETITIONS

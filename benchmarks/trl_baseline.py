@@ -30,8 +30,8 @@ QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
 def last_number_reward(completions, answer, **kwargs):
     """Return 1 if the last number of the text is the answer, as the quick start scores it."""
-    found = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-    return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
+    answers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+    return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(answers, answer, strict=True)]
 
 
 def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], 
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
     return {
-        "first_step_at": times[0],  # on Linux, the clock of all processes
+        "first_step_at": times[0],  # the clock that all processes share on Linux
         "step_s": [end - start for start, end in itertools.pairwise(times)],
         "mean_response_tokens": [entry["completions/mean_length"] for entry in logged],
         "rewards": [entry["reward"] for entry in logged],

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench_environments import Lookup
 from trl_baseline import dtype_settings, train
 
-MAX_OBSERVED_TOKENS = 64  # between two answers
+MAX_OBSERVED_TOKENS = 64  # tokens between two answers
 
 
 def main(
@@ -47,8 +47,8 @@ def main(
         "num_generations": group_size,
         "max_steps": num_steps,
         "max_tool_calling_iterations": num_turns - 1,
-        "max_completion_length": num_turns * (max_tokens + MAX_OBSERVED_TOKENS),  # of a whole episode
-        "generation_kwargs": {"min_new_tokens": max_tokens, "max_new_tokens": max_tokens},  # of an answer
+        "max_completion_length": num_turns * (max_tokens + MAX_OBSERVED_TOKENS),  # tokens of a whole episode
+        "generation_kwargs": {"min_new_tokens": max_tokens, "max_new_tokens": max_tokens},  # tokens of an answer
     }
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     rows = [{"prompt": line["prompt"]} for line in lines][: num_prompts * num_steps]

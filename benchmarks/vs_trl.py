@@ -18,7 +18,7 @@ from typing import Any
 from harness import ROOT, command_line, medians, own_dtype, quickstart_model, run_job, save, start, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
-NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
+NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # a token of SmolLM2 that is in none of its texts
 
 
 def copy_without_end(source: Path, target: Path) -> Path:
@@ -44,7 +44,7 @@ def run_trl(
 def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the figures of the steps after warm-up: TRL's, and those of Onbeat's runs before and after it."""
     iterations = before["iterations"][WARMUP:] + after["iterations"][WARMUP:]
-    trl_steps, onbeat_steps = trl["step_s"][WARMUP:], [each["wall_s"] for each in iterations]
+    trl_steps, onbeat_steps = trl["step_s"][WARMUP:], [iteration["wall_s"] for iteration in iterations]
     trl_s, onbeat_s = statistics.median(trl_steps), statistics.median(onbeat_steps)
     return {
         "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
@@ -53,10 +53,12 @@ def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], 
         "medians_of_onbeat": medians(iterations, "generate_s", "train_s"),
         "mean_response_tokens": {
             "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
-            "onbeat": statistics.fmean(each["response_tokens"] / each["num_responses"] for each in iterations),
+            "onbeat": statistics.fmean(
+                iteration["response_tokens"] / iteration["num_responses"] for iteration in iterations
+            ),
         },
         "share_of_groups_without_gradient": statistics.fmean(
-            each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations
+            iteration["metrics"]["train/skipped_groups"] / iteration["num_groups"] for iteration in iterations
         ),
         "steps": {"trl": trl_steps, "onbeat": onbeat_steps},
         "warmup_steps": WARMUP,

@@ -72,7 +72,7 @@ async def measure_idle(ledger: Ledger, pid: int) -> dict[str, float]:
 
 async def run(num_jobs: int) -> dict[str, Any]:
     with temporary_folder() as folder, own_redis(folder) as redis_url:
-        async with connect(redis_url) as redis:  # its many connections end here
+        async with connect(redis_url) as redis:  # all connections end with the block
             job_ids = await create_jobs(Ledger(redis), num_jobs)
         redis = connect(redis_url)
         ledger = Ledger(redis)

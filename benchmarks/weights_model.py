@@ -31,7 +31,7 @@ BYTES_A_PARAMETER = 2
 MODELS = {"7B": 7e9, "235B": 235e9}  # parameters
 LINKS_GBIT = (10, 100)
 NUM_ROLLOUTS = (8, 64, 512)
-SHARES = (0.01, 0.04)  # of the weights that change
+SHARES = (0.01, 0.04)  # shares of the weights that change
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Measured:
     """The measured rates (bytes a second, of one core), shares and seconds."""
 
     send: float
-    pull: float  # from the trainer
+    pull: float  # seconds of a pull from the trainer
     checksum: float
     hash: float
-    apply: dict[float, float]  # by the share of the weights that change
+    apply: dict[float, float]  # seconds by the share of the weights that change
     encode: dict[float, float]
-    delta_share: dict[float, float]  # of the bytes
-    line_share: float  # of the line rate, for one puller's bytes
+    delta_share: dict[float, float]  # shares of the bytes
+    line_share: float  # share of the line rate, for one puller's bytes
     hop_s: float  # above the time of a message on the line
 
     @property

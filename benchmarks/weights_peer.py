@@ -161,10 +161,10 @@ def shapes() -> dict[str, tuple[int, ...]]:
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
     }
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for index in range(LAYERS):
-        found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return found | {"model.norm.weight": (HIDDEN,)}
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (HIDDEN,)}
 
 
 def random_weights(generator: "torch.Generator") -> dict[str, "torch.Tensor"]:
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--worker-id", default="puller")
     options = parser.parse_args()
 
-    async def run() -> None:  # what it makes belongs to a running loop
+    async def run() -> None:  # servers and channels need a running loop
         if options.role == "trainer":
             folder = options.tls
             security = WireSecurity(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem") if folder else PLAIN

@@ -33,8 +33,8 @@ from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 
 SERVER_CORE, PULLER_CORE = 0, 1
 ROUNDS = 9
-SHARES = (0.01, 0.04)  # of the weights that change
-GOAL = 0.6  # of the bare stream's speed, for a full pull
+SHARES = (0.01, 0.04)  # shares of the weights that change
+GOAL = 0.6  # share of the bare stream's speed, for a full pull
 WAIT_S, MAX_WAITS, QUIET = 0.5, 60, 0.9  # a measurement waits until this share of the machine is idle
 
 Rounds = dict[str, list[float]]  # seconds of each kind
@@ -120,7 +120,7 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
         taken["bare"] = await stream.pull(full_bytes)
         taken["full"], answer = await timed(host, version, is_full=True)
         sizes["full"] = answer["received_bytes"]
-        fresh = Puller(*place)  # its memory is new, as a new process's
+        fresh = Puller(*place)  # new memory, as in a new process
         taken["first"], _ = await timed(fresh, version)
         await fresh.puller.close()
         await wait_until_quiet()

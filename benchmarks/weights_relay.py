@@ -28,8 +28,8 @@ from weights_peer import Answer, Process
 
 NUM_PULLERS = 8
 KILLED = 3  # the fourth that asks; three feed it, four wait for it
-ORDER_S = 0.1  # between two that ask, where it matters which one feeds the other
-DELTA_SHARE = 0.04  # of the weights that change
+ORDER_S = 0.1  # seconds between two requests, where it matters which puller feeds the other
+DELTA_SHARE = 0.04  # share of the weights that change
 BURST = "256kb"
 SUBNET = "10.213.0"
 GOAL = 2.0  # tree to alone

@@ -13,20 +13,20 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]+)(?=[)#])")
 
 
 def outside_of(page: str, target: str) -> str | None:
-    """The path in the repository of what a page (`reference/job.md`) links to; None for what lies in docs/."""
+    """Return the path in the repository of a page's link target (`reference/job.md`), or None for a file of docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
     return None if path.startswith("docs/") else path
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files that pages link to. One that is not there is left to the strict build, which refuses the link."""
-    found = set()
+    paths = set()
     for page in files.documentation_pages():
         for target in LINK.findall(page.content_string):
             path = outside_of(page.src_uri, target)
             if path is not None and (ROOT / path).is_file():
-                found.add(path)
-    for path in sorted(found):
+                paths.add(path)
+    for path in sorted(paths):
         files.append(File.generated(config, f"repository/{path}.txt", content=(ROOT / path).read_text()))
     return files
 

@@ -17,7 +17,7 @@ LEARNING_RATES = (2e-5, 1e-5)
 
 
 def train(client: Client, learning_rate: float, num_iterations: int) -> str:
-    """The id of a job that has SUCCEEDED."""
+    """Train a policy and return the id of the job, which has SUCCEEDED."""
     config = JobConfig.from_file(
         QUICKSTART,
         [f"schedule.num_iterations={num_iterations}", f"optimizer.learning_rate={learning_rate}"],

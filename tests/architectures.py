@@ -23,7 +23,7 @@ from services.trainer.passes.shrink import VOCAB_SIZE, random_model, shrunken
 from services.trainer.passes.trial import TOLERANCE, describe, forward, gap_of_gradients, gradients_of, plain_logprobs
 
 CPU = torch.device("cpu")
-CONTEXT_TOKENS = 128  # of the job
+CONTEXT_TOKENS = 128  # tokens of the job's context
 WINDOW = 24
 # Types that are decoders of text, with their default configurations.
 TYPES = """
@@ -43,7 +43,7 @@ LONGROPE = {
     "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
 }
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}
-# What types need besides their defaults, which transformers itself cannot build.
+# Types that need values besides their defaults, which transformers itself cannot build.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -53,7 +53,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 4},
 }
-# What differs inside one type. Names end with what is set.
+# Variants of one type. Their names end with the options that are set.
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "tied, biases", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("llama", "linear rotary scaling", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
@@ -114,8 +114,8 @@ def all_rows() -> Iterator[Row]:
         yield Row(name, name)
         if Row(name, name, is_beyond=True).config().to_dict() != Row(name, name).config().to_dict():
             yield Row(f"{name}, long sequences", name, is_beyond=True)
-    for name, what, options in VARIANTS:
-        yield Row(f"{name}, {what}", name, options=options)
+    for name, variant, options in VARIANTS:
+        yield Row(f"{name}, {variant}", name, options=options)
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -147,35 +147,35 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def measure_gaps(folder: Path, passes: Passes) -> dict[str, float]:
-    """Between the trainer's model and transformers' own, both loaded from the folder."""
+    """Return the gap between the trainer's model and transformers' own, both loaded from the folder."""
     trained = load_model(str(folder), torch.float32, CPU, passes)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     groups = random_groups()
     expected = plain_logprobs(plain, groups)
-    found = response_logprobs(trained, pack(groups, CPU), 1.0)[0]
+    logprobs = response_logprobs(trained, pack(groups, CPU), 1.0)[0]
     return {
-        "logprobs": (found - expected).detach().abs().max().item(),
-        "gradient": gap_of_gradients(gradients_of(trained, found), gradients_of(plain, expected)),
+        "logprobs": (logprobs - expected).detach().abs().max().item(),
+        "gradient": gap_of_gradients(gradients_of(trained, logprobs), gradients_of(plain, expected)),
         "export": export_gap(trained, plain, folder),
     }
 
 
 def measure_rounding(folder: Path) -> float:
-    """Between the gradients of transformers' own model in float32 and in float64."""
+    """Return the gap between the gradients of transformers' own model in float32 and in float64."""
     gradients = []
     for dtype in (torch.float32, torch.float64):
         plain = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
         plain.set_experts_implementation("eager")  # the others know no float64
-        found = gradients_of(plain, plain_logprobs(plain, random_groups()))
-        gradients.append({name: gradient.double() for name, gradient in found.items()})
+        computed = gradients_of(plain, plain_logprobs(plain, random_groups()))
+        gradients.append({name: gradient.double() for name, gradient in computed.items()})
     return gap_of_gradients(*gradients)
 
 
 @torch.no_grad()
 def export_gap(trained: Any, plain: Any, folder: Path) -> float:
-    """Of the logits of a model that is loaded from what is published."""
+    """Return the largest gap between the logits of a model and of one that is loaded from its published tensors."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in published_tensors(trained)}

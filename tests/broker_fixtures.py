@@ -35,7 +35,7 @@ def write_prompts(data_dir: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """The whole application, conductor included, without a socket."""
+    """Run the whole application, conductor included, without a socket."""
     write_prompts(data_dir)
     app = create_app(Settings(data_dir=data_dir, **settings), ledger)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -73,7 +73,7 @@ async def serving(
     wire: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **more: Any,
 ) -> AsyncIterator[Broker]:
-    """The whole application at a port of this machine, behind a `wire`."""
+    """Serve the whole application at a port of this machine, behind a `wire`."""
     write_prompts(folder)
     port = port or free_port()
     settings = Settings(data_dir=folder, port=port, **more)
@@ -102,7 +102,7 @@ def start_service(service: str, folder: Path, **env: str) -> subprocess.Popen[by
 def broker_process(
     folder: Path, redis_url: str, trusted: ssl.SSLContext | bool = True, **env: str
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The URL and the process of a broker that is ready."""
+    """Yield the URL and the process of a broker that is ready."""
     write_prompts(folder)
     port = free_port()
     url = f"{'https' if 'TLS_CERT' in env else 'http'}://127.0.0.1:{port}"

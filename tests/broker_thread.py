@@ -24,7 +24,7 @@ class Wire:
     """The requests to a broker, and what is to happen to its answers."""
 
     requests: list[tuple[str, str]] = field(default_factory=list)  # methods and paths
-    authorization: str | None = None  # of the last one
+    authorization: str | None = None  # header of the last request
     delay_s: float = 0.0
     failures: list[int] = field(default_factory=list)  # status codes, which the next requests get at once
     change: tuple[bytes, bytes] = (b"", b"")  # old and new text, of the same length
@@ -35,7 +35,7 @@ class BrokerThread:
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.ledger, self.folder, self.url = Ledger(connect(redis_url, retry_s=5)), folder, ""
-        self.wire = Wire()  # of a test
+        self.wire = Wire()  # faults that a test sets
         self._thread = LoopThread("broker")
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

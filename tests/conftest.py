@@ -27,7 +27,7 @@ from tests.disk_space import check_disk_space
 from tests.temporary_files import temporary_files_in
 from tests.world import World
 
-# How long an example takes says something of the machine's other load, and nothing of the code.
+# The time of an example depends on the machine's other load, not on the code.
 hypothesis.settings.register_profile("onbeat", deadline=None)
 hypothesis.settings.load_profile("onbeat")
 
@@ -38,8 +38,10 @@ HAS_FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What tests, their services and third parties put among temporary files goes with the session; of one that was
-    killed, with the next. Failed tests may look at theirs until then."""
+    """Put the temporary files of tests, services and third parties into a folder that goes with the session.
+
+    The next session removes the folder of a killed one, and the files of failed tests, which stay until then.
+    """
     if hasattr(config, "workerinput"):  # one of several processes (pytest -n), which share the folder
         return
     folder = config.stash[FOLDER] = PrivateFolder("onbeat-test-")
@@ -122,7 +124,7 @@ def redis_server(request: pytest.FixtureRequest) -> RedisServer:
 
 
 def start_redis(port: int, folder: str, server: RedisServer = EMBEDDED) -> subprocess.Popen[bytes]:
-    """Returns when it answers."""
+    """Start a Redis server and return when it answers."""
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
     process = subprocess.Popen([server.path, *options], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 10
@@ -139,7 +141,7 @@ def start_redis(port: int, folder: str, server: RedisServer = EMBEDDED) -> subpr
 
 @contextlib.contextmanager
 def own_redis(folder: Path, server: RedisServer = EMBEDDED) -> Iterator[str]:
-    """The URL of a server with nobody else's jobs in it."""
+    """Yield the URL of a server that has no jobs of other tests."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     process = start_redis(port, str(folder), server)
@@ -161,7 +163,7 @@ async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
     client = connect(redis_url, retry_s=5)
     ledger = Ledger(client)
     yield ledger
-    if left := await unfinished(ledger):  # what a test left running is not the next test's business
+    if left := await unfinished(ledger):  # jobs that a test left running may not disturb the next test
         await client.zrem(keys.ALL_JOBS, *left)
         queues = [name async for name in client.scan_iter(f"{keys.WAITING_JOBS}*")]
         await client.delete(keys.ACTIVE_JOBS, *queues)
@@ -174,5 +176,5 @@ def world(ledger: Ledger) -> World:
 
 
 async def unfinished(ledger: Ledger) -> list[str]:
-    """The jobs that are listed as pending or started."""
+    """Return the jobs that are listed as pending or started."""
     return await ledger.lists.started_and_next(num_waiting=1_000_000)

@@ -14,11 +14,11 @@ from onbeat.machine.disk_space import GB, shortage
 # Gigabytes, rounded up. A checkpoint of the quick start's model has 2.4, and three of them are there for a moment.
 SMALL_AREAS, SMALL_GB = frozenset({"unit", "fuzz", "manifests", "model"}), 1
 TESTS_GB = 8  # temporary files of one test at its largest; those of passed tests are gone
-VOLUMES_GB, IMAGES_GB = 9, 6  # of the container engine: of one stack at a time; images, with what building them takes
+VOLUMES_GB, IMAGES_GB = 9, 6  # volumes of one stack at a time; images, with the disk space for building them
 
 
 def check_disk_space(items: Iterable[pytest.Item]) -> None:
-    """Raises pytest.UsageError naming the folder, what is free and what is needed."""
+    """Raise pytest.UsageError, with the folder, the free and the needed space, if a disk is too full."""
     areas, needs_engine = set(), False
     for item in items:
         areas.add(item.nodeid.split("/")[1] if item.nodeid.count("/") > 1 else "")
@@ -34,7 +34,7 @@ def check_disk_space(items: Iterable[pytest.Item]) -> None:
 
 
 def engine_folder() -> Path | None:
-    """Where the container engine has its data, or will have it; None where none can be: its tests are skipped."""
+    """Return the data folder of the container engine, or None where no engine can run and its tests are skipped."""
     if os.environ.get("DOCKER_HOST"):
         return None  # perhaps another machine
     if shutil.which("docker"):

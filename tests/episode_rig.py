@@ -74,7 +74,7 @@ WITHOUT_SYSTEM = """
 {%- if add_generation_prompt %}<turn>assistant
 {% endif %}"""
 
-# How the templates of Llama 3 and of Mistral 7B and Nemo write tools, calls and results. Both refuse what those refuse.
+# Tools, calls and results as in the templates of Llama 3, and of Mistral 7B and Nemo. They refuse the same messages.
 LLAMA_LIKE = """
 {%- if tools %}<|start|>system
 
@@ -251,7 +251,7 @@ class Rig:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def paths(self, group: RolloutGroup) -> list[list[tuple[list[int], list[int]]]]:
-        """The prompt and the sample of each turn of each response, put together from the tree."""
+        """Return the prompt and the sample of each turn of each response, put together from the tree."""
         return [list(turn_paths(response, list(group.prompt_token_ids))) for response in group.responses]
 
 

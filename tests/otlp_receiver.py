@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-MAX_BODY_BYTES = 4 * 1024 * 1024  # what common collectors take
+MAX_BODY_BYTES = 4 * 1024 * 1024  # limit of common collectors
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Receiver:
     certificate: Path | None = None
     key: Path | None = None
     answer: Callable[[ExportTraceServiceRequest], tuple[int, bytes]] = lambda _: (200, OK)
-    spans: list[Received] = field(default_factory=list)  # of the requests that were answered 200
+    spans: list[Received] = field(default_factory=list)  # spans of the requests that were answered 200
     num_requests: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
 
@@ -72,13 +72,13 @@ class Receiver:
     @property
     def traces(self) -> dict[str, list[Received]]:
         """By their ids."""
-        found: dict[str, list[Received]] = {}
+        traces: dict[str, list[Received]] = {}
         for span in list(self.spans):
-            found.setdefault(span.trace_id, []).append(span)
-        return found
+            traces.setdefault(span.trace_id, []).append(span)
+        return traces
 
     def most_often(self) -> int:
-        """How often the span came that came most often."""
+        """Return how often the most frequent span came."""
         return max(Counter((span.trace_id, span.id) for span in list(self.spans)).values(), default=0)
 
     def _handler(receiver) -> type[BaseHTTPRequestHandler]:
@@ -140,4 +140,6 @@ def one(span: Span, service: str, instance: str) -> Received:
 
 
 def values(attributes: "list[KeyValue] | Any") -> dict[str, Any]:
-    return {each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in attributes}
+    return {
+        attribute.key: getattr(attribute.value, str(attribute.value.WhichOneof("value"))) for attribute in attributes
+    }

@@ -17,7 +17,7 @@ TOKENS_PER_RESPONSE = 3
 
 
 def weights_of(version: int) -> bytes:
-    """The only tensor of the model: its version."""
+    """Return the only tensor of the model, whose content is the version."""
     return version.to_bytes(8, "little", signed=True)
 
 
@@ -32,7 +32,7 @@ def read_weights(path: Path) -> int:
 
 
 async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
-    """The names of tensors as they arrive during a load."""
+    """Yield the names of tensors as they arrive during a load."""
     for names in batches:
         yield names
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ class FakeEngine:
         self.generate_errors: list[Exception] = []  # raised by the next requests
         self.load_errors: list[Exception] = []
         self.hangs_in: set[str] = set()  # "start", "load"
-        self.stamp: int | None = None  # what the spans claim, if not the truth
+        self.stamp: int | None = None  # the version that the spans claim, if not the true one
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self._capacity = capacity
@@ -132,7 +132,7 @@ class FakeTrainer:
         await self._notify()
 
     async def break_watches(self, new_address: str) -> None:
-        """The trainer restarts somewhere else."""
+        """Break all watches, as a trainer that restarts somewhere else does."""
         self.address = new_address
         await self._notify()
 

@@ -27,17 +27,17 @@ CHAT_TEMPLATE = (
 
 
 def write_tied_model(model_dir: Path) -> Path:
-    """A model whose output head is its embedding."""
+    """Write a model whose output head is its embedding."""
     return _write_model(model_dir, LlamaConfig, tie_word_embeddings=True)
 
 
 def write_untied_model(model_dir: Path) -> Path:
-    """A model with an output head of its own, and with attention biases, which vLLM reloads differently."""
+    """Write a model with a separate output head, and with attention biases, which vLLM reloads differently."""
     return _write_model(model_dir, LlamaConfig, tie_word_embeddings=False, attention_bias=True)
 
 
 def write_qwen3_moe_model(model_dir: Path) -> Path:
-    """A mixture of experts, whose routers are beside them."""
+    """Write a mixture of experts, whose routers are beside them."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     return _write_model(model_dir, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
 
@@ -49,7 +49,7 @@ def write_mixtral_model(model_dir: Path) -> Path:
 
 
 def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int) -> Path:
-    """The weights of `model_dir` plus normal noise, as one safetensors file."""
+    """Write the weights of `model_dir` plus normal noise, as one safetensors file."""
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(model_dir / "model.safetensors")
     perturbed = {

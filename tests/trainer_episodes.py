@@ -83,21 +83,21 @@ def random_turns(draw):
 
 
 def paths_of(group):
-    """For every turn, in order: all tokens before those that it sampled, and these."""
-    found = []
+    """Return, for every turn in order, all tokens before the sampled ones, and the sampled ones."""
+    turn_paths = []
     for response in group.responses:
         paths, sampled = [], list(response.token_ids)
         for turn in response.turns or [Turn(num_shared=len(group.prompt_token_ids), num_sampled=len(sampled))]:
             before = [*group.prompt_token_ids] if not turn.HasField("parent") else paths[turn.parent]
             before = [*before[: turn.num_shared], *turn.observed_token_ids]
-            found.append((before, sampled[: turn.num_sampled]))
+            turn_paths.append((before, sampled[: turn.num_sampled]))
             paths.append(before + sampled[: turn.num_sampled])
             del sampled[: turn.num_sampled]
-    return found
+    return turn_paths
 
 
 def path_logprobs(model, groups, temperature=1.0):
-    """The reference: each path alone through a plain transformers model; each sampled token once."""
+    """Compute the reference: each path alone through a plain transformers model; each sampled token once."""
     model.set_attn_implementation("sdpa")
     logprobs = []
     for group in groups:

@@ -58,7 +58,7 @@ def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
 
 
 def moved_model(seed, dtype=torch.float64, by=0.01):
-    """A tiny model some way from where it started."""
+    """Return a tiny model some way from its start."""
     model = tiny_model(tiny_config(), dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def set_rollout_logprobs(groups, logprobs):
 
 
 def gradients(model, logprobs):
-    """The gradient of a sum in which every token has a weight of its own."""
+    """Compute the gradient of a sum in which every token has a different weight."""
     model.zero_grad()
     (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -141,7 +141,7 @@ def pass_rows(config, models, groups, scale):
 
 
 def gap(left, right):
-    """The absolute differences of two models' parameters, [P]."""
+    """Return the absolute differences of two models' parameters, [P]."""
     return torch.cat([(a - b).flatten() for a, b in zip(left.parameters(), right.parameters(), strict=True)]).abs()
 
 
@@ -201,7 +201,7 @@ class RecordedJob(replay.RecordedJob):
 
 
 def model_of(config):
-    """A tiny model in the job's dtype, with adapters if the job trains such."""
+    """Return a tiny model in the job's dtype, with adapters if the job trains adapters."""
     model = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
     if config.lora:
         add_adapters(model, config.lora, config.seed)

@@ -11,7 +11,7 @@ ANYTHING_TRUE = object()
 
 
 async def eventually(
-    what: str, read: Callable[[], Any], expected: object = ANYTHING_TRUE, timeout_s: float = 10.0
+    event: str, read: Callable[[], Any], expected: object = ANYTHING_TRUE, timeout_s: float = 10.0
 ) -> Any:
     """Return what `read`, which may be asynchronous, gives as soon as it is expected."""
     deadline = time.monotonic() + timeout_s
@@ -21,26 +21,26 @@ async def eventually(
             value = await value
         if value if expected is ANYTHING_TRUE else value == expected:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; last seen: {value!r}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {event}; last seen: {value!r}"
         await asyncio.sleep(0.01)
 
 
 async def until(is_true: Callable[[], object], deadline_s: float = 30.0) -> None:
-    """For moments that are soon over: it looks more often than `eventually`."""
+    """Wait for a moment that is soon over: look more often than `eventually`."""
     async with asyncio.timeout(deadline_s):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
-def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 180.0, poll_s: float = 0.05) -> None:
+def wait_until(is_true: Callable[[], object], event: str, deadline_s: float = 180.0, poll_s: float = 0.05) -> None:
     deadline = time.monotonic() + deadline_s
     while not is_true():
-        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {event}"
         time.sleep(poll_s)
 
 
 def wait_until_gone(stat: Path) -> None:
-    """Until the process of this file in /proc has ended."""
+    """Wait until the process of this file in /proc has ended."""
     wait_until(lambda: not is_running(stat), f"{stat} is gone")
 
 

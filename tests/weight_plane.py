@@ -31,7 +31,7 @@ Fault = Callable[[Messages, PayloadKey], Messages]
 
 
 def weights(seed: int, num_items: int = 300_000) -> Tensors:
-    """Of all dtypes, with an empty tensor and a scalar; the largest has two bytes an item."""
+    """Return weights of all dtypes, with an empty tensor and a scalar; the largest has two bytes an item."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "big": torch.randn(num_items + 5, generator=generator).bfloat16(),
@@ -44,7 +44,7 @@ def weights(seed: int, num_items: int = 300_000) -> Tensors:
 
 
 def stepped(tensors: Tensors, seed: int, share: float = 0.01, names: Iterable[str] | None = None) -> Tensors:
-    """As after an optimizer's step: about that share of the items of these tensors (default: all) has moved."""
+    """Move about that share of the items of these tensors (default: all), as an optimizer's step does."""
     generator = torch.Generator().manual_seed(seed)
     moved = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in moved if names is None else names:
@@ -65,7 +65,7 @@ class Spoiling:
     """Mixed into a server: the next pulls pass through `faults`, one fault each."""
 
     faults: list[Fault]
-    pulled: list[tuple[PayloadKey, int]]  # with their offsets
+    pulled: list[tuple[PayloadKey, int]]  # payloads with their offsets
 
     async def Pull(self, request, context):
         key = read_key(request.key)
@@ -97,7 +97,7 @@ class SpoilingRelay(Spoiling, PayloadServer):
 
 
 class Trainer:
-    """Its weights by version; a restart has another address unless a port is given, and no deltas."""
+    """A trainer and its weights by version; a restart has another address unless a port is given, and no deltas."""
 
     def __init__(self, egress: int, security: WireSecurity, max_calls: int) -> None:
         self.address, self.tensors = "", dict[int, Tensors]()
@@ -148,7 +148,7 @@ class Rollout:
         self.early: list[str] = []  # tensors that were called final and were not
 
     def start(self, version: int, deadline_s: float = 5.0) -> Pull:
-        """Whatever it calls final is compared with its digest at once."""
+        """Start a pull; every tensor that it calls final is compared with its digest at once."""
         pull = self.puller.start(version, deadline_s)
         announce = pull.announce
 
@@ -192,7 +192,7 @@ class Rollout:
         return None if self.puller.host is None else self.puller.host.version
 
     def assert_holds(self, version: int) -> None:
-        """The file that engines read has the trainer's bits, as any safetensors reader sees it."""
+        """Assert that the file for engines has the trainer's bits, as any safetensors reader sees it."""
         assert self.version == version
         received, expected = load(self.puller.host.path.read_bytes()), self.plane.trainer.tensors[version]
         assert received.keys() == expected.keys()
@@ -225,7 +225,7 @@ class Plane:
         await self.trainer.server.stop()
 
     async def join(self, worker_id: str, host: str = "", zone: str = "", is_relay: bool = True) -> Rollout:
-        """On a host of its own unless it is named."""
+        """Add a rollout, on its own host unless one is named."""
 
         async def find_trainer() -> str:
             return self.trainer.address
@@ -244,7 +244,7 @@ class Plane:
 
 @contextlib.contextmanager
 def hosts_apart() -> Iterator[None]:
-    """One machine plays several here: its loopback addresses are good on all of them."""
+    """Let this machine play several hosts: its loopback addresses are good on all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "is_ambiguous", lambda address: False)
         yield

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu_check.wheels import ROOT, unpack
 
-TOTAL_S = 510.0  # for the parts, so that all is over within 9 minutes
+TOTAL_S = 510.0  # limit for the parts, so that all is over within 9 minutes
 GRACE_S, LEAST_S = 20.0, 10.0
 DESCRIBE_S = 60.0
 NUM_LAST_LINES = 15
@@ -27,10 +27,10 @@ NUM_LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Part:
-    name: str  # its module
+    name: str  # name of the module
     limit_s: float
-    what: str
-    needs_packages: bool = True  # besides PyTorch
+    title: str
+    needs_packages: bool = True  # packages besides PyTorch
 
 
 PARTS = [
@@ -56,7 +56,7 @@ class Check:
         self.result: dict[str, Any] = {**about, **described, "parts": {}}
 
     def run(self, part: Part) -> None:
-        self._say(f"{part.name}: {part.what} (at most {part.limit_s:.0f} s)")
+        self._say(f"{part.name}: {part.title} (at most {part.limit_s:.0f} s)")
         began = time.monotonic()
         findings = self._site / f"{part.name}.json"
         left_s = TOTAL_S - GRACE_S - (began - self._started)
@@ -64,15 +64,15 @@ class Check:
             status, error = "not started", "the time of the whole check is over"
         else:
             status, error = self._start(part, min(part.limit_s, left_s), findings)
-        found = json.loads(findings.read_text()) if findings.is_file() else {"checks": [], "left_out": []}
-        num_met = sum(check["is_met"] for check in found["checks"])
-        if status == "done" and num_met < len(found["checks"]):
+        report = json.loads(findings.read_text()) if findings.is_file() else {"checks": [], "left_out": []}
+        num_met = sum(check["is_met"] for check in report["checks"])
+        if status == "done" and num_met < len(report["checks"]):
             status = "wrong"
         seconds = time.monotonic() - began
-        self.result["parts"][part.name] = {"status": status, "seconds": seconds, "error": error} | found
+        self.result["parts"][part.name] = {"status": status, "seconds": seconds, "error": error} | report
         self._save()
-        sentences = [f"{num_met} of {len(found['checks'])} checks met, {seconds:.0f} s"]
-        sentences += [f"left out: {sentence}" for sentence in found["left_out"]] + [error] * bool(error)
+        sentences = [f"{num_met} of {len(report['checks'])} checks met, {seconds:.0f} s"]
+        sentences += [f"left out: {sentence}" for sentence in report["left_out"]] + [error] * bool(error)
         self._say(f"{part.name}: {status.upper()}, {'; '.join(sentences)}")
 
     def _start(self, part: Part, limit_s: float, findings: Path) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def in_lines(result: dict[str, Any]) -> str:
     >>> in_lines({"checks": [{"name": "a", "is_met": True}]})
     '{\\n  "checks": [\\n    { "name": "a", "is_met": true }\\n  ]\\n}'
     """
-    return re.sub(r"{[^{}]*}", lambda found: " ".join(found[0].split()), json.dumps(result, indent=2))
+    return re.sub(r"{[^{}]*}", lambda match: " ".join(match[0].split()), json.dumps(result, indent=2))
 
 
 def last_lines(log: Path, count: int) -> str:

@@ -73,14 +73,14 @@ def count_versions(lengths: Iterable[int]) -> int:
 
 def check(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place, findings: Findings) -> None:
     """Check one combination: one that the compiler refuses does not cost the others."""
-    what = f"{str(dtype).removeprefix('torch.')}, heads {heads}, {name}"
+    title = f"{str(dtype).removeprefix('torch.')}, heads {heads}, {name}"
     try:
         gap, gap_of_dense, first_call_s = compare(name, heads, dtype, place)
     except (RuntimeError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        findings.check(what, False, error=f"{type(error).__name__}: {error}")
+        findings.check(title, False, error=f"{type(error).__name__}: {error}")
         return
     is_met = gap <= max(TIMES_DENSE * gap_of_dense, FLOOR[dtype])
-    findings.check(what, is_met, gap=gap, gap_of_dense=gap_of_dense, first_call_s=first_call_s)
+    findings.check(title, is_met, gap=gap, gap_of_dense=gap_of_dense, first_call_s=first_call_s)
 
 
 def compare(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place) -> tuple[float, float, float]:
@@ -122,9 +122,9 @@ def by_dense_mask(layout: PackedLayout, query, key, value) -> torch.Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-def largest_gap(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+def largest_gap(computed: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """Return the largest of the tensors' gaps: the mean gap divided by the mean size of the values."""
-    gaps = [(ours - truth).abs().mean() / truth.abs().mean() for ours, truth in zip(found, exact, strict=True)]
+    gaps = [(ours - truth).abs().mean() / truth.abs().mean() for ours, truth in zip(computed, exact, strict=True)]
     return max(gap.item() for gap in gaps)
 
 

@@ -14,7 +14,7 @@ from services.trainer.model.model import (
 )
 from tests.tiny_models import build_tokenizer
 
-SIZES = {  # of Qwen2.5: hidden, intermediate, layers, query heads, key/value heads, vocabulary, tied embeddings
+SIZES = {  # Qwen2.5's hidden, intermediate, layers, query heads, key/value heads, vocabulary, tied embeddings
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     # Not of Qwen2.5.

@@ -32,7 +32,7 @@ TINY_SHAPES = [(100, 30, 3)]
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # operations a second
 LOGPROB_GAP = 0.1  # nats on average: bfloat16 noise of 28 layers
 HAS_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-REPETITIONS = {"tiny": 1, "1.5B": 3, "7B": 1}  # besides one that is not counted
+REPETITIONS = {"tiny": 1, "1.5B": 3, "7B": 1}  # repetitions after one that is not counted
 
 
 @dataclass(frozen=True)
@@ -115,32 +115,32 @@ def time_head(size: str, model, place: Place, findings: Findings) -> None:
 def compare(
     size: str, model, shape: tuple[int, int, int], peak: float | None, place: Place, findings: Findings
 ) -> None:
-    group, seconds, found = make_group(*shape), {}, {}
+    group, seconds, logprobs = make_group(*shape), {}, {}
     separate, together = counted_operations(model, group)
-    what = f"{size}, prompt, response, group {shape}"
+    title = f"{size}, prompt, response, group {shape}"
     for way, run in WAYS.items():
         if way == "varlen" and place.is_tiny:
             continue
         use_attention(model, "sdpa" if way == "rows" else PACKED_ATTENTION)
         with torch.no_grad():
-            found[way] = run(model, group, place.device)
+            logprobs[way] = run(model, group, place.device)
         place.reset_peak()
         train = partial(forward_and_backward, model, run, group, place)
         seconds[way] = place.seconds(train, REPETITIONS[size])
         operations = 3 * (together if way == "packed" else separate)
         mfu = operations / seconds[way] / peak if peak else None
-        findings.figure(f"{what}, {way}", seconds=seconds[way], mfu=mfu, peak_gib=place.peak_gib())
+        findings.figure(f"{title}, {way}", seconds=seconds[way], mfu=mfu, peak_gib=place.peak_gib())
     for way in seconds.keys() - {"packed"}:
-        gap = (found["packed"] - found[way]).abs().mean().item()
+        gap = (logprobs["packed"] - logprobs[way]).abs().mean().item()
         ratio = {"times_faster": seconds[way] / seconds["packed"], "counted": separate / together}
-        findings.check(f"{what}, packed has the logprobs of {way}", gap <= LOGPROB_GAP, mean_gap=gap, **ratio)
+        findings.check(f"{title}, packed has the logprobs of {way}", gap <= LOGPROB_GAP, mean_gap=gap, **ratio)
 
 
 def forward_and_backward(model, run: Callable[..., torch.Tensor], group, place: Place) -> None:
     with torch.set_grad_enabled(not place.is_tiny):
-        found = run(model, group, place.device)
+        logprobs = run(model, group, place.device)
     if not place.is_tiny:
-        found.sum().backward()
+        logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
 
 

@@ -33,7 +33,7 @@ LARGE = (512, 256, 8)
 # The limits are for the gradient's norm, and for the weights' mean gap as a share of the way that all steps could move
 # one. Another attention on the CPU has 1e-6.
 NORM_GAP, WEIGHT_GAP = 1e-3, 1e-3
-PLAN_GAP = 0.1  # of the peak
+PLAN_GAP = 0.1  # share of the peak
 GAIN = 8.0  # random weights are so small that every softmax is flat
 
 
@@ -203,15 +203,15 @@ def check_fused_adamw(place: Place, findings: Findings) -> None:
     """Compare fused AdamW with PyTorch's plain one in float64, over ten steps."""
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(100_003, generator=generator), torch.randn(10, 100_003, generator=generator)
-    found = []
+    copies = []
     for is_fused, dtype, device in ((True, torch.float32, place.device), (False, torch.float64, CPU)):
         weights = start.to(device, dtype, copy=True).requires_grad_()
         adamw = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=is_fused)
         for gradient in gradients:
             weights.grad = gradient.to(device, dtype)
             adamw.step()
-        found.append(weights.detach().cpu().double())
-    gap = (found[0] - found[1]).abs().max().item()
+        copies.append(weights.detach().cpu().double())
+    gap = (copies[0] - copies[1]).abs().max().item()
     findings.check("fused AdamW against the plain one in float64, 10 steps of 0.001", gap <= 1e-5, largest_gap=gap)
 
 

@@ -12,18 +12,18 @@ OLDEST_TORCH, OLDEST_TRANSFORMERS = (2, 11), (5, 0)
 def describe() -> dict[str, Any]:
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    found |= {package: version_of(package) for package in ("triton", "transformers")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions |= {package: version_of(package) for package in ("triton", "transformers")}
     problems = [
-        problem_of("PyTorch", found["torch"], OLDEST_TORCH),
-        problem_of("transformers", found["transformers"], OLDEST_TRANSFORMERS),
+        problem_of("PyTorch", versions["torch"], OLDEST_TORCH),
+        problem_of("transformers", versions["transformers"], OLDEST_TRANSFORMERS),
     ]
-    if problem := device_problem(torch, found):
+    if problem := device_problem(torch, versions):
         problems.append(f"{problem}: every part that can runs on the CPU, with tiny shapes")
         described = {"device": "cpu"}
     else:
         described = {"device": "cuda", "card": describe_card(torch)}
-    return {"versions": found, "problems": [each for each in problems if each]} | described
+    return {"versions": versions, "problems": [problem for problem in problems if problem]} | described
 
 
 def version_of(package: str) -> str | None:
@@ -33,24 +33,26 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def problem_of(name: str, found: str | None, oldest: tuple[int, int]) -> str:
+def problem_of(name: str, version: str | None, oldest: tuple[int, int]) -> str:
     """
     >>> problem_of("PyTorch", "2.9.1+cu128", (2, 11))
     'PyTorch is 2.9.1+cu128, the check wants 2.11 or newer, so parts may fail: make gpu-check PYTHON=/path/to/python3'
     """
-    if found is not None and tuple(map(int, found.split(".")[:2])) >= oldest:
+    if version is not None and tuple(map(int, version.split(".")[:2])) >= oldest:
         return ""
     wanted = ".".join(map(str, oldest))
     remedy = "so parts may fail: make gpu-check PYTHON=/path/to/python3"
-    return f"{name} is {found or 'missing'}, the check wants {wanted} or newer, {remedy}"
+    return f"{name} is {version or 'missing'}, the check wants {wanted} or newer, {remedy}"
 
 
-def device_problem(torch: Any, found: dict[str, str | None]) -> str:
+def device_problem(torch: Any, versions: dict[str, str | None]) -> str:
     if not torch.cuda.is_available():
-        return f"PyTorch {found['torch']} " + ("sees no CUDA device" if found["cuda"] else "is built without CUDA")
+        return f"PyTorch {versions['torch']} " + (
+            "sees no CUDA device" if versions["cuda"] else "is built without CUDA"
+        )
     if torch.cuda.get_device_capability()[0] < 8:
         return f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability below 8)"
-    return "Triton, which compiles FlexAttention, is missing" if found["triton"] is None else ""
+    return "Triton, which compiles FlexAttention, is missing" if versions["triton"] is None else ""
 
 
 def describe_card(torch: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def make_missing() -> None:
 
 
 def hand_out() -> None:
-    """From the plain secrets alone, so that a start that was killed half-way is mended by the next one."""
+    """Write the secrets from the plain ones alone, so that the next start mends one that was killed half-way."""
     password = read("redis-password")
     write(ROOT / "redis" / "users.acl", acl(password, read("redis-admin-password")))
     for service in ("redis", "broker", "workers"):

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def create(folder: Path, overlay: str) -> None:
-    """Raises FileExistsError when the folder is there."""
+    """Write the cluster's folder. Raises FileExistsError when the folder is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     with ExitStack() as undo:

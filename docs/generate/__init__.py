@@ -3,7 +3,7 @@ repository."""
 
 from docs.generate import cli, durations, job, models, rest, settings
 
-PAGES = {  # by their place in docs/
+PAGES = {  # generators by the page's place in docs/
     "reference/job.md": job.page,
     "reference/models.md": models.page,
     "reference/rest.md": rest.page,

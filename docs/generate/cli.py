@@ -18,7 +18,7 @@ INTRODUCTION = """# The command line
 `onbeat COMMAND --help` shows the same in a terminal. The exit code is 0 for success, 1 for a failure, 2 for wrong usage
 or a wrong job, and 130 after an interruption."""
 
-IN_A_TERMINAL = Path(__file__).with_name("in_a_terminal.txt")  # what the commands show, with links as of docs/reference
+IN_A_TERMINAL = Path(__file__).with_name("in_a_terminal.txt")  # output of the commands, with links as of docs/reference
 
 KINDS = {int: "number", float: "number", Path: "path"}
 
@@ -48,12 +48,12 @@ def help_of(command: Command) -> str:
 
 def usage(path: tuple[str, ...], command: Command) -> str:
     inner = ["COMMAND"] if hasattr(command, "commands") else []
-    arguments = [name_of(each) for each in command.params if each.param_type_name == "argument"]
+    arguments = [name_of(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
     return f"```text\n{' '.join((*path, '[OPTIONS]', *inner, *arguments))}\n```"
 
 
 def name_of(argument: Parameter) -> str:
-    """`JOB`, in brackets where it may be left out."""
+    """Return the name in capitals, such as `JOB`, in brackets where it may be left out."""
     name = (argument.metavar or argument.name.upper()).strip("[]")
     return name if argument.required else f"[{name}]"
 

@@ -56,26 +56,28 @@ HEADS = ["field", "type", "default", "limits", "meaning"]
 
 
 def section(name: str, field: Schema, definitions: dict[str, Schema]) -> str:
-    found = variants(field, definitions)
+    kinds = variants(field, definitions)
     is_list = field.get("type") == "array"
-    shared = shared_fields(found) if len(found) > 1 else set()
+    shared = shared_fields(kinds) if len(kinds) > 1 else set()
     parts = [f"## `[[{name}]]`" if is_list else f"## `[{name}]`", sentence(field.get("description", ""))]
     if shared:
-        parts += ["Every kind has:", table(HEADS, fields(found[0], shared, definitions))]
-    for definition in found:
-        if len(found) > 1:
+        parts += ["Every kind has:", table(HEADS, fields(kinds[0], shared, definitions))]
+    for definition in kinds:
+        if len(kinds) > 1:
             parts.append(f"### {chooser(definition)}")
-        own = definition["properties"].keys() - shared - (CHOOSERS if len(found) > 1 else set())
-        parts += [sentence(definition.get("description", "")), table(HEADS, fields(definition, own, definitions))]
+        keys = definition["properties"].keys() - shared - (CHOOSERS if len(kinds) > 1 else set())
+        parts += [sentence(definition.get("description", "")), table(HEADS, fields(definition, keys, definitions))]
     if name in EXAMPLES:
         parts.append(f"```toml\n{EXAMPLES[name].strip()}\n```")
     return join(*parts)
 
 
-def shared_fields(found: list[Schema]) -> set[str]:
+def shared_fields(definitions: list[Schema]) -> set[str]:
     """Names of the fields that are the same in every kind."""
-    names = set.intersection(*(set(definition["properties"]) for definition in found)) - CHOOSERS
-    return {name for name in names if all(d["properties"][name] == found[0]["properties"][name] for d in found)}
+    names = set.intersection(*(set(definition["properties"]) for definition in definitions)) - CHOOSERS
+    return {
+        name for name in names if all(d["properties"][name] == definitions[0]["properties"][name] for d in definitions)
+    }
 
 
 def fields(
@@ -94,15 +96,15 @@ def fields(
 
 
 def union_rows(name: str, field: Schema, owner: Schema, definitions: dict[str, Schema]) -> Iterator[tuple[str, ...]]:
-    """A field that holds one of several kinds of section; `data` has a section of its own."""
+    """Yield the rows of a field that holds one of several kinds of section; `data` has a section of its own."""
     inner = variants(field, definitions)
     default = default_of(name.rpartition(".")[2], field, owner)
     is_data = inner == variants(JobConfig.model_json_schema()["properties"]["data"], definitions)
-    kinds = "as [data](#data)" if is_data else " or ".join(chooser(each) for each in inner)
+    kinds = "as [data](#data)" if is_data else " or ".join(chooser(variant) for variant in inner)
     yield code(name), kinds, default, "", sentence(field.get("description", ""))
-    for each in [] if is_data else inner:
-        own = each["properties"].keys() - CHOOSERS
-        yield from fields(each, own, definitions, f"{name}.", f"Of {chooser(each)}. ")
+    for variant in [] if is_data else inner:
+        keys = variant["properties"].keys() - CHOOSERS
+        yield from fields(variant, keys, definitions, f"{name}.", f"Of {chooser(variant)}. ")
 
 
 def field_row(name: str, field: Schema, owner: Schema, note: str = "") -> tuple[str, ...]:
@@ -118,15 +120,23 @@ def section_row(name: str, field: Schema, schema: Schema) -> tuple[str, ...]:
 
 
 def variants(field: Schema, definitions: dict[str, Schema]) -> list[Schema]:
-    """The sections that a field may hold; none for a plain value."""
+    """Return the sections that a field may hold; none for a plain value."""
     alternatives = [field, *field.get("anyOf", []), *field.get("oneOf", []), field.get("items", {})]
-    alternatives += [inner for each in alternatives[1:] for inner in (*each.get("oneOf", []), *each.get("anyOf", []))]
-    names = [each["$ref"].rpartition("/")[2] for each in alternatives if isinstance(each, dict) and "$ref" in each]
+    alternatives += [
+        inner
+        for alternative in alternatives[1:]
+        for inner in (*alternative.get("oneOf", []), *alternative.get("anyOf", []))
+    ]
+    names = [
+        alternative["$ref"].rpartition("/")[2]
+        for alternative in alternatives
+        if isinstance(alternative, dict) and "$ref" in alternative
+    ]
     return [definitions[name] for name in dict.fromkeys(names) if "properties" in definitions[name]]
 
 
 def chooser(definition: Schema) -> str:
-    """`type = "grpo"`, the field by which this kind is chosen."""
+    """Return the text of the field by which this kind is chosen, such as `type = "grpo"`."""
     for name in ("type", "mode"):
         field = definition["properties"].get(name, {})
         values = [field["const"]] if "const" in field else field.get("enum", []) if name == "type" else []
@@ -140,11 +150,11 @@ def type_of(field: Schema) -> str:
         return code(json.dumps(field["const"]))
     if "enum" in field:
         return " or ".join(code(json.dumps(value)) for value in field["enum"])
-    if alternatives := [each for each in field.get("anyOf", []) if each != {"type": "null"}]:
-        return " or ".join(type_of(each) for each in alternatives)
+    if alternatives := [alternative for alternative in field.get("anyOf", []) if alternative != {"type": "null"}]:
+        return " or ".join(type_of(alternative) for alternative in alternatives)
     if field.get("type") == "array":
         inner = field.get("prefixItems") or [field["items"]]
-        kinds = dict.fromkeys(type_of(each) for each in inner)
+        kinds = dict.fromkeys(type_of(item) for item in inner)
         return (f"{len(inner)} " if "prefixItems" in field else "list of ") + " or ".join(kinds)
     return {"object": "table", "number": "number", "integer": "integer", "boolean": "true or false"}.get(
         field.get("type", ""), "text"
@@ -163,8 +173,8 @@ def default_of(name: str, field: Schema, owner: Schema) -> str:
 
 
 def limits_of(field: Schema) -> str:
-    found = [text.format(field[key]) for key, text in LIMITS.items() if key in field]
-    found += [f"matches {code(field['pattern'])}"] if "pattern" in field else []
+    limits = [text.format(field[key]) for key, text in LIMITS.items() if key in field]
+    limits += [f"matches {code(field['pattern'])}"] if "pattern" in field else []
     for inner in (*field.get("anyOf", []), *field.get("prefixItems", [])[:1]):
-        found += [limits_of(inner)] if limits_of(inner) else []
-    return ", ".join(found)
+        limits += [limits_of(inner)] if limits_of(inner) else []
+    return ", ".join(limits)

@@ -15,7 +15,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """One line. Raises ValueError for a bar in code, which one renderer takes for a border and the other shows."""
+    """Join a text into one line. Raises ValueError for a bar in code, which renderers understand differently."""
     flat = re.sub(r"\s+", " ", text).strip()
     if "|" in flat and "`" in flat:
         raise ValueError(f"a bar in the code of a table: {flat}")
@@ -27,7 +27,7 @@ def code(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """A first word with a capital, a full stop at the end."""
+    """Begin a text with a capital and end it with a full stop."""
     text = re.sub(r"\s+", " ", text).strip()
     if not text:
         return ""

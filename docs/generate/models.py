@@ -45,7 +45,7 @@ WAYS = {"one row": "packed", "padded": "padded", "each length by itself": "by le
 def page() -> str:
     result = json.loads(RESULT.read_text())
     rows = result["rows"]
-    counts = Counter(found["outcome"] for found in rows.values())
+    counts = Counter(row["outcome"] for row in rows.values())
     summary = (
         f"\n{len(rows)} configurations: {counts['packed']} packed, {counts['not packed']} not packed, "
         f"{counts['refused']} refused, {counts['not built']} that transformers does not build.\n"
@@ -54,15 +54,15 @@ def page() -> str:
     heads = ("model", "trained", "gap", "gradient", "export", "why")
     return (
         f"{generated_note('benchmarks/results/architectures.json')}\n# Models\n{INTRODUCTION}{meaning}{summary}\n"
-        + table(heads, (cells(name, found) for name, found in rows.items()))
+        + table(heads, (cells(name, row) for name, row in rows.items()))
         + "\n"
     )
 
 
-def cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
-    if found["outcome"] not in ("packed", "not packed"):
-        return name, f"**{found['outcome']}**", "", "", "", found["reason"]
-    way = WAYS[found["rows"]]
-    attention = "" if way == "packed" else f", {found['attention']}"
-    gaps = (f"{found['gaps'][kind]:.0e}" for kind in ("logprobs", "gradient", "export"))
-    return name, way + attention, *gaps, found["reason"]
+def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    if row["outcome"] not in ("packed", "not packed"):
+        return name, f"**{row['outcome']}**", "", "", "", row["reason"]
+    way = WAYS[row["rows"]]
+    attention = "" if way == "packed" else f", {row['attention']}"
+    gaps = (f"{row['gaps'][kind]:.0e}" for kind in ("logprobs", "gradient", "export"))
+    return name, way + attention, *gaps, row["reason"]

@@ -32,7 +32,7 @@ def document() -> Schema:
 def with_plain_values(schema: Any, schemas: Schema) -> Any:
     """References to what is no record, such as the states of a job, replaced by what they refer to."""
     if isinstance(schema, list):
-        return [with_plain_values(each, schemas) for each in schema]
+        return [with_plain_values(item, schemas) for item in schema]
     if not isinstance(schema, dict):
         return schema
     target = schemas.get(str(schema.get("$ref", "")).rpartition("/")[2], {"properties": {}})
@@ -42,11 +42,11 @@ def with_plain_values(schema: Any, schemas: Schema) -> Any:
 
 
 def page() -> str:
-    found = document()
-    found = with_plain_values(found, found["components"]["schemas"])
-    calls = list(operations(found))
+    api = document()
+    api = with_plain_values(api, api["components"]["schemas"])
+    calls = list(operations(api))
     overview = [(code(f"{method} {path}"), role_of(method, path), first_sentence(call)) for method, path, call in calls]
-    schemas = found["components"]["schemas"]
+    schemas = api["components"]["schemas"]
     return join(
         generated_note("the broker's OpenAPI document"),
         INTRODUCTION,
@@ -59,8 +59,8 @@ def page() -> str:
     )
 
 
-def operations(found: Schema) -> Iterator[tuple[str, str, Schema]]:
-    for path, methods in sorted(found["paths"].items()):
+def operations(api: Schema) -> Iterator[tuple[str, str, Schema]]:
+    for path, methods in sorted(api["paths"].items()):
         for method, call in methods.items():
             yield method.upper(), path, call
 
@@ -76,8 +76,14 @@ def first_sentence(call: Schema) -> str:
 
 def describe(method: str, path: str, call: Schema, schemas: Schema) -> str:
     rows = [
-        (code(each["name"]), each["in"], kind(each["schema"]), default(each), sentence(each.get("description", "")))
-        for each in call.get("parameters", [])
+        (
+            code(parameter["name"]),
+            parameter["in"],
+            kind(parameter["schema"]),
+            default(parameter),
+            sentence(parameter.get("description", "")),
+        )
+        for parameter in call.get("parameters", [])
     ]
     body = call.get("requestBody", {}).get("content", {})
     sent = [
@@ -89,13 +95,20 @@ def describe(method: str, path: str, call: Schema, schemas: Schema) -> str:
         f"Role: {role_of(method, path)}.",
         *sent,
         table(["parameter", "in", "type", "default", "meaning"], rows) if rows else "",
-        table(["status", "answer"], [answer(*each) for each in call["responses"].items() if each[0] not in EVERYWHERE]),
+        table(
+            ["status", "answer"],
+            [
+                answer(*status_and_response)
+                for status_and_response in call["responses"].items()
+                if status_and_response[0] not in EVERYWHERE
+            ],
+        ),
     )
 
 
 def answer(status: str, response: Schema) -> tuple[str, str]:
-    media = [each for each in response.get("content", {}) if each != "application/problem+json"]
-    kinds = [kind(response["content"][each].get("schema", {})) for each in media]
+    media = [media_type for media_type in response.get("content", {}) if media_type != "application/problem+json"]
+    kinds = [kind(response["content"][media_type].get("schema", {})) for media_type in media]
     text = " or ".join(filter(None, kinds)) if status.startswith("2") else ""
     return status, text or sentence(response.get("description", ""))
 
@@ -104,11 +117,15 @@ def kind(schema: Schema) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return "[the job](job.md)" if name == "JobConfig" else f"[{name}](#{name.lower()})"
-    if inner := [each for each in (*schema.get("anyOf", []), *schema.get("oneOf", [])) if each != {"type": "null"}]:
-        return " or ".join(dict.fromkeys(kind(each) for each in inner))
+    if inner := [
+        alternative
+        for alternative in (*schema.get("anyOf", []), *schema.get("oneOf", []))
+        if alternative != {"type": "null"}
+    ]:
+        return " or ".join(dict.fromkeys(kind(alternative) for alternative in inner))
     if schema.get("type") == "array":
         parts = schema.get("prefixItems") or [schema.get("items", {})]
-        return "list of " + " and ".join(kind(each) for each in parts)
+        return "list of " + " and ".join(kind(part) for part in parts)
     if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
         return f"map to {kind(schema['additionalProperties'])}"
     if "enum" in schema:
@@ -129,25 +146,25 @@ def records(calls: list[tuple[str, str, Schema]], schemas: Schema) -> set[str]:
     """Names of all records that a body, an answer or a record in them has; those of a job are in job.md."""
     wanted = [name for _, _, call in calls for name in refs([call["responses"], call.get("requestBody", {})])]
     wanted = [name for name in wanted if name != "JobConfig"]
-    found: set[str] = set()
+    reachable: set[str] = set()
     while wanted:
         name = wanted.pop()
-        if name not in found:
-            found.add(name)
+        if name not in reachable:
+            reachable.add(name)
             wanted += refs(schemas[name])
-    return found
+    return reachable
 
 
 def refs(schema: Any) -> list[str]:
     if isinstance(schema, dict):
-        own = [schema["$ref"].rpartition("/")[2]] if isinstance(schema.get("$ref"), str) else []
-        return own + [name for value in schema.values() for name in refs(value)]
+        names = [schema["$ref"].rpartition("/")[2]] if isinstance(schema.get("$ref"), str) else []
+        return names + [name for value in schema.values() for name in refs(value)]
     return [name for value in schema for name in refs(value)] if isinstance(schema, list) else []
 
 
 def record(name: str, schema: Schema) -> str:
     rows = [
-        (code(field), kind(found), sentence(found.get("description", "")))
-        for field, found in schema["properties"].items()
+        (code(field), kind(value), sentence(value.get("description", "")))
+        for field, value in schema["properties"].items()
     ]
     return join(f"### {name}", sentence(schema.get("description", "")), table(["field", "type", "meaning"], rows))

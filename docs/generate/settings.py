@@ -44,8 +44,8 @@ def page() -> str:
         rows_of(TrainerSettings, wire_names() - shared),
     ]
     for title, settings in SERVICES.items():
-        own = names_of(settings) - shared - wire_names()
-        parts += [f"## {title}", f"`{COMMANDS[title]}`.", rows_of(settings, own)]
+        names = names_of(settings) - shared - wire_names()
+        parts += [f"## {title}", f"`{COMMANDS[title]}`.", rows_of(settings, names)]
     return join(*parts)
 
 
@@ -56,8 +56,8 @@ def names_of(settings: type[BaseSettings]) -> set[str]:
 def shared_names() -> set[str]:
     """Return the settings that mean the same in all three services: they come from one class."""
     services = (BrokerSettings, TrainerSettings, RolloutSettings)
-    common = set.intersection(*(names_of(each) for each in services))
-    return {name for name in common if len({repr(each.model_fields[name]) for each in services}) == 1}
+    common = set.intersection(*(names_of(service) for service in services))
+    return {name for name in common if len({repr(service.model_fields[name]) for service in services}) == 1}
 
 
 def wire_names() -> set[str]:

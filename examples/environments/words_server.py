@@ -14,7 +14,7 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 NUM_WORDS = 3
-MAX_GAMES = 256  # at a time: one for each episode that is played
+MAX_GAMES = 256  # games at a time: one for each episode that is played
 
 
 class Say(Action):

@@ -80,5 +80,5 @@ def read_lines() -> Iterator[str]:
 async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:
     from onbeat.client.transport import part_of
 
-    found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
-    return clip(str(part_of(found, "choices")[0]["message"]["content"]), max_characters=1_000_000)
+    answer = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
+    return clip(str(part_of(answer, "choices")[0]["message"]["content"]), max_characters=1_000_000)

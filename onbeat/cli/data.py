@@ -26,9 +26,9 @@ def push(
 @app.command("list")
 def list_files(broker: Broker, as_json: AsJson = False) -> None:
     """List the uploaded files, newest first."""
-    found = broker.ask(lambda client: client.datasets.list())
+    datasets = broker.ask(lambda client: client.datasets.list())
     print_records(
-        found,
+        datasets,
         as_json,
         ["path", "bytes", "uploaded", "sha256"],
         lambda file: (file.path, f"{file.num_bytes:,}", when(file.uploaded_at), (file.sha256 or "-")[:16]),

@@ -62,7 +62,7 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
                 file.write(TEMPLATE.format(name=path.name, stem=name.strip("-") or "job"))
                 file.flush()
             except OSError:
-                path.unlink()  # on a full disk: the next try finds no empty file
+                path.unlink()  # the next try on a full disk finds no empty file
                 raise
     except FileExistsError as error:
         raise ValueError(f"{path} is there already; name another file") from error

@@ -81,12 +81,12 @@ def list_jobs(
         jobs = await client.jobs.list(state, limit)
         return [(job, None if as_json else await newest_iteration(client, job)) for job in jobs]
 
-    found = broker.ask(look)
+    jobs_and_newest = broker.ask(look)
     if as_json:
-        print_json([job for job, _ in found])
+        print_json([job for job, _ in jobs_and_newest])
         return
     rows = []
-    for job, newest in found:
+    for job, newest in jobs_and_newest:
         reward = number(newest.reward_mean if newest else None, ".3f")
         ran = duration((job.finished_at or time.time()) - job.started_at) if job.started_at is not None else "-"
         iterations = f"{job.next_iteration}/{job.num_iterations}"
@@ -187,14 +187,14 @@ def samples(
             return client.jobs.evaluation_samples(job_id, evaluation)
         return client.jobs.samples(job_id, iteration=iteration, limit=limit)
 
-    found = broker.ask(ask_for)[:limit]
+    samples = broker.ask(ask_for)[:limit]
     if as_json:
-        print_json(found)
-    elif not found:
+        print_json(samples)
+    elif not samples:
         typer.echo("no samples yet")
     else:
         kind = "iteration" if evaluation is None else "evaluation"
-        print_examples(make_console(), f"{kind} {found[0].iteration}", found)
+        print_examples(make_console(), f"{kind} {samples[0].iteration}", samples)
 
 
 @app.command()
@@ -213,9 +213,9 @@ def evaluations(broker: Broker, job_id: JobId, as_json: AsJson = False) -> None:
             f"{record.num_failed_groups}/{record.num_groups}",
         )
 
-    found = broker.ask(lambda client: client.jobs.evaluations(job_id))
+    evaluations = broker.ask(lambda client: client.jobs.evaluations(job_id))
     columns = ["evaluation", "version", "state", "reward", "solved", "tokens", "truncated", "failed"]
-    print_records(found, as_json, columns, row)
+    print_records(evaluations, as_json, columns, row)
 
 
 @app.command()

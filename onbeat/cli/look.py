@@ -25,9 +25,9 @@ Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entri
 @app.command()
 def iterations(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = False) -> None:
     """List iterations: reward, time, tokens and idle shares."""
-    found = broker.ask(lambda client: client.jobs.iterations(job_id))[-last:]
+    iterations = broker.ask(lambda client: client.jobs.iterations(job_id))[-last:]
     columns = ["iteration", "state", "version", "reward", "std", "seconds", "tokens", "rollouts idle", "trainer idle"]
-    print_records(found, as_json, columns, iteration_row)
+    print_records(iterations, as_json, columns, iteration_row)
 
 
 def iteration_row(record: "IterationRecord") -> Sequence[str]:
@@ -66,21 +66,24 @@ def metrics(
         print_json({name: series[name] for name in names or sorted(series)})
     elif names:
         by_iteration = {name: dict(series[name]) for name in names}
-        numbers = sorted({each for points in by_iteration.values() for each in points})
-        rows = [[str(each), *(number(of.get(each), "g") for of in by_iteration.values())] for each in numbers]
+        numbers = sorted({iteration for points in by_iteration.values() for iteration in points})
+        rows = [
+            [str(iteration), *(number(points.get(iteration), "g") for points in by_iteration.values())]
+            for iteration in numbers
+        ]
         print_table(["iteration", *names], rows)
     else:
         values = {name: [value for _, value in points] for name, points in sorted(series.items()) if points}
-        rows = [[name, f"{of[0]:.4g}", f"{of[-1]:.4g}", sparkline(of)] for name, of in values.items()]
+        rows = [[name, f"{curve[0]:.4g}", f"{curve[-1]:.4g}", sparkline(curve)] for name, curve in values.items()]
         print_table(["metric", "first", "last", "curve"], rows)
 
 
 @app.command()
 def events(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = False) -> None:
     """List the events of a job, oldest first."""
-    found = broker.ask(lambda client: client.jobs.events(job_id))[-last:]
+    events = broker.ask(lambda client: client.jobs.events(job_id))[-last:]
     columns = ["time", "kind", "message"]
-    print_records(found, as_json, columns, lambda one: (when(one.time)[5:], one.kind, one.message))
+    print_records(events, as_json, columns, lambda event: (when(event.time)[5:], event.kind, event.message))
 
 
 def audit(
@@ -122,14 +125,14 @@ def doctor(
         return client.jobs.explain(job_id) if job_id else client.doctor()
 
     try:
-        found = broker.ask(ask_for)
+        diagnosis = broker.ask(ask_for)
     except BrokerUnreachable as error:
-        found = explain_unreachable(error, job_id)
+        diagnosis = explain_unreachable(error, job_id)
     if as_json:
-        print_json(found)
+        print_json(diagnosis)
     else:
-        say(describe_findings(found))
-    raise typer.Exit(0 if found.is_healthy else 1)
+        say(describe_findings(diagnosis))
+    raise typer.Exit(0 if diagnosis.is_healthy else 1)
 
 
 def explain_unreachable(error: "BrokerUnreachable", job_id: str | None) -> "Diagnosis":
@@ -144,18 +147,18 @@ def explain_unreachable(error: "BrokerUnreachable", job_id: str | None) -> "Diag
             "(--url, ONBEAT_URL)? Jobs that are training go on without it until their next iteration"
         )
     notes = getattr(error, "__notes__", ())
-    findings = [Finding(sentence=each, who="broker", is_problem=True) for each in (sentence, *notes)]
+    findings = [Finding(sentence=note, who="broker", is_problem=True) for note in (sentence, *notes)]
     return Diagnosis(is_healthy=False, findings=findings)
 
 
-def describe_findings(found: "Diagnosis") -> str:
+def describe_findings(diagnosis: "Diagnosis") -> str:
     """Return the findings as text, with problems and notes (which name a key to change) marked, and a verdict."""
     lines = [
         ("PROBLEM  " if finding.is_problem else "note     " if finding.key else "ok       ") + finding.sentence
-        for finding in found.findings
+        for finding in diagnosis.findings
     ]
-    num_problems = sum(finding.is_problem for finding in found.findings)
-    verdict = "healthy" if found.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
+    num_problems = sum(finding.is_problem for finding in diagnosis.findings)
+    verdict = "healthy" if diagnosis.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
     return "\n".join([*lines, verdict])
 
 
@@ -182,13 +185,13 @@ def logs(
 ) -> None:
     """Print the last log lines of the services on this machine, including services that have ended."""
     folder = resolve_data_dir(data_dir) / "logs"
-    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
-    if not found or (service is not None and service not in found):
-        there = f"there are: {', '.join(found)}" if found else "no stack was started with this data folder"
+    logs = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if not logs or (service is not None and service not in logs):
+        there = f"there are: {', '.join(logs)}" if logs else "no stack was started with this data folder"
         raise ValueError(f"{folder} has no log of {service or 'any service'}; {there}")
-    for name in [service] if service else found:
-        typer.echo(f"==> {found[name]} <==")
-        with found[name].open(errors="replace") as file:
+    for name in [service] if service else logs:
+        typer.echo(f"==> {logs[name]} <==")
+        with logs[name].open(errors="replace") as file:
             for line in deque(file, num_lines):
                 typer.echo(printable(line.rstrip("\n")))
 

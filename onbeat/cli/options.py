@@ -120,7 +120,7 @@ class App(typer.Typer):
 
     def __init__(self, help: str, **settings: Any) -> None:
         super().__init__(help=help, no_args_is_help=True, **settings)
-        self.callback()(lambda: None)  # without a callback, a single command would take the place of its group
+        self.callback()(lambda: None)  # a single command without a callback would take the place of its group
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Command], Command]:
         register = super().command(*args, **kwargs)
@@ -140,7 +140,7 @@ def with_broker(command: Callable[..., None]) -> Callable[..., None]:
         command(broker=Broker(**{name: given.pop(name) for name in options}), **given)
 
     signature = inspect.signature(command)
-    parameters = [each for each in signature.parameters.values() if each.name != "broker"]
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "broker"]
     for name, kind in options.items():
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

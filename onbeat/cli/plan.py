@@ -40,11 +40,11 @@ def memory(
     fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
     if fields["model"]["dtype"] == "auto":
         fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
-    found = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    plan = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
     if as_json:
-        print_json(found)
+        print_json(plan)
     else:
-        typer.echo("\n".join(describe(found, num_ranks, is_on_gpu)))
+        typer.echo("\n".join(describe(plan, num_ranks, is_on_gpu)))
 
 
 def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
@@ -77,8 +77,8 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
 
     lines = []
     for process, parts in plan.items():
-        each = f", each of {num_ranks} ranks" if num_ranks > 1 and process.startswith("trainer") else ""
-        lines.append(f"{sum(parts.values()) / GB:7.2f} GB  {process}{each}")
+        suffix = f", each of {num_ranks} ranks" if num_ranks > 1 and process.startswith("trainer") else ""
+        lines.append(f"{sum(parts.values()) / GB:7.2f} GB  {process}{suffix}")
         largest_first = sorted(parts.items(), key=lambda item: -item[1])
         lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in largest_first]
     if is_on_gpu:

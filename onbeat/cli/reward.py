@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onbeat.contracts.rewards import RewardConfig
 
 DATA_MEMORY_MB = 8192
-START_S = 60.0  # for the scoring process to start and import the reward
+START_S = 60.0  # time for the scoring process to start and import the reward
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
     "services.rollout.rewards.child",
@@ -72,11 +72,11 @@ def try_reward(
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first response of the row
             show_prompt(f"row {index}", prompts[index])
-        for reward, found in scores:
+        for reward, answers in scores:
             label = name if reward.part is None else f"{name}, {reward.part}"
             silence = f"no score: it took longer than timeout_s = {reward.timeout_s:g}, or the scoring process ended"
-            show_score(label, text, found.get(number, {"message": silence}))
-    if any("reward" not in found.get(number, {}) for number in range(len(responses)) for _, found in scores):
+            show_score(label, text, answers.get(number, {"message": silence}))
+    if any("reward" not in answers.get(number, {}) for number in range(len(responses)) for _, answers in scores):
         raise typer.Exit(1)
 
 
@@ -118,9 +118,9 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
 
 def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
     """Score each response in a scoring process like a rollout's, with the same limits. Return the answers by number."""
-    what = {"reward": reward.name, "options": reward.options}
+    fields = {"reward": reward.name, "options": reward.options}
     requests = [
-        {"request": number, "context": context, "responses": [response]} | what
+        {"request": number, "context": context, "responses": [response]} | fields
         for number, (context, response) in enumerate(responses)
     ]
     deadline_s = START_S + len(requests) * reward.timeout_s

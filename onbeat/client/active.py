@@ -17,7 +17,7 @@ async def find_active(client: AsyncClient) -> list[JobRecord]:
     if len(newest) == NUM_NEWEST:  # there are more
         states = [state for state in JobState if not state.is_final]
         lists += await asyncio.gather(*(client.jobs.list(state, MAX_LISTED_JOBS) for state in states))
-    known = {job.id: job for found in lists for job in found}  # as last seen: a job may be in two lists
+    known = {job.id: job for jobs in lists for job in jobs}  # as last seen: a job may be in two lists
     return [job for job in known.values() if not job.state.is_final]
 
 

@@ -15,8 +15,8 @@ from onbeat.contracts.records import DATASETS_FOLDER, DatasetRecord
 
 FILE_TYPES = ("jsonl", "parquet")
 CHUNK_BYTES = 1 << 20
-SYNC_S = 600.0  # for a broker to write the end of a large file to its disk
-DIGEST_CHARACTERS = 16  # of the digest, in the name of an uploaded file
+SYNC_S = 600.0  # time for a broker to write the end of a large file to its disk
+DIGEST_CHARACTERS = 16  # characters of the digest, in the name of an uploaded file
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 MAX_STEM = 80
 
@@ -58,9 +58,9 @@ class AsyncDatasets:
         large or cannot be read."""
         data = file if isinstance(file, DataFile) else DataFile.at(Path(file), name)
         answer = await self._client.get("/v1/datasets")
-        for found in parse_list(DatasetRecord, "datasets", answer):
-            if (found.name, found.sha256) == (data.name, data.sha256):
-                return found
+        for record in parse_list(DatasetRecord, "datasets", answer):
+            if (record.name, record.sha256) == (data.name, data.sha256):
+                return record
         num_bytes, limit = data.source.stat().st_size, int(part_of(answer, "max_bytes"))
         if num_bytes > limit:
             raise ValueError(f"{data.source} has {num_bytes} bytes; the broker takes at most {limit} of a data file")

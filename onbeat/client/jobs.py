@@ -81,7 +81,7 @@ class AsyncJobs:
         config = JobConfig.without_derived(parent) | {"fork": {"job": job_id, "iteration": iteration}}
         for override in overrides:
             apply_override(config, override)
-        with suppress(AttributeError, KeyError, TypeError):  # for a schedule that is wrong now: the broker says how
+        with suppress(AttributeError, KeyError, TypeError):  # the broker says how a schedule is wrong
             schedule = config["schedule"]
             ends = [end for end in schedule.get("earlier_ends", []) if end < schedule["num_iterations"]]
             schedule["earlier_ends"] = ends
@@ -119,7 +119,7 @@ class AsyncJobs:
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
         """Return iterations with a number above `after`, in order. A broker gives them in parts."""
-        return await self._list_all(job_id, "iterations", IterationRecord, lambda each: each.iteration, after)
+        return await self._list_all(job_id, "iterations", IterationRecord, lambda record: record.iteration, after)
 
     async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
         """Return evaluations with a number above `after`, in order."""
@@ -131,19 +131,19 @@ class AsyncJobs:
 
     async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
         """Return how policy versions above `after` reached the rollouts, in order. A broker gives them in parts."""
-        return await self._list_all(job_id, "weights", WeightsRecord, lambda each: each.policy_version, after)
+        return await self._list_all(job_id, "weights", WeightsRecord, lambda record: record.policy_version, after)
 
     async def _list_all(
         self, job_id: str, name: str, record: type[RecordT], number_of: Callable[[RecordT], int], after: int
     ) -> Records[RecordT]:
         """Return all records with a number above `after`: ask until an answer is short."""
-        found: Records[RecordT] = []
+        records: Records[RecordT] = []
         while True:
-            newest = number_of(found[-1]) if found else after
+            newest = number_of(records[-1]) if records else after
             answer = await self._get(job_id, f"/{name}", after=newest, limit=MAX_LISTED_ITERATIONS)
-            found += parse_list(record, name, answer)
+            records += parse_list(record, name, answer)
             if len(answer[name]) < MAX_LISTED_ITERATIONS:
-                return found
+                return records
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
         """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
@@ -158,17 +158,17 @@ class AsyncJobs:
     async def metrics(self, job_id: str, after: int = -1) -> Series:
         """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value). A broker
         gives the iterations in parts."""
-        found: dict[str, dict[int, float]] = {}  # each part repeats the evaluations of those that follow it
+        curves: dict[str, dict[int, float]] = {}  # the evaluations of later parts are repeated in each part
         newest = after
         while True:
             answer = await self._get(job_id, "/metrics", after=newest)
             seen = newest
             for name, points in read_record(MetricSeries, answer).metrics.items():
-                found.setdefault(name, {}).update(points)
+                curves.setdefault(name, {}).update(points)
                 if points and not name.startswith("eval/"):
                     newest = max(newest, points[-1][0])
             if newest == seen:
-                return {name: list(values.items()) for name, values in found.items()}
+                return {name: list(values.items()) for name, values in curves.items()}
 
     async def samples(
         self,
@@ -191,12 +191,12 @@ class AsyncJobs:
 
     async def events(self, job_id: str, after: str = "0") -> Records[Event]:
         """Return all events after the cursor (the last event's id). A broker gives them in parts."""
-        found: Records[Event] = []
+        events: Records[Event] = []
         while True:
-            answer = await self._get(job_id, "/events", after=found[-1].id if found else after)
+            answer = await self._get(job_id, "/events", after=events[-1].id if events else after)
             if not part_of(answer, "events"):
-                return found
-            found += parse_list(Event, "events", answer)
+                return events
+            events += parse_list(Event, "events", answer)
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
         """Return what the trainer and each rollout did during the last iterations (20 at most)."""

@@ -129,7 +129,7 @@ class Transport:
             except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
                 raise BrokerUnreachable(self.base_url, f"connected, but silent for {silence_s:g} s") from error
             except httpx.RequestError as error:
-                is_timeout = isinstance(error, httpx.TimeoutException)  # each further try would take as long again
+                is_timeout = isinstance(error, httpx.TimeoutException)  # the next try would take as long again
                 if delay_s is None or is_timeout or not (is_repeatable or isinstance(error, httpx.ConnectError)):
                     raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
             else:
@@ -168,10 +168,10 @@ def host_of(base_url: str) -> str:
     return url.host
 
 
-def checked_name(name: str, what: str, punctuation: str = "-") -> str:
+def checked_name(name: str, expected: str, punctuation: str = "-") -> str:
     """Return a name for a path. Raise ValueError, with `what` it should be, where it could lead to another path."""
     if not name or not all(character.isalnum() or character in punctuation for character in name):
-        raise ValueError(f"{name!r} is not {what}")
+        raise ValueError(f"{name!r} is not {expected}")
     return name
 
 
@@ -221,5 +221,5 @@ def read_record(record: type[RecordT], answer: Any) -> RecordT:
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"])) or "all of it"
-        what = f"the broker's answer is no {record.__name__} ({field}: {problem['msg']})"
-        raise OnbeatError(f"{what}; client and broker may be of different versions: use the broker's") from error
+        reason = f"the broker's answer is no {record.__name__} ({field}: {problem['msg']})"
+        raise OnbeatError(f"{reason}; client and broker may be of different versions: use the broker's") from error

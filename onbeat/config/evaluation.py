@@ -49,10 +49,10 @@ class EvaluationConfig(Section):
     def check_sets(self) -> "EvaluationConfig":
         if (self.data is None) == (not self.sets):
             raise ValueError("evaluation.data: give the data of one set, or several sets under [[evaluation.sets]]")
-        names = [each.name for each in self.sets]
+        names = [held_out.name for held_out in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1 or name == "reward"}):
             raise ValueError(f"evaluation.sets: {twice[0]} is the name of two sets or of other scores; take another")
-        if (total := sum(each.num_prompts or self.num_prompts for each in self.sets)) > MAX_HELD_OUT:
+        if (total := sum(held_out.num_prompts or self.num_prompts for held_out in self.sets)) > MAX_HELD_OUT:
             raise ValueError(f"evaluation.num_prompts: {total} in all sets together; at most {MAX_HELD_OUT}")
         return self
 

@@ -16,7 +16,7 @@ PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
-FOREIGN_KEYS = {  # of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to the key
+FOREIGN_KEYS = {  # keys of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to ours
     **dict.fromkeys(("num_generations", "group_size", "n"), "rollout.num_samples_per_prompt"),
     **dict.fromkeys(("max_completion_length", "max_completion_tokens"), "rollout.max_response_tokens"),
     **dict.fromkeys(("batch_size", "train_batch_size"), "rollout.num_prompts_per_iteration"),
@@ -37,7 +37,7 @@ MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation ta
 
 def describe_wrong_job(error: ValidationError, job: Any, name: object) -> str:
     """Return a line with the name of the job file, and below it one line for each wrong field."""
-    errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors()]
     lines = [f"  {'job' if field == 'body' else field}: {message}" for field, message in explain_errors(errors, job)]
     return "\n".join([f"{name} is no valid job:", *lines])
 
@@ -50,7 +50,7 @@ def first_wrong(error: ValidationError) -> str:
 
 def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
     """Return (field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
-    explained = [each for error in errors[:MAX_EXPLAINED] for each in explain_error(error, body)]
+    explained = [explanation for error in errors[:MAX_EXPLAINED] for explanation in explain_error(error, body)]
     if num_more := len(errors[MAX_EXPLAINED:]):
         explained.append(("body", f"has {num_more} more errors; correct these first"))
     return explained
@@ -102,7 +102,9 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
 def tag_name(path: list[str]) -> str | None:
     """Return the key that names the section of the union at this place, or None: `schedule` -> `mode`."""
     sections = sections_at(path)
-    return next((name for name in TAG_NAMES if sections and all(name in each.model_fields for each in sections)), None)
+    return next(
+        (name for name in TAG_NAMES if sections and all(name in section.model_fields for section in sections)), None
+    )
 
 
 def tags_at(path: list[str]) -> set[str]:
@@ -120,23 +122,25 @@ def explain_value(error: Any, path: list[str]) -> str:
         return f"is required{meaning}"
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         name, is_missing = tag_name(path), error["type"] == "union_tag_not_found"
-        what = "is not complete" if is_missing else f"has no {name} {show(error['ctx']['tag'])}"
-        return f"{what}; set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
+        problem = "is not complete" if is_missing else f"has no {name} {show(error['ctx']['tag'])}"
+        return f"{problem}; set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
     return f"{error['msg'].removeprefix('Value error, ')}, got {show(error.get('input'))}{meaning}"
 
 
 def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
     """Say where the key belongs: to another type of its section, to another section, or under another name."""
     *above, key = path
-    if owners := [each.model_fields for each in sections_at(above) if key in each.model_fields]:
+    if owners := [section.model_fields for section in sections_at(above) if key in section.model_fields]:
         tag = str(tag_name(above))
         types = dict.fromkeys(repr(value) for fields in owners for value in get_args(fields[tag].annotation))
         return f"belongs to {dotted(above)}.{tag} = {' or '.join(types)}; leave it out, or change the {tag}"
-    own = named_by(above, location)
+    known_keys = named_by(above, location)
     homes = homes_of(dotted(path)) or homes_of(key)
-    here = (name for name in own if name.startswith(f"{key}_") or any(home.endswith(f".{name}") for home in homes))
-    close = [dotted([*above, name]) for name in here] or homes or close_names(key, own, most=1, likeness=0.6)
-    return f"unknown key; {suggest(close, own)}"
+    here = (
+        name for name in known_keys if name.startswith(f"{key}_") or any(home.endswith(f".{name}") for home in homes)
+    )
+    close = [dotted([*above, name]) for name in here] or homes or close_names(key, known_keys, most=1, likeness=0.6)
+    return f"unknown key; {suggest(close, known_keys)}"
 
 
 def homes_of(key: str) -> list[str]:
@@ -164,7 +168,9 @@ def show(value: Any) -> str:
 def named_by(path: list[str], location: Sequence[Any]) -> dict[str, FieldInfo]:
     """Return the fields at a path. In a union they are those of the section whose tag is in the error's location."""
     name, sections = tag_name(path), sections_at(path)
-    chosen = [each for each in sections if name and {*get_args(each.model_fields[name].annotation)} & {*location}]
+    chosen = [
+        section for section in sections if name and {*get_args(section.model_fields[name].annotation)} & {*location}
+    ]
     return {field: info for section in chosen or sections for field, info in section.model_fields.items()}
 
 

@@ -17,7 +17,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
 
-DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # what `fill_defaults` fills in
+DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
 
 
@@ -38,7 +38,7 @@ class JobConfig(JobSections):
     @classmethod
     def check_trackers(cls, trackers: list[TrackerConfig]) -> list[TrackerConfig]:
         types = [tracker.type for tracker in trackers]
-        if twice := sorted({each for each in types if types.count(each) > 1}):
+        if twice := sorted({section_type for section_type in types if types.count(section_type) > 1}):
             raise ValueError(f"two trackers of type {twice[0]}; a job has one run in each")
         return trackers
 
@@ -82,18 +82,18 @@ class JobConfig(JobSections):
         if evaluation is None:
             return []
         if evaluation.data is not None:
-            own = (evaluation.data, evaluation.num_prompts, self.rewards, self.solved_at)
-            return [HeldOutSet("", "evaluation", *own)]
+            inherited = (evaluation.data, evaluation.num_prompts, self.rewards, self.solved_at)
+            return [HeldOutSet("", "evaluation", *inherited)]
         return [
             HeldOutSet(
-                name=each.name,
+                name=section.name,
                 field=f"evaluation.sets.{index}",
-                data=each.data,
-                num_prompts=each.num_prompts or evaluation.num_prompts,
-                rewards=self.rewards if each.reward is None else rewards_in(each.reward),
-                solved_at=self.solved_at if each.solved_at is None else each.solved_at,
+                data=section.data,
+                num_prompts=section.num_prompts or evaluation.num_prompts,
+                rewards=self.rewards if section.reward is None else rewards_in(section.reward),
+                solved_at=self.solved_at if section.solved_at is None else section.solved_at,
             )
-            for index, each in enumerate(evaluation.sets)
+            for index, section in enumerate(evaluation.sets)
         ]
 
     @property
@@ -166,7 +166,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     if job.reward is not None and job.environment is not None:
         yield "reward: the environment gives the reward; leave out [reward] or [environment]"
     sets = job.evaluation.sets if job.evaluation is not None else []
-    if job.environment is not None and any(each.reward is not None for each in sets):
+    if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2:
@@ -223,8 +223,12 @@ def is_nested_deeper(value: Any, depth: int) -> bool:
     """
     level = [value]
     for _ in range(depth + 1):
-        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        containers = [item for item in level if isinstance(item, dict | list | tuple)]
         if not containers:
             return False
-        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
     return True

@@ -7,7 +7,7 @@ from pydantic import Field
 from onbeat.contracts.records import MAX_TURNS
 from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
-MAX_PROMPTS = 10_000  # of an iteration
+MAX_PROMPTS = 10_000  # prompts of an iteration
 
 
 class EnvironmentConfig(Section):

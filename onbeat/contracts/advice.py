@@ -49,14 +49,16 @@ def advice_for(committed: Sequence[IterationRecord], mode: str | None) -> str | 
 
 def measure_work(committed: Sequence[IterationRecord], num_trainers: int, mode: str) -> Work | None:
     """Measure the newest iterations that had as many devices as the last one; None while there are too few."""
-    known = [each for each in committed[1:] if each.tpspd and each.wall_s and each.rollout_idle_frac is not None]
+    known = [
+        record for record in committed[1:] if record.tpspd and record.wall_s and record.rollout_idle_frac is not None
+    ]
     last = num_devices(known[-1]) if known else 0
-    recent = list(takewhile(lambda each: num_devices(each) == last, reversed(known[-NUM_RECENT:])))
+    recent = list(takewhile(lambda record: num_devices(record) == last, reversed(known[-NUM_RECENT:])))
     if len(recent) < MIN_RECENT or last <= num_trainers:
         return None
-    wall_s = median(each.wall_s or 0.0 for each in recent)
-    generate_s = (last - num_trainers) * wall_s * (1 - median(each.rollout_idle_frac or 0.0 for each in recent))
-    train_s = num_trainers * wall_s * (1 - median(each.trainer_idle_frac or 0.0 for each in recent))
+    wall_s = median(record.wall_s or 0.0 for record in recent)
+    generate_s = (last - num_trainers) * wall_s * (1 - median(record.rollout_idle_frac or 0.0 for record in recent))
+    train_s = num_trainers * wall_s * (1 - median(record.trainer_idle_frac or 0.0 for record in recent))
     measured = Work(last - num_trainers, num_trainers, generate_s, train_s, 0.0, mode == "sync")
     fixed_s = max(0.0, wall_s - measured.wall_s((last - num_trainers, num_trainers)))
     return Work(last - num_trainers, num_trainers, generate_s, train_s, fixed_s, mode == "sync")
@@ -104,5 +106,5 @@ def shrunk(work: Work, split: Split, now: Split) -> Split:
 
 
 def change(number: int, word: str) -> str:
-    what = f"{abs(number)} {word}{'s' * (abs(number) != 1)}"
-    return f"add {what} on additional hardware" if number > 0 else f"remove {what}"
+    devices = f"{abs(number)} {word}{'s' * (abs(number) != 1)}"
+    return f"add {devices} on additional hardware" if number > 0 else f"remove {devices}"

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from onbeat.contracts.deadlines import SILENT_S
 from onbeat.contracts.states import EvaluationState, IterationState, JobState
 
-MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
+MAX_TRAINER_SPANS = 500  # spans of an iteration, in Redis; where there are as many, neighbours may have been merged
 MAX_TURNS = 1_024  # calls of the policy in an episode
-MAX_LISTED_JOBS = 500  # in one answer: other requests wait while a list is read and written
+MAX_LISTED_JOBS = 500  # jobs in one answer: other requests wait while a list is read and written
 MAX_LISTED_ITERATIONS = 10_000  # or policy versions, in one answer
-DATASETS_FOLDER = "datasets"  # of uploaded files, in the broker's data folder
+DATASETS_FOLDER = "datasets"  # folder of uploaded files, in the broker's data folder
 
 
 class Record(BaseModel):
@@ -36,10 +36,10 @@ class JobRecord(Record):
     error: str | None = None
     created_at: float
     queued_at: float | None = None  # when it was resumed, after it had been over
-    started_at: float | None = None  # of a resumed job: so that the time from then on is what it has worked
+    started_at: float | None = None  # start of a resumed job, from which its time of work is counted
     finished_at: float | None = None
     num_iterations: int
-    first_iteration: int = 0  # of a fork: the iterations before are those of the job whose checkpoint it started from
+    first_iteration: int = 0  # first iteration of a fork: those before are of the job whose checkpoint it started from
     num_opened: int = 0  # iterations whose prompts are or were out, counted from 0
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
@@ -74,7 +74,7 @@ class IterationRecord(Record):
     num_training_devices: int | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
-    wall_s: float | None = None  # from the previous commit (or the opening, for the first), without pauses and queues
+    wall_s: float | None = None  # seconds since the previous commit (first: the opening), without pauses and queues
     generate_s: float | None = None  # first engine ready -> all groups accepted
     first_group_s: float | None = None  # first engine ready -> first group accepted
     train_s: float | None = None  # trainer busy: micro-batches and the step
@@ -92,9 +92,9 @@ class PublishedWeights(Record):
     """A trainer's numbers on a policy version that it publishes."""
 
     full_bytes: int
-    delta_bytes: int | None = None  # from the version published before; None: only the full copy is served
-    encode_s: float  # of the threads that make digests and delta, all together, beside the optimizer
-    publish_s: float  # from the start of the optimizer step to the announcement
+    delta_bytes: int | None = None  # bytes from the version published before; None: only the full copy is served
+    encode_s: float  # time of the threads that make digests and delta, all together, beside the optimizer
+    publish_s: float  # time from the start of the optimizer step to the announcement
 
 
 class WeightUpdate(Record):
@@ -107,7 +107,7 @@ class WeightUpdate(Record):
     load_s: float  # loading into the engine, including waits for tensors
     # From the optimizer step's start to the engine open; None: it joined with this version, or had served a newer one.
     open_s: float | None = None
-    held_s: float | None = None  # from the last verified tensor to the engine open; None: not reported
+    held_s: float | None = None  # time from the last verified tensor to the engine open; None: not reported
     num_faults: int = 0  # problems on the way that were overcome
 
 
@@ -129,7 +129,7 @@ class WeightsRecord(Record):
     delta_bytes: int | None = None
     encode_s: float | None = None
     publish_s: float | None = None
-    rollouts: dict[str, WeightUpdate] = {}  # by worker id: those that have served it
+    rollouts: dict[str, WeightUpdate] = {}  # updates of the rollouts that have served it, by worker id
 
 
 class EvaluationRecord(Record):
@@ -169,16 +169,16 @@ class EpisodeTurn(Record):
     """One call of the policy in an episode: the new messages, and the answer."""
 
     continues: int | None = None  # the turn that came before it in its history; None: the prompt alone
-    is_fork: bool = False  # its history was rewritten: it shares only the beginning of that turn, or of the prompt
+    is_fork: bool = False  # a rewritten history: it shares only the beginning of that turn, or of the prompt
     messages: list[dict[str, Any]] = []  # the new ones (at first: behind the prompt), from the environment; not trained
     text: str  # sampled, and trained
-    num_observed_tokens: int  # in its prompt, behind what it shares with the turns before
-    num_cached_tokens: int = 0  # of its prompt, that the engine did not compute again; 0 also where it is not known
+    num_observed_tokens: int  # tokens of the prompt, behind those that it shares with the turns before
+    num_cached_tokens: int = 0  # tokens of the prompt that the engine did not compute again; 0 also if unknown
     num_tokens: int  # sampled; those of an episode follow one another in the response
     finish_reason: str
     call_id: str = ""
-    reward: float | None = None  # that the environment gave to this call; not trained
-    waited_s: float = 0.0  # in the environment, since the call before
+    reward: float | None = None  # the environment's reward for this call; not trained
+    waited_s: float = 0.0  # time in the environment, since the call before
     generate_s: float = 0.0
 
 
@@ -187,7 +187,7 @@ class Sample(Record):
 
     iteration: int
     group_id: str
-    index: int = 0  # in its group
+    index: int = 0  # place in the group
     policy_version: int
     prompt: str
     response: str
@@ -196,14 +196,14 @@ class Sample(Record):
     advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
     num_tokens: int
     finish_reason: str
-    turns: list[EpisodeTurn] = []  # of an episode; empty: one response to the prompt
+    turns: list[EpisodeTurn] = []  # turns of an episode; empty: one response to the prompt
 
 
 class Token(Record):
     """A sampled token."""
 
     id: int
-    text: str | None  # its part of the response, "" where it ends within a character; None: unknown
+    text: str | None  # the token's part of the response, "" where it ends within a character; None: unknown
     logprob: float  # the rollout's, under the tempered distribution
 
 
@@ -236,7 +236,7 @@ class Event(Record):
 class HostMemory(Record):
     """The memory of the machine or container that a process is in."""
 
-    name: str  # of the machine
+    name: str  # name of the machine
     available_bytes: int
     total_bytes: int
 
@@ -246,7 +246,7 @@ class EpisodeWait(Record):
 
     group_id: str
     episode: int
-    waits_for: str  # in words, such as: tool `search`
+    waits_for: str  # words such as: tool `search`
     waited_s: float
     left_s: float | None = None  # until the episode is given up; None: its environment is still being loaded
 
@@ -259,7 +259,7 @@ class ProcessRecord(Record):
     # a trainer: "idle" (asks for jobs) | "training" | "stopped"
     # a rollout: "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
     state: str
-    last_seen_at: float = 0.0  # by the Redis clock, when it was written
+    last_seen_at: float = 0.0  # Redis time at which the record was written
     host: HostMemory | None = None
 
     def silence_s(self, now: float) -> float:
@@ -275,7 +275,7 @@ class WorkerRecord(ProcessRecord):
     """A rollout replica's last heartbeat."""
 
     doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
-    waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
+    waiting_episode: EpisodeWait | None = None  # the episode that waits longest; None: none waits for long
     policy_version: int | None = None
     num_in_flight: int = 0
     num_devices: int = 1
@@ -301,16 +301,16 @@ class Finding(Record):
     who: str = ""  # id of the trainer, rollout or job that it is about, or "redis", "broker"
     waits_for: str = ""
     since_s: float | None = None
-    next: str = ""  # what happens after the wait
+    next: str = ""  # the event after the wait
     deadline_s: float | None = None  # until it happens
-    key: str = ""  # of the job's configuration, to change for better learning
+    key: str = ""  # a key of the job's configuration, to change for better learning
 
 
 class IterationUpdate(Record):
     """An iteration that has changed, as live streams send it."""
 
     record: IterationRecord
-    point: dict[str, float] = {}  # its values in the series of metrics, once it is committed
+    point: dict[str, float] = {}  # values in the series of metrics, once the iteration is committed
 
 
 class Span(Record):
@@ -322,7 +322,7 @@ class Span(Record):
     kind: str
     start: float
     end: float
-    iteration: int  # of "pull" and "load": the policy version
+    iteration: int  # iteration, or the policy version for "pull" and "load"
     group_id: str | None = None
 
 
@@ -341,8 +341,8 @@ class Timeline(Record):
     end: float  # when the last of them was committed, or now
     iterations: list[int]
     lanes: list[Lane]  # the trainer first
-    spans: list[Span] = Field(repr=False)  # by start
-    advice: str | None = None  # on which side should have more or fewer devices; None: too few measurements
+    spans: list[Span] = Field(repr=False)  # spans in the order of their starts
+    advice: str | None = None  # sides that should have more or fewer devices; None: too few measurements
 
 
 class PoolStatus(Record):
@@ -350,8 +350,8 @@ class PoolStatus(Record):
 
     pool: str
     num_jobs: int = 0  # pending, running, paused or being cancelled
-    num_prompts: int = 0  # of running jobs: prompts whose groups are not accepted yet
-    num_unclaimed_prompts: int = 0  # those without a rollout
+    num_prompts: int = 0  # prompts of running jobs whose groups are not accepted yet
+    num_unclaimed_prompts: int = 0  # prompts without a rollout
     num_trainers: int  # seen within the last 10 s
     num_rollouts: int
 

@@ -34,12 +34,12 @@ def part_name(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)[:MAX_PART_NAME]
 
 
-def more_parts(known: Sequence[str], found: Iterable[str]) -> list[str]:
+def more_parts(known: Sequence[str], candidates: Iterable[str]) -> list[str]:
     """Return the parts that a job has curves of: those it has, and what is found besides while there is a place left.
 
     A reward may invent names all the time, and a job with ever more curves could not be read.
     """
-    return [*known, *sorted(set(found) - set(known))][:MAX_PARTS]
+    return [*known, *sorted(set(candidates) - set(known))][:MAX_PARTS]
 
 
 def parts_of(names: Iterable[str]) -> list[str]:
@@ -48,8 +48,8 @@ def parts_of(names: Iterable[str]) -> list[str]:
     >>> parts_of(["reward/short_mean", "reward/short_std", "response_tokens_max"])
     ['short']
     """
-    found = (re.fullmatch(r"reward/(.+)_mean", name) for name in names)
-    return list(dict.fromkeys(match[1] for match in found if match))
+    matches = (re.fullmatch(r"reward/(.+)_mean", name) for name in names)
+    return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
@@ -58,8 +58,8 @@ def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
     >>> rewards_of_sets({"reward_mean": 0.5, "easy/reward_mean": 0.5, "reward/form_mean": 0.1})
     {'easy': 0.5}
     """
-    found = ((re.fullmatch(r"(?!reward/)([^/]+)/reward_mean", name), value) for name, value in scores.items())
-    return {match[1]: value for match, value in found if match}
+    matches = ((re.fullmatch(r"(?!reward/)([^/]+)/reward_mean", name), value) for name, value in scores.items())
+    return {match[1]: value for match, value in matches if match}
 
 
 class ResponseStats(BaseModel):

@@ -62,12 +62,12 @@ class EvaluationState(StrEnum):
 class EpisodeFailureKind(StrEnum):
     """The reason why a try of an episode has no result."""
 
-    RAISED = "raised"  # by the environment
+    RAISED = "raised"  # the environment raised an exception
     TIMEOUT = "timeout"  # it ran longer than `environment.timeout_s`
-    CRASHED = "crashed"  # its process ended
-    MEMORY = "memory"  # beyond its limit
+    CRASHED = "crashed"  # the process ended
+    MEMORY = "memory"  # the process exceeded its memory limit
     OUTPUT = "output"  # it printed too much
-    INVALID = "invalid"  # what it returned is no Outcome
+    INVALID = "invalid"  # the returned object is no Outcome
     LOAD = "load"  # it cannot be imported or built
     NO_CALL = "no_call"  # it never called the policy
     UNREACHABLE = "unreachable"  # a server that it needs could not be reached

@@ -15,5 +15,5 @@ def find_code(value: Any) -> str | None:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
-        return next((found for each in value if (found := find_code(each)) is not None), None)
+        return next((code for item in value if (code := find_code(item)) is not None), None)
     return value if isinstance(value, str) and CODE.search(value) else None

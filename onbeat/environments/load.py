@@ -35,15 +35,15 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     if hasattr(target, "init") and hasattr(target, "step"):
         check_options(target, options)
         return MessageEnvironment(maker(target, options))
-    adapter, own = ToolsOptions.split(options)
+    adapter, tool_options = ToolsOptions.split(options)
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
     if adapter.reward is not None:
         if hasattr(target, "get_reward"):
             raise ValueError(f"{target.__name__} has get_reward: leave out options.reward, which would not be asked")
         load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
-    check_options(target, own, [each.name for each in fields(ToolsOptions)])
-    return ToolsEnvironment(maker(target, own), adapter)
+    check_options(target, tool_options, [option.name for option in fields(ToolsOptions)])
+    return ToolsEnvironment(maker(target, tool_options), adapter)
 
 
 def check_run(environment: Any) -> None:
@@ -59,7 +59,7 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], others
     """Raise ValueError for options that the class does not take. `others`: those that are known besides."""
     try:
         signature = inspect.signature(target)
-    except ValueError:  # of a class in C
+    except ValueError:  # a class in C has no signature
         return
     try:
         signature.bind(**options)

@@ -20,7 +20,7 @@ from onbeat.process import confine
 from onbeat.process.temporary import PrivateFolder, remove_dead
 
 PREFIX = "onbeat-python-"
-MAX_OUTPUT_BYTES = 64 << 10  # of stdout and of stderr; the process is ended beyond it
+MAX_OUTPUT_BYTES = 64 << 10  # limit of stdout and of stderr; the process is ended beyond it
 MAX_FILE_MB = 16
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 END_S = 2.0  # until a killed process is gone

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from onbeat.environments.session import Message
 from onbeat.environments.tool_schema import Tool
 
-MAX_BRACKETS = 16  # that are tried as the end of a call
-NO_PYTHON = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for other text
+MAX_BRACKETS = 16  # brackets that are tried as the end of a call
+NO_PYTHON = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # exceptions of `ast` for other text
 
 
 def announce(conversation: list[Message], tools: Mapping[str, Tool]) -> None:
@@ -26,10 +26,10 @@ async def call_in_text(text: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Run the first call in an answer. Return what it returned as the user's message, or nothing without a call."""
     opening = re.compile(rf"\b({'|'.join(map(re.escape, tools))})\(")
     for line in text.split("\n") if tools else ():
-        if found := opening.search(line, 0, max(0, line.rfind(")"))):  # before the last bracket of its line
-            tool = tools[found[1]]
-            written, arguments = read_arguments(parameters_of(tool), line[found.end() :])
-            return [{"role": "user", "content": f"{found[1]}({written}) = {await tool.call(arguments)}"}]
+        if match := opening.search(line, 0, max(0, line.rfind(")"))):  # before the last bracket of its line
+            tool = tools[match[1]]
+            written, arguments = read_arguments(parameters_of(tool), line[match.end() :])
+            return [{"role": "user", "content": f"{match[1]}({written}) = {await tool.call(arguments)}"}]
     return []
 
 
@@ -46,7 +46,7 @@ def read_arguments(names: Sequence[str], line: str) -> tuple[str, dict[str, obje
     """
     ends = [index for index, character in enumerate(line) if character == ")"][:MAX_BRACKETS]
     calls = ((line[:end], parse_call(line[:end])) for end in ends)
-    written, call = next((found for found in calls if found[1] is not None), (line[: ends[0]], None))
+    written, call = next((candidate for candidate in calls if candidate[1] is not None), (line[: ends[0]], None))
     try:
         assert call is not None
         values = [ast.literal_eval(argument) for argument in call.args]

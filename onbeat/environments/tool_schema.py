@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from onbeat.environments.calls import call
 
-ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # of a docstring's "Args:"
-NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # of a docstring: Returns, Raises, Example
-MISTAKES = (ValueError, LookupError, ArithmeticError)  # what a tool raises when the policy called it wrongly
+ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # a line below "Args:" in a docstring
+NEXT_SECTION = re.compile(r"^\S.*:\s*$", re.MULTILINE)  # a heading in a docstring: Returns, Raises, Example
+MISTAKES = (ValueError, LookupError, ArithmeticError)  # exceptions of a tool that the policy called wrongly
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tool:
 
 def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
     """Return the public methods of an object by name, but for those reserved."""
-    methods = inspect.getmembers(type(instance), lambda each: inspect.isfunction(inspect.unwrap(each)))  # also cached
+    methods = inspect.getmembers(type(instance), lambda item: inspect.isfunction(inspect.unwrap(item)))  # also cached
     names = [name for name, _ in methods if not name.startswith("_") and name not in reserved]
     return {name: tool_of(getattr(instance, name)) for name in names}
 
@@ -85,8 +85,8 @@ def describe_arguments(text: str) -> dict[str, str]:
     described: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
-        if found := ARGUMENT.match(line):
-            name, described[found[1]] = found[1], found[2]
+        if match := ARGUMENT.match(line):
+            name, described[match[1]] = match[1], match[2]
         elif name and line.strip():
             described[name] += f" {line.strip()}"
     return described

@@ -29,7 +29,7 @@ class ToolsOptions:
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple["ToolsOptions", dict[str, Any]]:
         """Return the adapter's options and the others. Raises ValueError."""
-        names = {each.name for each in fields(cls)}
+        names = {option.name for option in fields(cls)}
         chosen = cls(**{name: value for name, value in options.items() if name in names})
         if chosen.tool_calls not in ("native", "text"):
             raise ValueError(f'tool_calls is {chosen.tool_calls!r}; it has to be "native" or "text"')
@@ -77,7 +77,7 @@ async def converse(
         while True:
             answer = without_id(await policy.chat(conversation, schemas or None))
             conversation.append(answer)
-            results = [await result_of(each, tools) for each in answer.get("tool_calls") or ()]
+            results = [await result_of(call, tools) for call in answer.get("tool_calls") or ()]
             if style == "text":
                 results = await call_in_text(answer["content"] or "", tools)
             if not results:

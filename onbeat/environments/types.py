@@ -14,7 +14,7 @@ class Task:
     question: str
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)  # the other fields of the data's row
-    origin: dict[str, Any] = field(default_factory=dict)  # of procedural data: what the item was made from, for rewards
+    origin: dict[str, Any] = field(default_factory=dict)  # origin of procedural data: the item's parameters
     seed: int = 0  # the same for all episodes of a group: what an environment draws at random should come from it
 
 
@@ -24,7 +24,7 @@ class Outcome:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # shown, logged, never trained
-    turn_rewards: dict[str, float] = field(default_factory=dict)  # by the id of a call's answer; shown only
+    turn_rewards: dict[str, float] = field(default_factory=dict)  # rewards by the id of a call's answer; shown only
 
 
 class Environment(Protocol):

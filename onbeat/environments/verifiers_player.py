@@ -32,7 +32,7 @@ except ImportError as missing:
     sys.stdout.write(f"verifiers is not installed ({missing}): {sys.executable} -m pip install verifiers uv")
     sys.exit(1)
 
-END_S = 10.0  # to stop the servers of tools when stdin has ended
+END_S = 10.0  # time to stop the servers of tools when stdin has ended
 MAX_TASK_BYTES = 64 << 20
 
 
@@ -123,7 +123,7 @@ def main(config: str, *num_tasks: str) -> None:
     threading.Thread(target=end_with_stdin, daemon=True).start()
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])  # uv
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is not for the parent
+    os.dup2(2, 1)  # output of others is not for the parent
     environment = load_environment(resolve_env_config(json.loads(config) | {"interception": {"type": "server"}}))
     if num_tasks:
         print_tasks(environment, int(num_tasks[0]), out)

@@ -40,7 +40,7 @@ def start_in_background(options: StackOptions) -> StackState:
     with take_lock(options.data_dir / OWNER_LOCK, OWNER_DEADLINE_S):  # or else the log is another stack's
         log_path.write_bytes(b"")
     arguments = json.dumps({**asdict(options), "data_dir": str(options.data_dir)})
-    with log_path.open("ab") as output:  # of two that start at the same moment, none writes over the other
+    with log_path.open("ab") as output:  # two that start at the same moment do not overwrite each other
         daemon = subprocess.Popen(
             [*DAEMON_COMMAND, arguments],
             stdin=subprocess.DEVNULL,

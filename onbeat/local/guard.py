@@ -59,8 +59,8 @@ def supervise(child: int, parent: int, grace_s: float) -> int:
         deadline = min(deadline, time.monotonic() + limit_s)
         if heard == signal.SIGINT or time.monotonic() >= deadline:
             return KILLED
-        found = signal.sigtimedwait(HEARD, min(1.0, max(0.0, deadline - time.monotonic())))
-        heard = found.si_signo if found is not None else None
+        received = signal.sigtimedwait(HEARD, min(1.0, max(0.0, deadline - time.monotonic())))
+        heard = received.si_signo if received is not None else None
     return exit_code
 
 

@@ -27,7 +27,7 @@ from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 
 PAUSE_DEADLINE_S = 10.0
-START_GRACE_S = 30.0  # for trainer and rollouts to import their libraries, and to say that they are there
+START_GRACE_S = 30.0  # time for trainer and rollouts to import their libraries and to report
 INTERRUPTED = 130
 UP_POOL = "default"
 
@@ -204,12 +204,12 @@ def terminations_as_interrupts() -> Iterator[None]:
         if received == signal.SIGHUP:
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # commands in a script's background ignore Ctrl-C
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in numbers}  # under nohup a terminal may close
+    before = {number: signal.signal(number, interrupt) for number in numbers}  # a terminal may close under nohup
     try:
         yield
     finally:

@@ -39,10 +39,10 @@ SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000). But
 # it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
 SHARED_SPINS = "10000"
-LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
-TRAINER_GRACE_S = 60.0  # for the checkpoint that it writes when it is asked to stop
+LOCAL_DRAIN_S = "5"  # shorter than the grace period of the supervisor
+TRAINER_GRACE_S = 60.0  # time for the checkpoint that the trainer writes when it is asked to stop
 SCRATCH_PREFIX = "onbeat-"
-MAX_SOCKET_PATH_BYTES = 103  # for a UNIX socket on macOS; Linux has four more
+MAX_SOCKET_PATH_BYTES = 103  # limit for a UNIX socket on macOS; Linux has four more
 LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # the path of a vLLM socket
 
 
@@ -106,8 +106,8 @@ def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
 def plan_of(options: StackOptions) -> CorePlan:
     """Return the split of this machine's cores, one hardware thread of each. Raises ValueError for a wrong choice."""
     allowed = available_cores()
-    own = options.rollout_cores, options.trainer_cores
-    return plan_cores(physical_cores(allowed), options.num_rollouts, *own, allowed=allowed, quota=cpu_quota())
+    cores = options.rollout_cores, options.trainer_cores
+    return plan_cores(physical_cores(allowed), options.num_rollouts, *cores, allowed=allowed, quota=cpu_quota())
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
@@ -181,7 +181,7 @@ def describe_places(options: StackOptions) -> str:
     variable, devices = available_devices(os.environ)
     if devices:
         trainer, rollouts = device_environments(os.environ, options.num_rollouts)
-        texts = [f"rollout-{index} on {each[variable]}" for index, each in enumerate(rollouts)]
+        texts = [f"rollout-{index} on {environment[variable]}" for index, environment in enumerate(rollouts)]
         return f"accelerators {', '.join(devices)}: {', '.join([f'trainer on {trainer[variable]}', *texts])}"
     plan = plan_of(options)
     places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]

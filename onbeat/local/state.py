@@ -33,7 +33,7 @@ class StackState:
     redis_url: str
     started_at: float
     machine: str = ""  # where the process ids are valid: see `this_machine`
-    host: str = ""  # its name, for people
+    host: str = ""  # name of the machine, for people
 
 
 def this_machine() -> str:
@@ -160,7 +160,7 @@ def state_path(data_dir: Path) -> Path:
 
 def open_lock(path: Path) -> IO[str]:
     try:
-        return path.open("a+")  # on network disks a shared lock needs a file that can be read
+        return path.open("a+")  # shared locks on network disks need a file that can be read
     except OSError as error:
         raise not_writable(path.parent, error) from error
 

@@ -20,7 +20,7 @@ MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a clean record
 TAIL_LINES = 20
-GUARD_S = 7.0  # for a guard to kill what its service has left
+GUARD_S = 7.0  # time for a guard to kill the remaining processes of its service
 # Variables with these prefixes are not inherited: the shell may have them for services elsewhere.
 NOT_INHERITED = (
     *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),
@@ -62,11 +62,11 @@ class Service:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
-        own = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
+        variables = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("ab") as output:
             self.guard = subprocess.Popen(
                 [*guard, *self.spec.command],
-                env=inherited_environment() | own,
+                env=inherited_environment() | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -76,10 +76,10 @@ def device_environments(
         return {}, [{} for _ in range(num_rollouts)]
     size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # the rollouts report a wrong value, and end
     rollouts = rollout_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
-    additions = [{variable: ",".join(own)} for own in rollouts]
-    for own, added in zip(rollouts, additions, strict=True):
-        num_sharing = max(sum(device in others for others in rollouts) for device in own)
-        share = (BESIDE_TRAINER_MEMORY if devices[0] in own else ROLLOUTS_MEMORY) / num_sharing
+    additions = [{variable: ",".join(devices_of_rollout)} for devices_of_rollout in rollouts]
+    for visible, added in zip(rollouts, additions, strict=True):
+        num_sharing = max(sum(device in others for others in rollouts) for device in visible)
+        share = (BESIDE_TRAINER_MEMORY if devices[0] in visible else ROLLOUTS_MEMORY) / num_sharing
         if MEMORY not in environment and share < ROLLOUTS_MEMORY:
             added[MEMORY] = f"{share:.3g}"
     return {variable: devices[0]}, additions

@@ -16,17 +16,17 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def shortage(folder: Path, needed_bytes: float, what: str) -> str:
+def shortage(folder: Path, needed_bytes: float, content: str) -> str:
     """Return a message for the user, or '' if the disk space suffices. `what`: what needs it, in the plural."""
     free = free_bytes(folder)
     if free >= needed_bytes:
         return ""
-    return f"{folder} has {free / GB:.1f} GB free, {what} need {needed_bytes / GB:.1f} GB"
+    return f"{folder} has {free / GB:.1f} GB free, {content} need {needed_bytes / GB:.1f} GB"
 
 
 def main(arguments: list[str]) -> int:
-    folder, needed_gb, what = arguments
-    problem = shortage(Path(folder).absolute(), float(needed_gb) * GB, what)
+    folder, needed_gb, content = arguments
+    problem = shortage(Path(folder).absolute(), float(needed_gb) * GB, content)
     if problem:
         sys.stderr.write(f"{problem}; free disk space first\n")
     return 1 if problem else 0

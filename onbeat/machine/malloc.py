@@ -14,9 +14,9 @@ KEEP_FREED = (
     f"glibc.malloc.mmap_threshold={1 << 30}:glibc.malloc.trim_threshold={4 << 30}"
 )
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
+M_MMAP_THRESHOLD = -3  # a constant of malloc.h
 LARGE_BYTES = 1 << 20
-PLENTY = 1 / 3  # of the memory of the machine, or container
+PLENTY = 1 / 3  # share of the memory of the machine, or container
 
 
 def give_back_large_at_once() -> None:

@@ -8,7 +8,7 @@ from onbeat.contracts.records import HostMemory
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
-# Of control groups: files with the limit, the use and its parts; the part that is files, which can be read again.
+# Each control group has files with the limit, the use and its parts; the last name is the part that is pages of files.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
 VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
 

@@ -29,13 +29,15 @@ GROUP = "onbeat.objectives"
 
 def read_folder() -> dict[str, type[Objective]]:
     """Return each file's class by the file's name."""
-    found: dict[str, type[Objective]] = {}
+    objectives: dict[str, type[Objective]] = {}
     for file in pkgutil.iter_modules(__path__):
         if not file.ispkg:
             module = importlib.import_module(f"{__name__}.{file.name}")
-            classes = (each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Objective))
-            (found[file.name],) = (each for each in classes if each.__module__ == module.__name__)
-    return found
+            classes = (
+                value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Objective)
+            )
+            (objectives[file.name],) = (objective for objective in classes if objective.__module__ == module.__name__)
+    return objectives
 
 
 BUILT_IN = read_folder()
@@ -44,8 +46,8 @@ INSTALLED: dict[str, type[Objective]] = {}  # as far as jobs have named them
 
 def find_objective(name: str) -> type[Objective]:
     """Import it, if a package has it. Raises ValueError, in one sentence, where it is not or cannot be used."""
-    if found := BUILT_IN.get(name) or INSTALLED.get(name):
-        return found
+    if objective := BUILT_IN.get(name) or INSTALLED.get(name):
+        return objective
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in entries:
         known = ", ".join(sorted({*BUILT_IN, *entries}))
@@ -96,7 +98,7 @@ def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info
     try:
         return installed.model_validate(value)
     except ValidationError:
-        if info.context == IS_ACCEPTED:  # its keys have changed since
+        if info.context == IS_ACCEPTED:  # the objective's keys have changed since
             return ForeignObjective.model_validate(value)
         raise
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]  # of ASGI
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]  # ASGI's receive
 
 
 async def unless_left(receive: Receive, work: Awaitable[T]) -> T | None:

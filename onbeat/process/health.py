@@ -86,7 +86,7 @@ class HealthSettings(BaseModel):
 
 
 class SilentHandler(WSGIRequestHandler):
-    timeout = 10.0  # for a connection that sends nothing
+    timeout = 10.0  # limit for a connection that sends nothing
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: probes come every second."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-CLOSE_S = 10.0  # for the last coroutine, and for others that ignore that they are cancelled
+CLOSE_S = 10.0  # time for the last coroutine, and for others that ignore that they are cancelled
 
 logger = logging.getLogger(__name__)
 

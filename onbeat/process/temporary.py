@@ -85,8 +85,8 @@ def remove_folder(folder: Path) -> None:
     The system's programs do it: Python's own functions recurse, and fail when folders lie too deep.
     """
     content = [path for path in folder.iterdir() if path.name != MARK]
-    own = [path for path in content if not path.is_symlink()]  # chmod would follow it
-    for command, paths in ((["chmod", "-R", "u+rwX"], own), (["rm", "-rf"], content)):
+    files = [path for path in content if not path.is_symlink()]  # chmod would follow it
+    for command, paths in ((["chmod", "-R", "u+rwX"], files), (["rm", "-rf"], content)):
         if paths:
             subprocess.run([*command, "--", *paths], check=False, stderr=subprocess.DEVNULL)
     if os.listdir(folder) == [MARK]:

@@ -25,7 +25,7 @@ class Reply(Record):
     """A part of an answer. One without a body shows, about every second, that a rollout works on the answer."""
 
     status: int = 200  # HTTP status; with another one the body is the error
-    policy_version: int | None = None  # of the body
+    policy_version: int | None = None  # version of the body
     body: str = ""  # JSON as the client gets it: the whole answer or, of a stream, a chunk
     is_last: bool = False
 
@@ -68,8 +68,8 @@ class Chats:
         """Return entries and replies after an entry (FIRST: all), if any came in time. Keep the answer wanted."""
         key = self._job.chat(chat_id)
         await self._redis.expire(key, WANTED_S)
-        found = await self._redis.xread({key: after}, block=max(1, int(timeout_s * 1000)))
-        entries = found[0][1] if found else []
+        answer = await self._redis.xread({key: after}, block=max(1, int(timeout_s * 1000)))
+        entries = answer[0][1] if answer else []
         return [(entry.decode(), Reply.model_validate_json(fields[b"reply"])) for entry, fields in entries]
 
     async def close(self, chat_id: str) -> None:
@@ -81,10 +81,10 @@ class Chats:
     async def take(self, timeout_s: float) -> tuple[str, CompletionRequest] | None:
         """Take the oldest request whose answer is still wanted, and return its chat's id and the request; None if there
         is none or another rollout has it."""
-        found = await self._redis.xread({self._job.chats: "0"}, count=1, block=max(1, int(timeout_s * 1000)))
-        if not found:
+        answer = await self._redis.xread({self._job.chats: "0"}, count=1, block=max(1, int(timeout_s * 1000)))
+        if not answer:
             return None
-        entry, fields = found[0][1][0]
+        entry, fields = answer[0][1][0]
         if not await self._redis.xdel(self._job.chats, entry):
             return None
         chat_id = fields.get(b"id", b"").decode()

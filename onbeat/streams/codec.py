@@ -41,7 +41,7 @@ __all__ = [  # the generated messages that other modules import from here
     "VersionSpan",
 ]
 
-MAX_REWARD = 1_000_000  # in absolute value: their squares, sums and float32 values stay finite
+MAX_REWARD = 1_000_000  # largest absolute value: squares, sums and float32 values stay finite
 MAX_DURATION_S = 1e9  # 30 years: sums of durations stay finite
 MAX_GROUP_BYTES = 500 << 20  # Redis takes 512 MB in one value
 
@@ -88,7 +88,9 @@ def check_group(group: RolloutGroup) -> None:
     """Check a group before it is submitted. Raise ValueError naming the group, the response and the problem."""
     turns = [turn for response in group.responses for turn in response.turns]
     durations = [(name, getattr(group.timings, name)) for name in ("generate_s", "score_s", "worker_busy_s")]
-    durations += [(name, getattr(each, name)) for each in group.timings.in_engine for name in ("start_s", "end_s")]
+    durations += [
+        (name, getattr(interval, name)) for interval in group.timings.in_engine for name in ("start_s", "end_s")
+    ]
     durations += [(name, getattr(turn, name)) for turn in turns for name in ("waited_s", "generate_s")]
     for name, duration_s in durations:
         if not 0 <= duration_s <= MAX_DURATION_S:
@@ -142,7 +144,7 @@ def problem_of_turns(response: Response, num_prompt: int) -> str:
         return ""
     if len(response.turns) > MAX_TURNS:  # readers walk from turn to turn
         return f"it has {len(response.turns)} turns, of at most {MAX_TURNS}"
-    path_lengths: list[int] = []  # to the end of each turn
+    path_lengths: list[int] = []  # tokens up to the end of each turn
     for index, turn in enumerate(response.turns):
         if turn.HasField("parent") and turn.parent >= index:
             return f"turn {index} follows turn {turn.parent}, which is not before it"

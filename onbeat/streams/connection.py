@@ -126,8 +126,8 @@ class LimitedPipeline(Pipeline):
 
 
 class LimitedRedis(Redis):
-    limit_s: float  # of a command, with its retries
-    is_known: bool = False  # whether the server was asked for its version
+    limit_s: float  # limit of a command, with its retries
+    is_known: bool = False  # the server's version is known
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command; before the first one, raise RedisTooOld for a server that lacks commands of Onbeat."""

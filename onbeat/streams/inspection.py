@@ -42,17 +42,17 @@ class StreamLengths:
 @dataclass(frozen=True)
 class IterationHashes:
     fields: dict[str, str]  # empty if it was never opened
-    busy_s: dict[str, float]  # by worker id
+    busy_s: dict[str, float]  # seconds by worker id
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, PromptLease]:
     """Return entry id of the prompts stream -> its lease, for the oldest MAX_LEASES."""
-    found = await ledger.redis.xpending_range(JobKeys(job_id).prompts, ROLLOUT_GROUP, "-", "+", MAX_LEASES)
+    pending = await ledger.redis.xpending_range(JobKeys(job_id).prompts, ROLLOUT_GROUP, "-", "+", MAX_LEASES)
     return {
         entry["message_id"].decode(): PromptLease(
             entry["consumer"].decode(), entry["time_since_delivered"] / 1000, entry["times_delivered"]
         )
-        for entry in found
+        for entry in pending
     }
 
 
@@ -72,8 +72,8 @@ async def accepted_entry(ledger: Ledger, job_id: str, iteration: int, group_id: 
 
 async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
     """Return the RolloutGroup at an entry of the rollouts stream; None when it is no longer kept."""
-    found = await ledger.redis.xrange(JobKeys(job_id).rollouts, entry, entry)
-    return found[0][1][b"group"] if found else None
+    entries = await ledger.redis.xrange(JobKeys(job_id).rollouts, entry, entry)
+    return entries[0][1][b"group"] if entries else None
 
 
 async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
@@ -92,8 +92,8 @@ async def stored_groups(ledger: Ledger, job_id: str, after: str = "-") -> AsyncI
 
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:
     """Return the newest events, newest first."""
-    found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
-    return [to_event(entry, fields) for entry, fields in found]
+    entries = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
+    return [to_event(entry, fields) for entry, fields in entries]
 
 
 async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str], list[Event]]:
@@ -102,20 +102,20 @@ async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str],
     pipeline = ledger.redis.pipeline(transaction=True)
     pipeline.hgetall(job.job)
     pipeline.xread({job.events: after}, count=EVENTS_AT_ONCE)
-    fields, found = await pipeline.execute()
+    fields, last_entries = await pipeline.execute()
     if b"state" not in fields:
         raise JobNotFound(job_id)
-    return as_text(fields), [to_event(entry, event) for entry, event in found[0][1]] if found else []
+    return as_text(fields), [to_event(entry, event) for entry, event in last_entries[0][1]] if last_entries else []
 
 
 async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the job hashes as text, without jobs that are listed but do not exist (yet)."""
-    found = {}
+    all_fields = {}
     for job_id, text in zip(job_ids, await ledger.jobs.read(job_ids), strict=True):
         if text is not None:
             words = from_json(text.decode(errors="replace"))
-            found[job_id] = dict(zip(words[::2], words[1::2], strict=True))
-    return {job_id: fields for job_id, fields in found.items() if "state" in fields}
+            all_fields[job_id] = dict(zip(words[::2], words[1::2], strict=True))
+    return {job_id: fields for job_id, fields in all_fields.items() if "state" in fields}
 
 
 async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) -> list[IterationHashes]:
@@ -127,8 +127,8 @@ async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) 
         for number in numbers[first : first + ITERATIONS_AT_ONCE]:
             pipeline.hgetall(job.iteration(number))
             pipeline.hgetall(job.busy(number))
-        found = await pipeline.execute()
-        for fields, busy in zip(found[::2], found[1::2], strict=True):
+        answers = await pipeline.execute()
+        for fields, busy in zip(answers[::2], answers[1::2], strict=True):
             busy_s = {worker: float(seconds) for worker, seconds in as_text(busy).items()}
             hashes.append(IterationHashes(as_text(fields), busy_s))
     return hashes

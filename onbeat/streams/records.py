@@ -92,16 +92,16 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
     # The commit of this one may have published the version of the first that is wanted.
     first = max(start, wanted[0] - 1 - int(job["max_staleness"]))
     hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
-    if not all(each.fields for each in hashes):
+    if not all(stored.fields for stored in hashes):
         raise JobNotFound(job_id)  # the job was deleted meanwhile
-    iterations = {number: each.fields for number, each in enumerate(hashes, start=first)}
+    iterations = {number: stored.fields for number, stored in enumerate(hashes, start=first)}
     records = []
-    for own in hashes[wanted[0] - first :]:
-        fields = own.fields
+    for iteration_hash in hashes[wanted[0] - first :]:
+        fields = iteration_hash.fields
         version = int(fields["policy_version"])
         previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
         published = published_at(version, iterations)
-        records.append(iteration_record(own, ready_times.get(version), published, float(previous)))
+        records.append(iteration_record(iteration_hash, ready_times.get(version), published, float(previous)))
     return records
 
 
@@ -174,5 +174,5 @@ def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[in
 
 def metrics_point(record: IterationRecord) -> dict[str, float]:
     """Return one iteration's values in the series."""
-    own = {f"iteration/{name}": getattr(record, name) for name in SERIES_OF_RECORD}
-    return {name: value for name, value in (own | record.metrics).items() if value is not None}
+    values = {f"iteration/{name}": getattr(record, name) for name in SERIES_OF_RECORD}
+    return {name: value for name, value in (values | record.metrics).items() if value is not None}

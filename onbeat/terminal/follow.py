@@ -62,7 +62,7 @@ class Printer:
     def __init__(self, console: Console, progress: JobProgress) -> None:
         self._console, self._progress = console, progress
         self._is_live = can_redraw(console)
-        self._num_notices: Counter[str] = Counter()  # by kind
+        self._num_notices: Counter[str] = Counter()  # counts by kind
         self._said: set[Hashable] = set()
 
     def say(self, line: str) -> None:

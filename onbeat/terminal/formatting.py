@@ -53,7 +53,7 @@ def printable(value: Any) -> str:
     A joiner stays between two emoji, where it can only make one picture of them. Elsewhere it would hide in a word.
     """
     text = str(value)
-    kept = {found.start() for found in EMOJI_JOINER.finditer(text)}
+    kept = {match.start() for match in EMOJI_JOINER.finditer(text)}
     return "".join(
         c if c.isprintable() or index in kept else c.encode("unicode_escape").decode("ascii")
         for index, c in enumerate(text)

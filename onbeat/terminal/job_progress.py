@@ -35,7 +35,7 @@ class JobProgress:
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
         self.news: list[Event] = []  # events that have not been shown yet
-        self.quiet_until = 0.0  # by time.monotonic(): services that have just been started may still be away
+        self.quiet_until = 0.0  # time.monotonic() until which just started services may be away
         self._cursor = "0"  # the newest event that is known
 
     async def look(self, client: AsyncClient) -> None:
@@ -71,7 +71,7 @@ class JobProgress:
     def current(self) -> IterationRecord | None:
         """The oldest iteration that is being generated, or else trained: several may be open at once."""
         records = [record for record in self.iterations.values() if record.state != IterationState.COMMITTED]
-        return min(records, key=lambda one: (one.state != IterationState.OPEN, one.iteration), default=None)
+        return min(records, key=lambda record: (record.state != IterationState.OPEN, record.iteration), default=None)
 
     @property
     def scored(self) -> list[EvaluationRecord]:
@@ -100,9 +100,17 @@ class JobProgress:
         is_quiet = self.job.state.is_final or time.monotonic() < self.quiet_until
         findings = self.diagnosis.findings if self.diagnosis is not None and not is_quiet else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
-        problems = [each for each in findings if each.is_problem and (each.since_s is None or each.since_s >= YOUNG_S)]
+        problems = [
+            finding
+            for finding in findings
+            if finding.is_problem and (finding.since_s is None or finding.since_s >= YOUNG_S)
+        ]
         is_starting = len(self.starting) > 0
-        waits = [each for each in findings if each.waits_for and (each.since_s or 0.0) >= long_s and not is_starting]
+        waits = [
+            finding
+            for finding in findings
+            if finding.waits_for and (finding.since_s or 0.0) >= long_s and not is_starting
+        ]
         return next(iter(problems + waits), None)
 
     def iteration_s(self) -> float | None:

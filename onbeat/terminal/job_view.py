@@ -41,9 +41,11 @@ class JobView:
         lines = [head_line(self._progress.job, width), bar_line(self._progress, self._now, width)]
         for row in rows(self._progress, width, self._is_broker_lost):
             lines += row_lines(row, console, width)
-        workers = [each for each in self._progress.workers if each.job_id in (None, self._progress.job.id)]
+        workers = [worker for worker in self._progress.workers if worker.job_id in (None, self._progress.job.id)]
         now = heartbeat_time(workers, self._now)
-        rollouts = [Row(each.id, worker_line(each, now), "red" if is_silent(each, now) else "") for each in workers]
+        rollouts = [
+            Row(worker.id, worker_line(worker, now), "red" if is_silent(worker, now) else "") for worker in workers
+        ]
         if not 0 < len(rollouts) <= room - len(lines):  # show all of them, or none
             rollouts = [rollouts_row(workers, now)]
         for row in rollouts:
@@ -84,11 +86,11 @@ def bar_line(progress: JobProgress, now: float, width: int) -> Text:
     num_full = num_cells * job.next_iteration // job.num_iterations
     left_s = progress.time_left_s()
     elapsed_s = max(0.0, (job.finished_at or now) - (job.started_at or job.queued_at or job.created_at))
-    what = "elapsed" if job.started_at is not None else "waiting"
+    label = "elapsed" if job.started_at is not None else "waiting"
     return Text.assemble(
         ("━" * num_full, "green"),
         ("─" * (num_cells - num_full), "dim"),
-        f"  {duration(elapsed_s)} {what}",
+        f"  {duration(elapsed_s)} {label}",
         f", about {duration(left_s)} left" if left_s is not None else "",
     )
 

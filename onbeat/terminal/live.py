@@ -20,7 +20,7 @@ from rich.live import Live
 
 from onbeat.client import BrokerUnreachable
 
-LOOK_S = 2.0  # between an answer and the next request
+LOOK_S = 2.0  # time between an answer and the next request
 REDRAW_S = 0.5
 LATE_S = 6.0  # an answer can only be older than this when the broker does not answer
 UNREACHABLE_DEADLINE_S = 60.0  # long enough for a restart of the broker

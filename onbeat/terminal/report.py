@@ -53,7 +53,7 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
     return (
         {
             "iterations": len(committed),
-            "wall_s": sum(record.wall_s or 0.0 for record in committed),  # without pauses and queues
+            "wall_s": sum(record.wall_s or 0.0 for record in committed),  # seconds without pauses and queues
             "job_s": ended_at - job.started_at if ended_at and job.started_at else None,  # including loading the model
             "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,

@@ -11,8 +11,8 @@ from onbeat.contracts.records import Sample
 from onbeat.terminal.report import build_report
 from onbeat.terminal.summary import audit_text, examples, total_rows
 
-WIDTH, HEIGHT, PAD = 320, 120, 6  # of a curve, in pixels
-MAX_POINTS = 400  # of a curve; more are thinned out
+WIDTH, HEIGHT, PAD = 320, 120, 6  # pixels of a curve
+MAX_POINTS = 400  # points of a curve; more are thinned out
 FIRST = ("iteration/reward_mean", "eval/reward_mean")  # curves that come first
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse}th,td{text-align:left;padding:.2em .8em .2em 0;vertical-align:top}
@@ -38,8 +38,8 @@ def page_of(
 ) -> str:
     """Return the page. All texts may come from models and users, and are escaped."""
     numbers = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
-    names = sorted(series, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each))
-    curves = "".join(curve_of(each, series[each]) for each in names if series[each])
+    names = sorted(series, key=lambda curve: (FIRST.index(curve) if curve in FIRST else len(FIRST), curve))
+    curves = "".join(curve_of(curve, series[curve]) for curve in names if series[curve])
     said = "".join(
         f"<tr><td>{sample.iteration}</td><td>{escape(sample.prompt)}</td><td>{escape(sample.response)}</td>"
         f"<td>{sample.reward:g}</td></tr>"

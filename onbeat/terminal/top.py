@@ -32,7 +32,7 @@ class PoolView:
 @dataclass(frozen=True)
 class Overview:
     jobs: Sequence[JobRecord]  # jobs that are not over
-    newest: dict[str, IterationRecord]  # by job id: the last committed one
+    newest: dict[str, IterationRecord]  # the last committed iteration by job id
     pools: Sequence[PoolView]
 
     def as_json(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class TopView:
 
 
 def cut_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], what: str, width: int, room: int
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], plural: str, width: int, room: int
 ) -> Iterator[Text]:
     """Yield the table in at most `room` lines."""
     num_shown = len(rows) if len(rows) < room else max(0, room - 2)
@@ -205,6 +205,6 @@ def cut_table(
     for row, line in zip(rows, lines, strict=False):
         yield Text(line, style="red" if row[2] == "silent" else "")
     if num_shown < len(rows):
-        yield Text(f"and {len(rows) - num_shown:,} more {what}", style="dim")
+        yield Text(f"and {len(rows) - num_shown:,} more {plural}", style="dim")
     elif not rows:
-        yield Text(f"no {what}", style="dim")
+        yield Text(f"no {plural}", style="dim")

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer", bound=Message)
 MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a live source that has nothing to send sends a sign of life
 PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that receives less than this in this time is aborted
 FILE_NAME = re.compile(r"\w[\w .+-]{0,199}")  # names of the model's files: never a path
-CALL_DEADLINE_S = 60.0  # for calls with a single answer
+CALL_DEADLINE_S = 60.0  # limit for calls with a single answer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WeightsClient:
         self.address = address
         self.job_id = job_id
         self._channel, self._metadata = create_channel(address, security), call_metadata(security)
-        self._pull: Callable[..., Any] = self._channel.unary_stream(  # its answers are bytes
+        self._pull: Callable[..., Any] = self._channel.unary_stream(  # the answers are bytes
             f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString
         )
         self._watch: Callable[..., Any] = self._channel.unary_stream(

@@ -40,7 +40,7 @@ MAX_SPARSE_SHARE = 0.2  # share of changed items up to which SPARSE is smaller t
 MAX_XOR_ITEM_BYTES = 2
 NUM_SAMPLES = 1024  # items that are compared to estimate the share
 BLOCK_BYTES = 1 << 20  # bytes of base and of new at a time, so that temporaries stay in the cache
-GAP_BLOCK_BYTES = 1 << 16  # each becomes an 8-byte position
+GAP_BLOCK_BYTES = 1 << 16  # gaps at a time, of one byte each: decoding makes an 8-byte position of each
 ZSTD_LEVEL = 1  # the lowest level that entropy-codes; higher ones gain nothing on these streams
 
 

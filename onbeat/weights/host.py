@@ -20,7 +20,7 @@ from onbeat.weights.delta import Encoding
 from onbeat.weights.server import Payload
 from onbeat.weights.wire import Manifest, PayloadKey, Plan
 
-EXPECT_DEADLINE_S = 10.0  # how long a peer waits for the plan of a payload that is on its way here
+EXPECT_DEADLINE_S = 10.0  # time of a peer to wait for the plan of a payload that is on its way here
 
 
 class HostWeights:
@@ -30,7 +30,7 @@ class HostWeights:
     def __init__(self, layout: Manifest) -> None:
         """Reserve memory for this layout, without a version yet. Raise WeightsError if there is too little memory."""
         self.manifest: Manifest | None = None  # manifest of the version that is held, complete and verified
-        self.has_held = False  # whether it ever held a version: engines know its path then
+        self.has_held = False  # engines know the path once it has held a version
         self.layout = layout
         header = safetensors_header(layout)
         size = len(header) + layout.size_bytes

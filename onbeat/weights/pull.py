@@ -31,7 +31,7 @@ from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey, Plan
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCES = 8  # for one payload, before it is given up
+MAX_SOURCES = 8  # sources for one payload, before it is given up
 # A first source is left if it would take longer than this for a payload, the next one if it would take twice as long,
 # and so on: one slow source costs little time, and a slow link here is not blamed on all sources.
 SLOWEST_PULL_S = 3600.0
@@ -43,9 +43,9 @@ class WrongBytes(WeightsError):
 
 @dataclass
 class PullStats:
-    full_bytes: int = 0  # of the version
+    full_bytes: int = 0  # bytes of the version
     received_bytes: int = 0
-    pull_s: float = 0.0  # from the manifest to the last verified tensor
+    pull_s: float = 0.0  # seconds from the manifest to the last verified tensor
     stepped_at: float = 0.0  # time.monotonic() here when the version's optimizer step began
     ended_at: float = 0.0  # time.monotonic() here of the last verified tensor
     apply_s: float = 0.0  # decoding and verifying, summed over shards

@@ -47,9 +47,9 @@ SERVER_OPTIONS: dict[str, Any] = {
     **LIVENESS_OPTIONS,
     "grpc.max_receive_message_length": MAX_REQUEST_BYTES,
     "grpc.max_send_message_length": MAX_ANSWER_BYTES,
-    "grpc.http2.min_ping_interval_without_data_ms": 5_000,  # by default pings on a quiet call count as abuse: 100 s
+    "grpc.http2.min_ping_interval_without_data_ms": 5_000,  # the default counts pings on a quiet call as abuse: 100 s
     "grpc.so_reuseport": 0,  # otherwise two servers share a port silently, and each gets some of the calls
-    "grpc.server_handshake_timeout_ms": 10_000,  # for a connection that sends nothing
+    "grpc.server_handshake_timeout_ms": 10_000,  # limit for a connection that sends nothing
 }
 CHANNEL_OPTIONS: dict[str, Any] = {
     **LIVENESS_OPTIONS,

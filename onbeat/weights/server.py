@@ -24,7 +24,7 @@ from onbeat.weights.wire import SERVICE, PayloadKey, Plan, data_message, plan_me
 
 logger = logging.getLogger(__name__)
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of a call
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # context of a call
 
 CHUNK_BYTES = 1 << 20  # messages of about 1 MiB are the sweet spot of gRPC from Python
 # A source that waits for its own source sends signs of life, and its pullers stay; without one they look elsewhere.
@@ -32,7 +32,7 @@ SIGN_OF_LIFE_S = 3.0
 GROWTH_DEADLINE_S = 60.0  # a source that got nothing for this long ends its pullers' streams
 STOP_GRACE_S = 1.0
 MIN_CHUNK_BYTES = 64 << 10
-CHUNKS_A_PAYLOAD = 64  # at least: a relay passes whole messages on, so 64 hops take about as long as the payload itself
+CHUNKS_A_PAYLOAD = 64  # a minimum: a relay passes whole messages on, so 64 hops take about as long as the payload
 
 
 class PayloadGivenUp(WeightsError):
@@ -59,16 +59,16 @@ class Payload:
 
     def slices(self, start: int, end: int) -> list[memoryview]:
         """Return the bytes `start:end`, one slice per segment that they lie in."""
-        found = []
+        pieces = []
         index = max(0, bisect_right(self._starts, start) - 1)
         while start < end:
             segment, offset = self._segments[index], start - self._starts[index]
             piece = segment[offset : offset + end - start]
             if len(piece):
-                found.append(piece)
+                pieces.append(piece)
             start += len(piece)
             index += 1
-        return found
+        return pieces
 
     def advance(self, available: int) -> None:
         """Make the first `available` bytes valid and wake the readers."""

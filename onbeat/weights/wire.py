@@ -28,7 +28,7 @@ SERVICE = "onbeat.weights.v1.WeightsService"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12 bytes; a plan takes time and memory before it can be checked
 MAX_SHARDS = 4096  # ranks of a trainer; each shard is pulled by its own task
-DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
+DATA_TAG = 0x12  # tag of PullResponse.data: field 2, length-delimited
 
 
 # ---- a version -------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 @dataclass(frozen=True)
 class Manifest:
     policy_version: int
-    tensors: tuple[Tensor, ...]  # in the checkpoint's own names and layout; they must not be changed
+    tensors: tuple[Tensor, ...]  # tensors in the checkpoint's own names and layout; they must not be changed
     shard_starts: tuple[int, ...] = ()  # index of the first tensor of each shard except the first
 
     @property
@@ -147,10 +147,10 @@ def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
         plan = weights_pb2.PullResponse.FromString(message).plan
     except DecodeError as error:
         raise WeightsError(f"{key}: a message is neither a plan nor data: {error}") from error
-    found = Plan(tuple(plan.entries))
-    if found.digest(key) != plan.digest:
+    decoded = Plan(tuple(plan.entries))
+    if decoded.digest(key) != plan.digest:
         raise WeightsError(f"{key}: the plan contradicts its digest")
-    return found
+    return decoded
 
 
 def varint(value: int) -> bytes:

@@ -26,8 +26,8 @@ from services.broker.settings import Settings
 
 logger = logging.getLogger("services.broker")
 
-TLS_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all of TLS 1.3 are good, and older versions are refused
-DRAIN_S = 5  # for requests in flight after SIGTERM
+TLS_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # TLS 1.2 only; all of TLS 1.3 are good, and older versions are refused
+DRAIN_S = 5  # time for requests in flight after SIGTERM
 
 
 def main() -> int:

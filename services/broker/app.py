@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATTERN_S = 2.0  # for compiling the regular expression of a reward
+PATTERN_S = 2.0  # time for compiling the regular expression of a reward
 ADMISSION_IDLE_S = 10.0  # then the processes of admission end until the next job comes
 NUM_ADMISSIONS = 2  # jobs whose data is opened at a time: each may take the memory of a data process
 

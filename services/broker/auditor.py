@@ -83,8 +83,8 @@ async def check_iterations(ledger: Ledger, audit: Audit) -> None:
             "num_accepted": logged.num_groups,
             "weights_digest": logged.weights_digest,
         }.items():
-            found = fields.get(name)
-            require(found == str(value), f"iteration {number}: its {name} is {found!r}, by the log {str(value)!r}")
+            stored = fields.get(name)
+            require(stored == str(value), f"iteration {number}: its {name} is {stored!r}, by the log {str(value)!r}")
         wanted = {group_id: f"accepted:{entry}" for group_id, entry in logged.entries.items()}
         require(groups == wanted, f"iteration {number}: its ledger of groups is not that of the log")
 
@@ -98,19 +98,19 @@ async def check_contents(ledger: Ledger, audit: Audit, max_groups: int | None) -
         for logged in audit.iterations
         for group_id, entry in logged.entries.items()
     }
-    found = set()
+    checked = set()
     async for entry, payload in stored_groups(ledger, audit.job_id):
         if entry in accepted:  # other entries are foreign: no trainer takes them
             group_id, digest = accepted[entry]
             is_same = payload_digest(payload) == digest
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             check_content(audit, group_id, payload, max_groups)
-            found.add(group_id)
+            checked.add(group_id)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
-    lost = sorted(needed - found)
+    lost = sorted(needed - checked)
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
-    return len(found)
+    return len(checked)
 
 
 def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int | None) -> None:

@@ -12,14 +12,14 @@ from onbeat.process.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they reveal only whether the broker works
+OPEN_PATHS = frozenset({"/livez", "/readyz"})  # paths of probes: they reveal only whether the broker works
 # The dashboard's files are the same for every caller; they request their data with a key.
 DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
-SUBMITTING = re.compile(r"/v1/(jobs(:validate|/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
-UPLOADING = re.compile(r"/v1/datasets/[^/]+")  # with PUT
+SUBMITTING = re.compile(r"/v1/(jobs(:validate|/[^/]+:(cancel|pause|resume))?|chat/completions)")  # POST requests
+UPLOADING = re.compile(r"/v1/datasets/[^/]+")  # PUT requests
 
-CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known
+CALLER = "onbeat.caller"  # key of the ApiKey in the scope, once it is known
 RELOAD_S = 1.0
 MAX_BUCKETS = 10_000
 NO_DIGEST = "0" * 64

@@ -84,7 +84,9 @@ class Evaluator:
         by_set = split(groups, config.held_out)
         scores = score_sets(by_set, config.held_out, {name for record in earlier for name in record.metrics})
         reward = describe(scores)
-        samples = [sample for own in by_set for sample in sample_groups(own, NUM_SAMPLES // len(by_set))]
+        samples = [
+            sample for groups_of_set in by_set for sample in sample_groups(groups_of_set, NUM_SAMPLES // len(by_set))
+        ]
         if await self._ledger.evaluations.finish(self._job_id, evaluation, reward, scores, samples):
             logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reward)
 
@@ -117,9 +119,9 @@ def score_sets(by_set: Sequence[Sequence[RolloutGroup]], sets: Sequence[HeldOutS
     for groups, held_out in zip(by_set, sets, strict=True):
         prefix = f"{held_out.name}/" if held_out.name else ""
         parts = parts_of(name.removeprefix(prefix) for name in known if name.startswith(prefix))
-        found = score(groups, held_out.solved_at, parts)
-        scores |= found if held_out is sets[0] else {}
-        scores |= {f"{prefix}{name}": value for name, value in found.items()}
+        metrics = score(groups, held_out.solved_at, parts)
+        scores |= metrics if held_out is sets[0] else {}
+        scores |= {f"{prefix}{name}": value for name, value in metrics.items()}
     return scores
 
 

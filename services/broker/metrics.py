@@ -54,7 +54,7 @@ class JobGauges(Collector):
         )
 
     def collect(self) -> list[Metric]:
-        return list(vars(self).values())  # in the order in which they are rendered
+        return list(vars(self).values())  # the order in which they are rendered
 
     def add_weights(self, job_id: str, record: WeightsRecord) -> None:
         updates = record.rollouts.values()
@@ -113,10 +113,10 @@ class Meters:
     async def _read_jobs(self, ledger: Ledger) -> JobGauges:
         gauges, counts = JobGauges(), Counter(await ledger.lists.counts())
         started = await ledger.lists.started()
-        found = await existing_jobs(ledger, list(dict.fromkeys([*started, *self._totals])))
-        self._totals = {job_id: self._totals.get(job_id, JobTotals()) for job_id in found}
+        existing = await existing_jobs(ledger, list(dict.fromkeys([*started, *self._totals])))
+        self._totals = {job_id: self._totals.get(job_id, JobTotals()) for job_id in existing}
         num_unreadable: Counter[str] = Counter(job=0, heartbeat=0)
-        for job_id, fields in found.items():
+        for job_id, fields in existing.items():
             try:
                 state = await self._add_job(ledger, job_id, fields, gauges)
             except (ValueError, LookupError):
@@ -126,7 +126,7 @@ class Meters:
                 del self._totals[job_id]  # these were its last values
             elif state is not JobState.PENDING:
                 counts[state] += 1
-        for pool in {"default", *(fields.get("pool", "default") for fields in found.values())}:
+        for pool in {"default", *(fields.get("pool", "default") for fields in existing.values())}:
             for processes in (ledger.trainers, ledger.workers):
                 num_unreadable["heartbeat"] += len((await processes.heartbeats(pool)).unreadable)
         for state in JobState:

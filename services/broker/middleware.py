@@ -109,16 +109,16 @@ def refuse_unknown(*, has_key: bool) -> ProblemResponse:
     return problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
 
 
-def refuse_haste(wait_s: float, what: str) -> ProblemResponse:
+def refuse_haste(wait_s: float, reason: str) -> ProblemResponse:
     after_s = math.ceil(wait_s)
-    detail = f"{what}; try again in {after_s} s"
+    detail = f"{reason}; try again in {after_s} s"
     return problem(429, "Too many requests", detail, headers={"Retry-After": str(after_s)})
 
 
 def is_from_here(headers: Headers) -> bool:
     """Return whether the request is neither from another site's page nor to another site's name that points here."""
     host = headers.get("host", "")
-    name = re.sub(r":\d*$", "", host)  # without the port
+    name = re.sub(r":\d*$", "", host)  # the host without the port
     is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
     return is_own_page and is_loopback(name.strip("[]"))
 

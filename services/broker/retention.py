@@ -61,12 +61,12 @@ class Retention:
         job_ids = await self._ledger.jobs.ids()
         for first in range(0, len(job_ids), JOBS_AT_ONCE):
             batch = job_ids[first : first + JOBS_AT_ONCE]
-            found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
-            with suppress(OutOfMemoryError):  # what follows frees memory
-                await self._ledger.lists.file(found)
+            existing, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
+            with suppress(OutOfMemoryError):  # the next commands free memory
+                await self._ledger.lists.file(existing)
             for job_id in batch:
                 with self._leaving_odd_ones(job_id):
-                    await self._look_at(job_id, found.get(job_id), now)
+                    await self._look_at(job_id, existing.get(job_id), now)
             if first + JOBS_AT_ONCE < len(job_ids):
                 await asyncio.sleep(pause_s)
                 if time.monotonic() - self._trimmed_at > LOOK_S:
@@ -93,7 +93,7 @@ class Retention:
             yield
         except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
             logger.info("%s", conflict)
-        except OutOfMemoryError as error:  # what is done frees memory: the next look does the rest
+        except OutOfMemoryError as error:  # the removals so far free memory: the next look does the rest
             logger.warning("job %s is not cleaned up completely: %s", job_id, error)
         except (ValueError, LookupError, TypeError) as error:
             if job_id not in self._unreadable:

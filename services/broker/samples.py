@@ -40,7 +40,7 @@ def sample_groups(
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
     of_groups = [group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order]
     # The first response of every group, then the second of every group: few samples show many prompts.
-    samples = (sample for each in zip_longest(*of_groups) for sample in each if sample is not None)
+    samples = (sample for next_samples in zip_longest(*of_groups) for sample in next_samples if sample is not None)
     return list(islice(samples, offset, offset + limit))
 
 
@@ -73,8 +73,8 @@ def group_samples(
 
 def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
     """Yield the turns of an episode. `num_prompt`: tokens of the group's prompt."""
-    path_lengths: list[int] = []  # to the end of each turn
-    start = 0  # of its text
+    path_lengths: list[int] = []  # tokens up to the end of each turn
+    start = 0  # start of the turn's text
     for turn in response.turns:
         continues = turn.parent if turn.HasField("parent") else None
         before = num_prompt if continues is None else path_lengths[continues]

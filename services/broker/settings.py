@@ -155,7 +155,7 @@ def is_base_url(text: str) -> bool:
     """Return whether the text is an HTTP(S) URL without user, query and fragment."""
     try:
         return re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", text) is not None and urlsplit(text).port != 0
-    except ValueError:  # from the port or an IPv6 address
+    except ValueError:  # the port or an IPv6 address is wrong
         return False
 
 

@@ -24,7 +24,7 @@ from onbeat.machine.disk_space import GB, free_bytes
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 UPLOADING = ".upload-"
 LEFTOVER_S = 86_400.0  # an upload that is older has lost its broker
-MIN_FREE_BYTES = GB  # that are left on the disk, which Redis may share
+MIN_FREE_BYTES = GB  # bytes left free on the disk, which Redis may share
 CHECK_BYTES = 64 << 20  # the free disk space is checked so often
 
 
@@ -38,8 +38,10 @@ class Uploads:
         """Return all files, the newest first."""
         if not self._folder.is_dir():
             return []
-        found = [self._record(path) for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_file()]
-        return sorted(found, key=lambda record: -record.uploaded_at)
+        records = [
+            self._record(path) for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_file()
+        ]
+        return sorted(records, key=lambda record: -record.uploaded_at)
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], sha256: str | None) -> tuple[DatasetRecord, bool]:
         """Store a file; also return whether it is new. `sha256`: what its digest must be, where the sender knows it.
@@ -123,7 +125,7 @@ class Uploads:
         return digest if state == state_of(path) else None
 
     def _write_note(self, path: Path, digest: str) -> None:
-        with contextlib.suppress(OSError):  # without it the digest is computed again
+        with contextlib.suppress(OSError):  # a missing file only costs that the digest is computed again
             self._note(path.name).write_text(" ".join([digest, *state_of(path)]))
 
     def _note(self, name: str) -> Path:

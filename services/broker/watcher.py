@@ -161,7 +161,7 @@ class JobWatcher:
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             is_done = int(fields["next_iteration"]) >= config.schedule.num_iterations
             if is_done and float(fields.get("lease_until", "0")) + ARRIVAL_S > await self._ledger.now():
-                return  # its trainer, or the next one, writes the last checkpoint, and has limits of its own
+                return  # the job's trainer, or the next one, writes the last checkpoint, and has its own limits
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await fail_with_findings(self._ledger, self._job_id, f"{start} (schedule.iteration_deadline_s)")
 
@@ -171,7 +171,7 @@ class JobWatcher:
         if float(fields.get("lease_until", "0")) > now:
             return False
         trainers = await self._ledger.trainers.records(config.pool)
-        return any(each.is_alive(now) and each.job_id not in (None, self._job_id) for each in trainers)
+        return any(trainer.is_alive(now) and trainer.job_id not in (None, self._job_id) for trainer in trainers)
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """Fail a job that has lost too many trainers in a row, instead of handing it to the next one for ever."""

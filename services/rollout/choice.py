@@ -39,7 +39,7 @@ def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worke
         return min(candidates, key=lambda job: num_served[job.job_id] / job.num_responses)  # ties go to the oldest
 
     earlier = [worker for worker in workers if worker.job_id is None and worker.id < worker_id]
-    for worker in sorted(earlier, key=lambda each: each.id):
+    for worker in sorted(earlier, key=lambda rollout: rollout.id):
         if able := [job for job in jobs if can_serve(worker, job)]:
             num_served[least_served(able).job_id] += 1
     return least_served(jobs)
@@ -59,7 +59,10 @@ def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker
     unassigned = [worker for worker in workers if worker.job_id is None and can_serve(worker, starving[0])]
     if unassigned or any(worker.state == "draining" for worker in workers):
         return None
-    able = {job_id: sorted(one.id for one in own if can_serve(one, starving[0])) for job_id, own in members.items()}
+    able = {
+        job_id: sorted(worker.id for worker in serving if can_serve(worker, starving[0]))
+        for job_id, serving in members.items()
+    }
     givers = [job for job in jobs if able[job.job_id] and len(members[job.job_id]) > (0 if job.is_paused else 1)]
     if not givers:
         return None

@@ -38,7 +38,7 @@ POLL_S = 1.0  # leases that others lost or handed back are noticed this late
 RETRY_DELAY_S = 1.0  # no claims for this long after an error
 MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
-MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
+MAX_ENGINE_ERRORS = 5  # errors in a row, before the process gives up
 RELEASE_DEADLINE_S = 5.0
 
 
@@ -101,11 +101,11 @@ class ClaimLoop:
         self, job: Assignment, engine: Engine, producer: GroupProducer, announcements: Announcements, ends: Ends
     ) -> None:
         self._job, self._engine, self._producer, self._ends = job, engine, producer, ends
-        self._arrival: asyncio.Task[str] | None = None  # of prompts
+        self._arrival: asyncio.Task[str] | None = None  # arrival of prompts
         self._last_seen = "0"
         self._pause = Pause(announcements)
         self._num_engine_errors = 0
-        self.flights: dict[str, Flight] = {}  # by the id of their stream entry
+        self.flights: dict[str, Flight] = {}  # flights by the id of their stream entry
         self.num_workers = 1  # workers that share this job, this one included
 
     async def serve(self) -> None:
@@ -145,8 +145,8 @@ class ClaimLoop:
         while True:
             await asyncio.sleep(job.settings.lease_s / 3)
             entry_ids = list(self.flights)
-            mine = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
-            lost = set(entry_ids) - set(mine)
+            renewed = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
+            lost = set(entry_ids) - set(renewed)
             for flight in self.flights.values():
                 is_newly_lost = flight.claim.entry_id in lost and not flight.is_lost
                 if is_newly_lost and flight.stage is not Stage.SUBMITTING:  # cancelled again, it would not clean up
@@ -270,7 +270,7 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
     training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     if evaluation is None:
         return training, None
-    return training, Load(sum(each.num_prompts for each in config.held_out), evaluation.num_samples_per_prompt)
+    return training, Load(sum(held_out.num_prompts for held_out in config.held_out), evaluation.num_samples_per_prompt)
 
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:

@@ -195,8 +195,8 @@ class VersionGate:
         with self._puller.reading():
             try:
                 await asyncio.wait({load, over}, return_when=asyncio.FIRST_COMPLETED)
-                what = f"the load of policy version {pull.version} into the engine"
-                await wait_for_engine(load, self._limits.load_s, what, "ONBEAT_ENGINE_LOAD_S")
+                work_name = f"the load of policy version {pull.version} into the engine"
+                await wait_for_engine(load, self._limits.load_s, work_name, "ONBEAT_ENGINE_LOAD_S")
             finally:  # also when this task is cancelled
                 over.cancel()
                 await give_up(load)

@@ -16,7 +16,7 @@ from onbeat.machine.processor import read_processor
 from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes, num_cached_seqs
 
 SERVICE_BYTES = 625_000_000  # the service without weights and tokenizers: it has imported vLLM
-TOKEN_BYTES = 3_200  # for each token of the vocabulary, in the tokenizers of the service and of its engine's client
+TOKEN_BYTES = 3_200  # bytes for each token of the vocabulary, in the tokenizers of the service and of the engine
 ENGINE_BYTES = 300_000_000  # the engine core without weights, cache and what it shares with the service
 PACKED_EMBEDDINGS = 2  # the embedding's copy, which nothing reads, and the head's
 LOADED_EMBEDDINGS = 2  # while a version is loaded, the largest weight and its packed copy exist beside the former ones

@@ -40,7 +40,7 @@ WEIGHT_FULL_BYTES = Counter("onbeat_rollout_weight_full_bytes", "Sizes of these 
 WEIGHT_FAULTS = Counter("onbeat_rollout_weight_faults", "What went wrong in pulls of these versions and was cured")
 
 RATE_WINDOW_S = 10.0
-MAX_INTERVALS = 32  # of one group
+MAX_INTERVALS = 32  # intervals of one group
 SHORT_GAP_S = 0.1  # it is not worth a mark on a timeline
 MAX_ITERATIONS = 16  # busy time is kept for this many of the newest iterations
 
@@ -69,7 +69,7 @@ class BusyMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._finished_s: dict[int, float] = {}
-        self._num_running: dict[tuple[bool, int], int] = {}  # by whether it is an evaluation, and number
+        self._num_running: dict[tuple[bool, int], int] = {}  # counts by iteration or evaluation, and its number
         self._since = clock()
 
     @contextmanager

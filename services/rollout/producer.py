@@ -42,8 +42,8 @@ class DeadlineExceeded(Exception):
 class Attempts:
     """The largest numbers of attempts."""
 
-    reward: int  # to score a response, if its reward names no number
-    group: int  # to produce a group
+    reward: int  # seconds to score a response, if its reward names no number
+    group: int  # seconds to produce a group
 
 
 class GroupProducer:
@@ -134,7 +134,9 @@ class GroupProducer:
         with final_when_gone(task):
             responses = await self._generate(flight, prompt_token_ids, group.timings)
         texts = [response.text for response in responses]
-        scores = await self._score([replace(each, responses=texts) for each in requests], deadline, group.timings)
+        scores = await self._score(
+            [replace(unanswered, responses=texts) for unanswered in requests], deadline, group.timings
+        )
         lengths = await self._token_lengths(responses)
         group.responses.extend(map(to_response, responses, scores, lengths))
 
@@ -143,7 +145,7 @@ class GroupProducer:
         engine, and `score_s` the time in which all of them waited for their environment."""
         assert self._episodes is not None, "a job whose tasks have an environment has one in its configuration"
         task = flight.claim.task
-        calls: list[Interval] = []  # in the engine
+        calls: list[Interval] = []  # times of calls in the engine
         failures = self._failed_episodes.setdefault(task.group_id, Counter())
         forget_oldest(self._failed_episodes)
 

@@ -186,7 +186,7 @@ class WeightsPuller:
         self._read = pull
         if not self._is_kept and self.host is not None:
             self.host.release()
-            self._current = None  # who asks for the version again pulls it again
+            self._current = None  # the next request for the version pulls it again
         self._prefetch()
 
     async def cancel(self) -> None:

@@ -70,7 +70,7 @@ class TokenText:
         given = self._after_others(tuple(token_ids))
         if start > 0:
             return given
-        return max(given, self._decode(token_ids), key=lambda each: num_common(each, text, start))
+        return max(given, self._decode(token_ids), key=lambda candidate: num_common(candidate, text, start))
 
     def _decode_after_others(self, token_ids: tuple[int, ...]) -> str:
         return self._decode([*self._before, *token_ids]).removeprefix(self._text_before)

@@ -95,8 +95,8 @@ class Worker:
         job = choose_job(running, workers, self._settings.worker_id)
         if job.config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
             slow = "expect it to be many times slower than in float32"
-            what = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
-            await self._warn(job.job_id, what)
+            warning = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
+            await self._warn(job.job_id, warning)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
         return RolloutSession(served, self._factories)
 
@@ -115,7 +115,7 @@ class Worker:
 
     async def _candidates(self) -> list[Candidate]:
         """Return the pool's jobs that can be served, oldest first. Users of the others are warned once."""
-        found, unsuited_for, warnings = [], [], []
+        candidates, unsuited_for, warnings = [], [], []
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
@@ -123,15 +123,15 @@ class Worker:
                 continue
             config = self._read_config(fields)
             if isinstance(config, JobConfig):
-                found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
+                candidates.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
                 continue
             unsuited_for.append(job_id)
             if job_id not in self._unsuited_for:
                 warnings.append((job_id, f"does not serve the job: {config}"))
-        self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not found
+        self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not candidates
         for job_id, warning in warnings:
             await self._warn(job_id, warning)
-        return found
+        return candidates
 
     def _read_config(self, fields: Mapping[str, str]) -> JobConfig | str:
         """Return the job as this rollout would serve it, or why it cannot serve it."""
@@ -144,8 +144,8 @@ class Worker:
             return f"{reason}; submit the job with model.dtype = auto or float32"
         return config
 
-    async def _warn(self, job_id: str, what: str) -> None:
-        warning = f"{self._settings.worker_id} {what}"
+    async def _warn(self, job_id: str, problem: str) -> None:
+        warning = f"{self._settings.worker_id} {problem}"
         logger.warning("job %s: %s", job_id, warning)
         await self._ledger.event_log.emit(job_id, "job.warning", warning)
 

@@ -120,11 +120,11 @@ def serve(
         job_id, epoch, fields = claimed
         config = JobConfig.of_job({"config": fields})
         num_replicas = world.size if settings.parallelism == "ddp" else 1
-        mine = ClaimedJob(job_id, epoch, config, settings.lease_s, world.rank, num_replicas)
+        claimed_job = ClaimedJob(job_id, epoch, config, settings.lease_s, world.rank, num_replicas)
         watchdog = None
         if world.is_main:  # other ranks may wait long for rank 0; if one of them is stuck, rank 0 stalls with it
             watchdog = Watchdog(stall_limit_s(settings.stall_s, config.schedule.iteration_deadline_s))
-        job = JobSession(Lease(background, ledger, mine, stop, watchdog))
+        job = JobSession(Lease(background, ledger, claimed_job, stop, watchdog))
         if presence is not None:
             presence.job_id = job_id
         is_handover = False
@@ -190,10 +190,10 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
             yield job_id, fields
     for first in range(0, await ledger.lists.num_waiting(pool), QUEUE_AT_ONCE):
         queued = await ledger.lists.waiting(pool, first, QUEUE_AT_ONCE)
-        found = await existing_jobs(ledger, queued)
+        existing = await existing_jobs(ledger, queued)
         for job_id in queued:
-            if job_id in found:
-                yield job_id, found[job_id]
+            if job_id in existing:
+                yield job_id, existing[job_id]
             else:
                 await ledger.lists.remove(job_id, pool)
 

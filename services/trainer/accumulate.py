@@ -56,7 +56,7 @@ class GradientSum:
             counted = replace(self._stats.tally)
             with self._stats.busy("train/micro_batches_s"):
                 self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1], weight=0.0)
-            self._stats.tally = counted  # what a band rejects of this row is no part of the update
+            self._stats.tally = counted  # tokens of this row that a band rejects are no part of the update
 
     def sum_counts(self) -> None:
         """Sum the counts over all replicas. This waits for the last replica, so it is the beginning of the barrier."""
@@ -112,8 +112,8 @@ class GradientSum:
         behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
         self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
         if not torch.isfinite(loss.loss_sum):
-            found = loss.loss_sum.item()
-            raise JobFailed(f"the loss is not finite ({found}) in groups {', '.join(batch.group_ids)}")
+            loss_sum = loss.loss_sum.item()
+            raise JobFailed(f"the loss is not finite ({loss_sum}) in groups {', '.join(batch.group_ids)}")
         (loss.loss_sum * weight).backward()
 
     def _pass_idle_row(self) -> None:

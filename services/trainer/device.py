@@ -60,8 +60,8 @@ def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
     bounds the threads.
     """
     given = run_on_cores(cores) if cores else physical_cores(first_cores())
-    own = divide(given, local_size)[local_rank]
-    os.sched_setaffinity(0, own)
-    num_threads = max(1, int(min(len(own), cpu_quota() / local_size)))
+    rank_cores = divide(given, local_size)[local_rank]
+    os.sched_setaffinity(0, rank_cores)
+    num_threads = max(1, int(min(len(rank_cores), cpu_quota() / local_size)))
     torch.set_num_threads(num_threads)
     return num_threads

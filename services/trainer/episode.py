@@ -143,12 +143,15 @@ def find_predictors(spans: Sequence[TurnSpan], order: torch.Tensor) -> torch.Ten
 def find_segments(spans: Sequence[TurnSpan]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Return the tokens of each segment, in pre-order, and its parent: one empty segment if there are no places."""
     pieces = cut_pieces(spans)
-    children: dict[int, list[int]] = {-1: []}  # by the first token of the piece; -1: directly behind the prompt
+    children: dict[int, list[int]] = {-1: []}  # starts of the next pieces by the start of a piece; -1: the prompt
     for start, (_, parent) in pieces.items():
         children.setdefault(start, [])
         children[parent].append(start)
     last_places = {start: end - (not children[start]) for start, (end, _) in pieces.items()}
-    children = {start: [each for each in found if last_places[each] > each] for start, found in children.items()}
+    children = {
+        start: [start_of_piece for start_of_piece in starts if last_places[start_of_piece] > start_of_piece]
+        for start, starts in children.items()
+    }
 
     segments: list[torch.Tensor] = []
     parents: list[int] = []
@@ -170,8 +173,8 @@ def cut_pieces(spans: Sequence[TurnSpan]) -> dict[int, tuple[int, int]]:
     before_turn = {span.start: span.before for span in spans}
     cuts = sorted({*before_turn, *(span.before + 1 for span in spans if span.before >= 0), spans[-1].end})
     ending_at = dict(zip(cuts[1:], cuts, strict=False))  # the starts of pieces by their ends
-    found = {}
+    pieces = {}
     for end, start in ending_at.items():
         before = before_turn.get(start, start - 1)
-        found[start] = (end, ending_at[before + 1] if before >= 0 else -1)
-    return found
+        pieces[start] = (end, ending_at[before + 1] if before >= 0 else -1)
+    return pieces

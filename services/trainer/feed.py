@@ -38,14 +38,18 @@ class GroupFeed:
         self._job, self._config, self._num_replicas = job, config, num_replicas
         self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
-        self._waiting: dict[str, RolloutGroup] = {}  # by id, in the order of arrival
+        self._waiting: dict[str, RolloutGroup] = {}  # groups by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
         self._num_opened = job.groups.num_opened()  # deliveries of these iterations may be with a predecessor
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
         dynamic sampling those that were dispatched to replace others."""
-        self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
+        self._known = {
+            group_id: group_iteration
+            for group_id, group_iteration in self._known.items()
+            if group_iteration >= iteration
+        }
         self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
         self._quiet_since = time.monotonic()
         if iteration < self._num_opened:

@@ -25,7 +25,7 @@ SLACK = {"float32": 0.01, "bfloat16": 0.15}
 class OpenIteration:
     config: JobConfig
     index: int
-    current_version: int  # of the weights at its start; each update since has moved them
+    current_version: int  # version of the weights at the start; each update since has moved them
     behaviour_version: int | None = None  # the version that generated its groups; None until the first are here
     num_updates_done: int = 0
 

@@ -62,7 +62,7 @@ class TrainLoop:
             self._job.wait_for_evaluation()
             while self._job.check() is JobState.PAUSED:  # paused in its last iteration: wait until it is resumed
                 time.sleep(0.5)
-            self._world.all_gather_bytes(b"")  # to the others the job is lost once rank 0 has ended it
+            self._world.all_gather_bytes(b"")  # the other ranks lose the job once rank 0 has ended it
         except Stopped:
             if self._is_between_iterations() and self._world.size == 1:  # other ranks may be in the middle of a pass
                 self._publisher.leave()
@@ -154,8 +154,10 @@ class TrainLoop:
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
-        own = json.dumps([[response.reward for response in group.responses] for group in groups if group.responses])
-        messages = self._world.all_gather_bytes(own.encode())
+        local_rewards = json.dumps(
+            [[response.reward for response in group.responses] for group in groups if group.responses]
+        )
+        messages = self._world.all_gather_bytes(local_rewards.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0
 

@@ -53,7 +53,7 @@ MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4  # float32, for each train
 # On a CPU a pass takes more than its tensors: kernels' own memory, and gaps that the allocator keeps. For a row of the
 # quick start in float32 500 MB of tensors took 740 MB.
 PASS_ON_HOST = 1.5
-DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # of a bfloat16 version's bytes, all that are kept; they change from job to job
+DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # shares of a bfloat16 version's bytes, for all deltas; they change from job to job
 
 Parts = dict[str, int]  # bytes by what they are
 
@@ -62,7 +62,7 @@ Parts = dict[str, int]  # bytes by what they are
 class Sizes:
     """The numbers of a model's parameters, and the memory that one pass over the largest row takes besides them."""
 
-    num_parameters: int  # without adapters
+    num_parameters: int  # number without adapters
     num_trained: int
     num_outside_layers: int  # embeddings and head
     pass_bytes: int
@@ -103,7 +103,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     version = whole * item // shared
     is_in_place = placement.is_on_host and shared == 1 and is_served_in_place(config)
     num_held, num_made = (0, 0) if is_in_place else (num_served(config), 1)
-    # Those of float32 take no memory: they are parts of the version that they lead to.
+    # Deltas of float32 take no memory: they are parts of the version that they lead to.
     deltas = 0 if item == MASTER_BYTES else int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
     served = {"published versions": num_held * version, "deltas": deltas}
     published = served | {"published versions": (num_held + num_made) * version}
@@ -178,14 +178,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if id(storage) not in before and storage not in self._seen:
                 self._seen.add(storage)
                 self._change(storage.nbytes())
                 weakref.finalize(storage, self._change, -storage.nbytes())
-        return found
+        return result
 
     def _change(self, size_bytes: int) -> None:
         self.now += size_bytes
@@ -268,13 +268,13 @@ def main() -> None:
         name = architecture_name(model_config)
         sys.exit(f"the memory of {name} cannot be planned without building it ({type(error).__name__}: {error})")
     placement = Placement(request["num_ranks"], request["is_on_host"])
-    found = {
+    report = {
         "parts": plan_trainer(config, sizes, placement),
         "num_parameters": sizes.num_parameters,
         "num_trained": sizes.num_trained,
         "model": model_config.get_text_config().to_dict(),
     }
-    sys.stdout.write(json.dumps(found, default=str) + "\n")
+    sys.stdout.write(json.dumps(report, default=str) + "\n")
 
 
 if __name__ == "__main__":

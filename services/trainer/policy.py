@@ -44,7 +44,7 @@ class OldPolicy:
 
     def __init__(self, model: Any | None, is_sharded: bool) -> None:
         """Take over the model; its current weights do not matter, as `at` loads those of a held version."""
-        self.snapshots: dict[int, Snapshot] = {}  # by policy version; of a sharded model each rank's part
+        self.snapshots: dict[int, Snapshot] = {}  # snapshots by policy version; each rank's part of a sharded model
         self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
 
@@ -76,7 +76,7 @@ class Policy:
     compute_dtype: torch.dtype
     world: World = ALONE  # the ranks that train it
     is_sharded: bool = False
-    files: dict[str, bytes] = field(default_factory=dict)  # of the model's folder, beside its weights
+    files: dict[str, bytes] = field(default_factory=dict)  # files of the model's folder, beside its weights
 
     @classmethod
     def create(
@@ -97,9 +97,9 @@ class Policy:
         if config.objective.needs_reference:
             reference = model if config.lora else frozen_base(model)
         if is_sharded:
-            for each in (model, old, None if reference is model else reference):
-                if each is not None:
-                    shard(each, world, dtype, stored)
+            for part in (model, old, None if reference is model else reference):
+                if part is not None:
+                    shard(part, world, dtype, stored)
         num_updates = config.training.num_updates_per_iteration
         optimizer = MasterAdamW(model, config.optimizer, config.decay_ends, num_updates)
         control = GradientControl(config.gac, world)
@@ -119,8 +119,8 @@ class Policy:
     def published_shard(self) -> dict[str, int]:
         """Return names and sizes of the published tensors that this rank keeps: all, or a run of them if sharded."""
         sizes = published_sizes(self.model)
-        own = split_evenly(list(sizes.values()), self.holders.size)[self.holders.rank]
-        return dict(list(sizes.items())[own.start : own.stop])
+        served = split_evenly(list(sizes.values()), self.holders.size)[self.holders.rank]
+        return dict(list(sizes.items())[served.start : served.stop])
 
     def published_parameter(self, name: str) -> torch.Tensor:
         """Return one of `published`, of a model without adapters; all ranks of a sharded model must call it."""

@@ -23,7 +23,7 @@ def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    die_with_parent()  # which is killed at its limit
+    die_with_parent()  # the parent is killed at its limit
     try:
         source = resolve_model(sys.argv[1], Settings().cache_dir)
     except ValueError as error:
@@ -33,10 +33,10 @@ def main() -> None:
     tokenizer = load_tokenizer(source)
     for line in sys.stdin:
         token_ids = tokenise(tokenizer, json.loads(line))
-        found: Any = len(token_ids)
+        result: Any = len(token_ids)
         if "--text" in sys.argv[2:]:
-            found = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
-        sys.stdout.write(f"{json.dumps(found)}\n")
+            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
+        sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

@@ -183,11 +183,11 @@ class Publisher:
             return
         holders = self._policy.holders
         delta_bytes = snapshot.delta.plan.size_bytes if snapshot.delta else None
-        own = json.dumps({"delta_bytes": delta_bytes, "encode_s": snapshot.encode_s}).encode()
-        everywhere = [json.loads(message) for message in holders.all_gather_bytes(own)]
+        report = json.dumps({"delta_bytes": delta_bytes, "encode_s": snapshot.encode_s}).encode()
+        everywhere = [json.loads(message) for message in holders.all_gather_bytes(report)]
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
-        if self._is_in_place:  # without a step, the previous version is still served
+        if self._is_in_place:  # the previous version is still served when there was no step
             self._job.withdraw()
         self._job.hold(snapshot, delta_bytes)
         holders.all_gather_bytes(b"held")

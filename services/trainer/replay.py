@@ -110,10 +110,12 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
         fields = await ledger.iterations.fields(job_id, iteration)
         if fields.get("state") != IterationState.COMMITTED:
             raise OnbeatError(f"iteration {iteration} of job {job_id} is not committed, so there is nothing to replay")
-        found = await ledger.iterations.accepted_groups(job_id, iteration)
-        if len(found) != int(fields["num_groups"]):
-            raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
-        groups += found
+        accepted = await ledger.iterations.accepted_groups(job_id, iteration)
+        if len(accepted) != int(fields["num_groups"]):
+            raise OnbeatError(
+                f"iteration {iteration}: only {len(accepted)} of {fields['num_groups']} groups are recorded"
+            )
+        groups += accepted
         recorded = await ledger.iterations.micro_batches(job_id, iteration)
         micro_batches[iteration] = [group_ids for _, group_ids in recorded]
         digests.append(fields["weights_digest"])
@@ -133,7 +135,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     check_installed(config.objective)
     if config.fork is not None and iteration < config.fork.iteration:
         raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
-    asyncio.run(record(iteration))  # whether it can be replayed, before the model is loaded
+    asyncio.run(record(iteration))  # an iteration that cannot be replayed is refused before the model is loaded
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)

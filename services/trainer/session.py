@@ -76,7 +76,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
             f"after more than {num_committed} iterations away, and resume the job"
         )
     restored = restore(checkpoints, job.job_id, config, policy)
-    if restored is not None and world.is_main:  # its writer may have died before reporting it
+    if restored is not None and world.is_main:  # the checkpoint's writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):
         logger.warning("job %s: %s", job.job_id, problem)
@@ -102,9 +102,9 @@ def restore(
     state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, before, sharded)
     if state is not None:
         for version, tensors in checkpoints.policies(state.next_iteration).items():
-            own = policy.published_shard()
-            kept = ((name, tensor) for name, tensor in tensors if name in own)
-            policy.old.hold(take_snapshot(version, kept, own, policy.holders), oldest_wanted=0)
+            published = policy.published_shard()
+            kept = ((name, tensor) for name, tensor in tensors if name in published)
+            policy.old.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
     return state
 
 
@@ -126,7 +126,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy) -> Tra
         )
     state = restore(checkpoints, parent, config, policy, before=iteration)
     assert state is not None, f"{folder_name(iteration)} is there"
-    policy.old.snapshots.clear()  # of open iterations of the parent
+    policy.old.snapshots.clear()  # snapshots of the parent's open iterations
     return state.forked(job_id)
 
 

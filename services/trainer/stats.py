@@ -51,7 +51,7 @@ class IterationStats:
     values: dict[str, float] = field(default_factory=dict)  # set by the steps: equal on every replica
     first_failure: str = ""
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
-    tally: Tally = field(default_factory=Tally)  # of the update since it began
+    tally: Tally = field(default_factory=Tally)  # tally of the update since it began
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)

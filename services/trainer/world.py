@@ -29,7 +29,7 @@ class PeerLost(OnbeatError):
 class World:
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the ranks on this machine
+    local_rank: int = 0  # rank among the ranks on this machine
     local_size: int = 1
     device: torch.device = CPU
     timeout_s: float = 0.0  # limit of every wait for other ranks
@@ -46,8 +46,8 @@ class World:
         if size == 1:
             return cls(device=device)
         local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        own = device_of_rank(device, local_rank)
-        world = cls(int(os.environ["RANK"]), size, local_rank, local_size, own, timeout_s)
+        rank_device = device_of_rank(device, local_rank)
+        world = cls(int(os.environ["RANK"]), size, local_rank, local_size, rank_device, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         with world._waiting("the start of all ranks"):
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -103,13 +103,13 @@ class World:
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
         """Return rank 0's content on every rank; the content that other ranks pass is ignored."""
-        own = content if self.is_main and content else b""
+        sent = content if self.is_main and content else b""
         if self.size == 1:
-            return own
+            return sent
         with self._waiting("a message from rank 0"):
-            length = torch.tensor([len(own)])
+            length = torch.tensor([len(sent)])
             dist.broadcast(length, 0, group=self._group)
-            buffer = host_buffer(own) if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            buffer = host_buffer(sent) if self.is_main else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(buffer, 0, group=self._group)
             return buffer.numpy().tobytes()
 
@@ -134,12 +134,12 @@ class World:
             dist.destroy_process_group()
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, awaited: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError; ValueError: bad addresses
             raise PeerLost(
-                f"rank {self.rank} of {self.size} waited for {what} (at most {self.timeout_s:.0f} s): {error}; look "
+                f"rank {self.rank} of {self.size} waited for {awaited} (at most {self.timeout_s:.0f} s): {error}; look "
                 "for the first error in the other ranks' logs, then start all ranks again: the job resumes by itself"
             ) from error
 

@@ -24,7 +24,7 @@ from tests.conftest import own_redis
 
 HERE = Path(__file__).parent
 INSTALL_S = 600.0
-STEP_MS = 10_000  # what a page may take for one step, on a machine that does other things as well
+STEP_MS = 10_000  # limit for one step of a page, on a machine that does other things as well
 DESKTOP = {"width": 1280, "height": 800}
 
 expect.set_options(timeout=STEP_MS)
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The path of a browser; installed where that may be done."""
+    """Return the path of a browser, which is installed where that is allowed."""
     try:
         done = subprocess.run([HERE / "install-chromium.sh"], capture_output=True, text=True, timeout=INSTALL_S)
         path, why = done.stdout.strip(), done.stderr.strip()
@@ -70,7 +70,7 @@ class Visitor:
         self._contexts: list[BrowserContext] = []
 
     async def __call__(self, url: str, place: str = "#/", **options: Any) -> Page:
-        """`options`: of the context, such as its color_scheme."""
+        """Open a page. `options` are those of the browser's context, such as its color_scheme."""
         context = await self._browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce"} | options)
         self._contexts.append(context)
         context.set_default_timeout(STEP_MS)
@@ -81,7 +81,7 @@ class Visitor:
 
     @asynccontextmanager
     async def broker(self, ledger: Ledger, folder: Path, **settings: Any) -> AsyncIterator[Broker]:
-        """One that is there for longer than the pages: they complain when it goes away."""
+        """Run a broker that outlives the pages: they complain when it goes away."""
         async with serving(ledger, folder, **settings) as broker:
             try:
                 yield broker
@@ -117,7 +117,7 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def broker(visit: Visitor, ledger: Ledger, tmp_path: Path) -> AsyncIterator[Broker]:
-    """Without keys, on a Redis of its own."""
+    """Run a broker without API keys, on a Redis of its own."""
     async with visit.broker(ledger, tmp_path) as broker:
         yield broker
 

@@ -21,10 +21,10 @@ LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithout
 @dataclass(frozen=True)
 class Gallery:
     url: str
-    job_ids: dict[str, str]  # by name
+    job_ids: dict[str, str]  # ids by name
 
     def place(self, page: str) -> str:
-        """'job {learned}' has the id of that job in it."""
+        """Return the page's address, with the job's id in place of the name in 'job {learned}'."""
         return PAGES[page][0].format(**self.job_ids)
 
 

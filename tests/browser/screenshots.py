@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "screenshots"
 INSTALL, INSTALL_S = Path(__file__).with_name("install-chromium.sh"), 600.0
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 375, "height": 700}
-NUM_COLOURS = 200  # of a picture: more than a page has, but for the edges of its letters
+NUM_COLOURS = 200  # colours of a picture: more than a page has, except at the edges of its letters
 STEP_MS = 30_000
 SETTLE_MS = 1000  # until the curves of the list and the timeline of the job's page are there as well
 
 
 async def open_page(browser: Browser, url: str, place: str, name: str, **options: Any) -> Page:
-    """`name`: of the page in the gallery."""
+    """Open the page that has this `name` in the gallery."""
     page = await browser.new_page(**{"viewport": DESKTOP, "reduced_motion": "reduce"} | options)
     page.set_default_timeout(STEP_MS)
     await page.goto(f"{url}/{place}")
@@ -36,7 +36,7 @@ async def open_page(browser: Browser, url: str, place: str, name: str, **options
 
 
 async def save(page: Page, name: str, height: int) -> None:
-    """`height`: pixels of the page that are seen."""
+    """Save a screenshot of the page's first `height` pixels."""
     width = page.viewport_size["width"] if page.viewport_size else DESKTOP["width"]
     await page.set_viewport_size({"width": width, "height": height})
     await page.wait_for_timeout(SETTLE_MS)
@@ -77,8 +77,8 @@ async def take(chromium: str, url: str, job: str, other: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, what in (("url", "of the broker"), ("job", "one that has trained"), ("other", "to compare it with")):
-        parser.add_argument(name, help=what)
+    for name, purpose in (("url", "of the broker"), ("job", "one that has trained"), ("other", "to compare it with")):
+        parser.add_argument(name, help=purpose)
     install = subprocess.run([INSTALL], stdout=subprocess.PIPE, text=True, check=True, timeout=INSTALL_S)
     asyncio.run(take(install.stdout.strip(), **vars(parser.parse_args())))
 

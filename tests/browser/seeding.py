@@ -25,12 +25,12 @@ WORDS = ("seven", "plus", "two", "is", "nine", "so", "the", "answer", "is", "9")
 
 @dataclass(frozen=True)
 class Content:
-    """What the job's groups say. One group per prompt and iteration."""
+    """Contents of a job's groups. There is one group for each prompt of an iteration."""
 
     prompts: tuple[str, ...] = ("What is 7 + 2?", "What is 5 - 9?", "What is 3 + 3?", "What is 8 - 1?")
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
-    is_episode: bool = False  # each response has three turns; the third rewrites its history
+    is_episode: bool = False  # responses have three turns; the third rewrites the history
 
 
 async def seed_job(
@@ -41,9 +41,9 @@ async def seed_job(
     content: Content = Content(),
     num_done: int | None = None,
 ) -> str:
-    """Its id. While it is made no broker may run. `num_done`: committed iterations, if not all.
+    """Create a job and return its id, while no broker runs. `num_done` is the number of committed iterations.
 
-    Any name is taken, also one that the broker would refuse.
+    The default of `num_done` is all iterations. Any name is accepted, also one that the broker would refuse.
     """
     rollout = {"num_prompts_per_iteration": len(content.prompts), "num_samples_per_prompt": content.num_samples}
     config = JobConfig.model_validate(job_body(rollout=rollout, schedule={"num_iterations": num_iterations}))
@@ -106,7 +106,7 @@ def group_of(task: PromptTask, worker: str, content: Content, dice: random.Rando
 
 
 def response_of(task: PromptTask, content: Content, dice: random.Random) -> Response:
-    """One token per word, and one for the end of the sequence, which gives no text."""
+    """Build a response with one token per word, and one without text for the end of the sequence."""
     words = [content.words[0], *(f" {word}" for word in content.words[1:])]
     is_right = dice.random() < learned(task.iteration)
     return Response(
@@ -150,7 +150,7 @@ def learned(iteration: int) -> float:
 
 
 def report(iteration: int, dice: random.Random) -> dict[str, Any]:
-    """As a trainer commits it."""
+    """Return the report of an iteration as a trainer commits it."""
     now = time.time()
     noise = 0.05 * dice.random()
     spans = [("micro_batch", now - 0.004, 0.002), ("optimizer", now - 0.002, 0.001), ("publish", now - 0.001, 0.001)]

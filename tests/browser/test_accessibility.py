@@ -12,8 +12,8 @@ from tests.browser.gallery import PAGES, drawn
 PHONE = {"width": 375, "height": 700}
 AXE = "axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)"
 
-# What reaches beyond the right edge and is not inside something that is cut off or scrolls by itself. A phone makes
-# room for it: then the page is wider than the screen.
+# The script finds elements beyond the right edge that are not inside one that is cut off or scrolls by itself. A phone
+# makes the page wider than the screen for them.
 TOO_WIDE = """(width) => {
     const isCut = (node) => node.parentElement && (
         getComputedStyle(node.parentElement).overflowX !== "visible" || isCut(node.parentElement));
@@ -27,7 +27,7 @@ BROKEN_IDS = """[...document.querySelectorAll(".pool, tbody .mono, tbody th a[hr
 
 
 async def violations(page: Page) -> list[str]:
-    """Of axe-core, whose script the page's own policy would refuse: its context has to bypass it."""
+    """Return the violations that axe-core finds. The page's policy would refuse its script: the context bypasses it."""
     await page.evaluate(AXE_FILE_PATH.read_text())
     return [described(violation) for violation in await page.evaluate(AXE)]
 
@@ -40,27 +40,27 @@ def described(violation: dict[str, Any]) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_no_page_has_barriers(visit, gallery, theme):
     page = await visit(gallery.url, color_scheme=theme, bypass_csp=True)
-    found = []
+    problems = []
     for name in PAGES:
         await page.goto(f"{gallery.url}/{gallery.place(name)}")
         await expect(drawn(page, name)).to_be_visible()
-        found += [f"{name}: {violation}" for violation in await violations(page)]
-    assert not found, "\n".join(found)
+        problems += [f"{name}: {violation}" for violation in await violations(page)]
+    assert not problems, "\n".join(problems)
 
 
 async def test_every_page_fits_a_phone(visit, gallery):
     """Nothing scrolls sideways, and ids stay on one line."""
     page = await visit(gallery.url, viewport=PHONE, has_touch=True, is_mobile=True)
-    found = []
+    problems = []
     for name in PAGES:
         await page.goto(f"{gallery.url}/{gallery.place(name)}")
         await page.reload()  # else the last page may still be there
         await expect(drawn(page, name)).to_be_attached()
-        found += [f"{name} is too wide: {node}" for node in await page.evaluate(TOO_WIDE, PHONE["width"])]
+        problems += [f"{name} is too wide: {node}" for node in await page.evaluate(TOO_WIDE, PHONE["width"])]
         widths = await page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
-        found += [f"{name} has the widths {widths}"] if widths != [PHONE["width"]] * 2 else []
-        found += [f"{name} breaks {id_}" for id_ in await page.evaluate(BROKEN_IDS)]
-    assert not found, "\n".join(found)
+        problems += [f"{name} has the widths {widths}"] if widths != [PHONE["width"]] * 2 else []
+        problems += [f"{name} breaks {id_}" for id_ in await page.evaluate(BROKEN_IDS)]
+    assert not problems, "\n".join(problems)
 
 
 async def test_controls_are_reached_on_a_phone(visit, gallery):
@@ -87,7 +87,7 @@ async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit, galle
 
 
 async def tab_to(page: Page, selector: str) -> None:
-    """As one does who has no mouse; each stop can be seen."""
+    """Move the focus with the Tab key, as users without a mouse do, and check that each stop is visible."""
     for _ in range(60):
         await page.keyboard.press("Tab")
         if await page.evaluate("(selector) => document.activeElement.matches(selector)", selector):

@@ -34,7 +34,7 @@ async def serve(route: Route) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def modules(browser: Browser) -> AsyncIterator[Page]:
-    """An empty page that can import the dashboard's modules."""
+    """Open an empty page that can import the dashboard's modules."""
     context = await browser.new_context(viewport={"width": 800, "height": 600})
     await context.route(f"{ORIGIN}/**", serve)
     page = await context.new_page()
@@ -44,7 +44,7 @@ async def modules(browser: Browser) -> AsyncIterator[Page]:
 
 
 async def call(page: Page, module: str, body: str, argument: Any = None) -> Any:
-    """`body`: a function of `m`, the module, and `a`, the argument."""
+    """Call a function whose `body` uses `m`, the module, and `a`, the argument."""
     script = f"async (a) => {{ const m = await import('{ORIGIN}/{module}'); return ({body})(m, a); }}"
     return await page.evaluate(script, argument)
 
@@ -54,7 +54,7 @@ def walk(number: int) -> list[list[float]]:
     return [[x, dice.gauss(0, 1)] for x in range(number)]
 
 
-# What a function gives: (module, function of the module and an argument, argument, result).
+# Results of functions: (module, function of the module and an argument, argument, result).
 TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
 CHANCES = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0, None]
 IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
@@ -122,8 +122,8 @@ async def test_function_of_the_dashboard_gives_what_is_written(modules, module, 
 
 async def test_trailing_mean_is_that_of_the_last_points(modules: Page) -> None:
     points = walk(50)
-    found = await call(modules, "charts.js", "(m, a) => m.trailingMean(a, 7)", points)
-    for index, (x, mean) in enumerate(found):
+    means = await call(modules, "charts.js", "(m, a) => m.trailingMean(a, 7)", points)
+    for index, (x, mean) in enumerate(means):
         last = [y for _, y in points[max(0, index - 6) : index + 1]]
         assert (x, mean) == (index, pytest.approx(sum(last) / len(last)))
 
@@ -132,10 +132,10 @@ async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
     dice = random.Random(1)
     values = sorted(dice.uniform(0, 100) for _ in range(200))
     asked = [-5.0, 105.0, *values[:3], *(dice.uniform(0, 100) for _ in range(300))]
-    found = await call(
+    indices = await call(
         modules, "series.js", "(m, [values, asked]) => asked.map((x) => m.nearest(values, x))", [values, asked]
     )
-    assert [abs(values[i] - x) for i, x in zip(found, asked, strict=True)] == [
+    assert [abs(values[i] - x) for i, x in zip(indices, asked, strict=True)] == [
         min(abs(v - x) for v in values) for x in asked
     ]
     assert await call(modules, "series.js", "(m) => m.nearest([], 3)") == -1
@@ -167,7 +167,7 @@ async def test_groups_that_overlap_get_rows_of_their_own(modules: Page) -> None:
         rows_of_group.setdefault(item["span"]["group_id"], set()).add(item["row"])
     assert len(packed["items"]) == len(lane_spans())
     assert set(rows) == set(range(packed["numRows"]))
-    assert all(len(found) == 1 for found in rows_of_group.values())  # generated and scored in one row
+    assert all(len(rows) == 1 for rows in rows_of_group.values())  # generated and scored in one row
     for spans in rows.values():
         ordered = sorted(spans, key=lambda span: span["start"])
         assert all(a["end"] <= b["start"] + 1e-5 for a, b in itertools.pairwise(ordered))
@@ -179,8 +179,8 @@ async def test_span_under_the_pointer_is_found(modules: Page) -> None:
         return items.map(({ span, row }) => m.itemAt(items, (span.start + span.end) / 2, row).span);
     }"""
     spans = [span for span in lane_spans() if span["kind"] != "load"]
-    found = await call(modules, "spans.js", script, spans)
-    assert sorted(json.dumps(span) for span in found) == sorted(json.dumps(span) for span in spans)
+    unpacked = await call(modules, "spans.js", script, spans)
+    assert sorted(json.dumps(span) for span in unpacked) == sorted(json.dumps(span) for span in spans)
     nothing = "(m, a) => m.itemAt(m.packLane(a).items, 1000, 0)"
     assert await call(modules, "spans.js", nothing, spans) is None
 
@@ -210,8 +210,8 @@ async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> N
     times = [("trainer", 4, 7), ("trainer", 4, 9), ("trainer", 5, 21), ("w", 5, 25), ("w", 6, 28)]
     spans = [{"lane": lane, "iteration": iteration, "end": end} for lane, iteration, end in times]
     timeline = {"start": 0, "end": 30, "iterations": [4, 5, 6], "spans": spans}
-    found = await call(modules, "spans.js", "(m, a) => m.bands(a)", timeline)
-    assert [(band["iteration"], band["start"], band["end"]) for band in found] == [(4, 0, 9), (5, 9, 21), (6, 21, 30)]
+    bands = await call(modules, "spans.js", "(m, a) => m.bands(a)", timeline)
+    assert [(band["iteration"], band["start"], band["end"]) for band in bands] == [(4, 0, 9), (5, 9, 21), (6, 21, 30)]
 
 
 # ---- series, events, configuration, tokens -----------------------------------------------------------------------
@@ -305,7 +305,7 @@ CHOSEN = re.compile("^w: generate, group 0-0 of iteration 0")
 
 
 async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Page) -> None:
-    """As before the first commit, when nothing is known of the trainer."""
+    """The state is that before the first commit, when nothing is known of the trainer."""
     await call(modules, "lanes.js", LANES)
     slider = modules.get_by_role("slider")
     await slider.focus()
@@ -381,7 +381,7 @@ async def test_open_table_of_a_chart_grows_with_it(modules: Page) -> None:
     await expect(rows).to_have_count(5)
     await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} \N{EN DASH}", use_inner_text=True)
     await expect(modules.locator("thead th")).to_have_text(["iteration", "a", "b"])
-    await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # of a job that is behind
+    await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # values of a job that is behind
     await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} {await value(modules, 4)}", use_inner_text=True)
     await redraw(modules, ("a", walk(5)))
     await expect(modules.locator("thead th")).to_have_count(2)
@@ -422,7 +422,7 @@ BAND = """(m, rewards) => {
 
 
 async def test_band_around_shares_stays_within_them(modules: Page) -> None:
-    """What is drawn is what is said."""
+    """The drawn band and the values in words agree."""
     line = await call(modules, "series.js", BAND, [0.25, 0.75])
     assert line["band"] == [[0, 0, 0.75], [1, 0.25, 1]]
     await draw(modules, [line])

@@ -16,19 +16,19 @@ def editor(page: Page) -> Locator:
 
 
 def toml_of(value: Any) -> str:
-    """A value on one line."""
+    """Write a value as TOML on one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml_of(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {toml_of(item)}" for key, item in value.items()) + " }"
     return json.dumps(value)
 
 
 async def write(page: Page, job: dict[str, Any]) -> None:
-    """One line for each section."""
+    """Fill the editor with one line for each section."""
     await editor(page).fill("\n".join(f"{key} = {toml_of(value)}" for key, value in job.items()))
 
 
 async def selected(page: Page) -> str:
-    """In the editor, which has the focus."""
+    """Return the selected text of the editor, which has the focus."""
     await expect(editor(page)).to_be_focused()
     script = "(text) => text.value.slice(text.selectionStart, text.selectionEnd)"
     return str(await editor(page).evaluate(script))
@@ -92,7 +92,7 @@ async def test_job_like_another_one_has_its_configuration(visit, broker, ledger,
     await page.get_by_test_id("submit-job").click()
     await expect(page.get_by_role("progressbar", name="0 of 7 iterations")).to_be_visible()
     ids = await ledger.jobs.ids()
-    configs = [json.loads((await ledger.jobs.fields(each))["config"]) for each in ids]
+    configs = [json.loads((await ledger.jobs.fields(job_id))["config"]) for job_id in ids]
     assert (len(ids), configs[0]) == (2, configs[1])
 
 

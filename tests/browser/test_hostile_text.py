@@ -1,4 +1,4 @@
-"""What people and models write is shown as text, wherever it is shown, and never becomes part of the page."""
+"""The dashboard shows hostile text of users and models as text, and it never becomes part of the page."""
 
 from playwright.async_api import Page, expect
 

@@ -14,7 +14,7 @@ from tests.broker_fixtures import Broker, Keys
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 
-REFUSED = r"status of 40[13]"  # what the browser notes of each such answer
+REFUSED = r"status of 40[13]"  # the browser's note of each such answer
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -19,7 +19,7 @@ NOTE_WHAT_IS_SAID = """() => {
 
 
 async def next_list(page: Page) -> None:
-    """Until a list has been asked for and shown after this."""
+    """Wait until the page has asked for a list and shown it."""
     async with page.expect_request_finished(lambda request: bool(LIST.search(request.url))):
         pass
     await page.evaluate("new Promise((resolve) => setTimeout(resolve))")
@@ -37,7 +37,7 @@ async def test_search_finds_a_job_by_its_name(visit, broker, world):
         await page.get_by_role("searchbox").fill("want")
     await expect(page.get_by_role("link", name="other")).to_have_count(0)
     await expect(page.get_by_role("link", name="wanted")).to_be_visible()
-    await next_list(page)  # which the broker has not refused
+    await next_list(page)  # the next list, which the broker does not refuse
 
 
 async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker, world):
@@ -77,7 +77,7 @@ async def test_deleted_job_is_announced_and_the_others_go_on(visit, broker, ledg
     await ledger.jobs.delete(deleted)
     await world.start_training(other)
     await expect(states).to_have_text(["gone", "running"])
-    await expect(page.get_by_text("deleted was deleted")).to_have_count(2)  # in sight, and said
+    await expect(page.get_by_text("deleted was deleted")).to_have_count(2)  # notice and announcement
     await ledger.jobs.move(other, JobState.PAUSED)
     await expect(states).to_have_text(["gone", "paused"])
     await expect(page.locator(".notice").filter(has_text="was deleted")).to_have_count(1)

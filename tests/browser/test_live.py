@@ -104,7 +104,7 @@ async def test_job_is_paused_resumed_and_cancelled_from_its_page(visit, broker, 
     await expect_state(page, "cancelling")
     await ledger.jobs.move(job_id, JobState.CANCELLED)  # the trainer has seen it
     await expect_state(page, "cancelled")
-    await ledger.jobs.resume(job_id, JobState.CANCELLED)  # in a terminal
+    await ledger.jobs.resume(job_id, JobState.CANCELLED)  # the same move as from a terminal
     await expect_state(page, "pending")
     await world.start_training(job_id)
     await expect_state(page, "running")

@@ -1,4 +1,4 @@
-"""What the model said: filtered by reward and iteration, and token by token."""
+"""Pages with the samples of a model: filtered by reward and iteration, and token by token."""
 
 import re
 

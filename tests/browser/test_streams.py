@@ -1,4 +1,4 @@
-"""What a page does with its stream: let go while nobody looks, complete after a loss, and honest about defects."""
+"""Streams of a page: closed while the page is hidden, complete after a lost connection, and clear about defects."""
 
 from playwright.async_api import Page, Route, expect
 
@@ -32,7 +32,7 @@ LISTEN = """async (path) => {
 
 
 async def open_with_clock(visit: Visitor, broker: Broker, job_id: str) -> Page:
-    """Its timers are moved by the test as well."""
+    """Open a page whose timers the test moves."""
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.clock.install()
     await page.reload()
@@ -42,7 +42,7 @@ async def open_with_clock(visit: Visitor, broker: Broker, job_id: str) -> Page:
 
 
 async def hide(page: Page, broker: Broker) -> None:
-    """Until it has let its stream go."""
+    """Hide the page and wait until it has closed its stream."""
     await page.evaluate(SET_HIDDEN, True)
     await page.clock.fast_forward(HIDDEN_MS + 1000)
     await eventually("nobody listens", lambda: broker.num_watchers == 0)

@@ -22,7 +22,7 @@ async def test_every_offence_is_noticed(visit: Visitor, gallery: Gallery) -> Non
     page = await visit(gallery.url)
     for script, complaint in OFFENCES.items():
         await page.evaluate(f"() => {{ {script} }}")
-        await page.evaluate("new Promise((resolve) => setTimeout(resolve))")  # what was put off comes before it
+        await page.evaluate("new Promise((resolve) => setTimeout(resolve))")  # postponed tasks run before it
         assert any(re.search(complaint, said) for said in visit.watch.complaints), script
         with pytest.raises(AssertionError, match="the pages complain"):
             visit.watch.check()

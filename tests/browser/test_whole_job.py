@@ -10,7 +10,7 @@ from onbeat.contracts.states import JobState
 from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 
-TRAINED_MS = 90_000  # what a small job may take on a machine that does other things as well
+TRAINED_MS = 90_000  # limit for a small job on a machine that does other things as well
 NUM_ITERATIONS = 3
 
 

@@ -1,4 +1,4 @@
-"""What no page may do: errors on the console, uncaught exceptions, requests to other hosts, violations of its CSP."""
+"""Watch for errors of a page: on the console, uncaught exceptions, requests to other hosts, violations of its CSP."""
 
 import re
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ class Watch:
         self._expected: list[str] = []
 
     async def look_at(self, context: BrowserContext, url: str) -> None:
-        """`url`: of the only broker that its pages may talk to, besides those of before."""
+        """Watch a context whose pages may talk to the broker at `url`, besides those that were named before."""
         self._hosts.add(urlsplit(url).netloc)
         context.on("console", self._heard)
         context.on("weberror", self._crashed)

@@ -75,19 +75,19 @@ class Orders:
         draft.rename(self.folder / point)
 
     def taken_by(self, point: str) -> int | None:
-        """The process that came there; None as long as none has."""
+        """Return the process that reached the point, or None while none has."""
         try:
             return int((self.folder / f"{point}.taken").read_text())
         except FileNotFoundError:
             return None
 
     def withdraw(self) -> None:
-        """All of them; who is held goes on. Forgets what was generated."""
+        """Remove all points, so that held processes go on, and forget the generated groups."""
         for path in self.folder.iterdir():
             path.unlink(missing_ok=True)
 
     def generated(self) -> list[tuple[str, float]]:
-        """(group id, Unix time) for each time that an engine was asked for a group."""
+        """Return (group id, Unix time) for each time that an engine was asked for a group."""
         path = self.folder / "generated"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(line.split()[0], float(line.split()[1])) for line in lines]
@@ -121,7 +121,7 @@ class Obedience:
             deadline = time.monotonic() + HELD_FOR_S
             while taken.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-        else:  # to this thread: it may not run on until another one has seen the signal
+        else:  # this thread gets the signal: it may not run on until another one has seen it
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[content["action"]]
             signal.pthread_kill(threading.get_ident(), number)
 
@@ -135,7 +135,7 @@ class Obedience:
 
             @functools.wraps(method)
             async def wrapped_async(*args: Any, **options: Any) -> Any:
-                point = f"{name}:{args[1]}" if name == "LedgerPart._run" else name  # by its script
+                point = f"{name}:{args[1]}" if name == "LedgerPart._run" else name  # the name of its script
                 self.at(f"{point}.before")
                 self.write_down(name, args)
                 result = await method(*args, **options)

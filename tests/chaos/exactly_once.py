@@ -1,4 +1,4 @@
-"""What must hold of a job whatever was killed: every group once, the audit clean, the bits of an undisturbed pass."""
+"""Checks of a job whose processes were killed: every group once, a clean audit, the bits of an undisturbed pass."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.e2e.stack import RunningStack
 
 
 def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> None:
-    """Every iteration has its fixed set once; the final weights are those of one undisturbed pass over the stream."""
+    """Check that every iteration has its fixed set once, and that the final weights are those without faults."""
     job = stack.wait(job_id)
     assert job.state is JobState.SUCCEEDED, job.error
     report = stack.client.jobs.audit(job_id)

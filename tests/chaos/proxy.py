@@ -13,7 +13,7 @@ class Proxy:
 
     def __init__(self, target_port: int, host: str = "127.0.0.1", port: int = 0) -> None:
         self.is_refusing = False  # new connections are closed at once
-        self.delay_s = 0.0  # each piece of data is passed on so much later
+        self.delay_s = 0.0  # delay of each piece of data
         self._target_port = target_port
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -58,7 +58,7 @@ class Proxy:
             self._writers -= both
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one side closes: then the other is closed, too."""
+        """Pass bytes on until one side closes, and then close the other."""
         try:
             while data := await reader.read(CHUNK_BYTES):
                 if self.delay_s:

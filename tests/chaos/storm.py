@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3.0
 FAR_HOST = "127.0.0.2"  # trainers listen on 127.0.0.1 and tell rollouts this address: the proxy's
 NUM_ITERATIONS, NUM_PROMPTS = 5, 6
-NUM_STEPS = NUM_ITERATIONS * (NUM_PROMPTS + 1)  # of progress: groups accepted and iterations committed
+NUM_STEPS = NUM_ITERATIONS * (NUM_PROMPTS + 1)  # steps of progress: groups accepted and iterations committed
 ROLLOUT = {"num_prompts_per_iteration": NUM_PROMPTS, "num_samples_per_prompt": 4, "max_response_tokens": 48}
 OWNER = "trainer"  # whichever of the two has the job when it is struck
 PROCESSES = [OWNER, "rollout-0", "rollout-1", "broker", "redis"]
@@ -79,7 +79,7 @@ class Strike:
 
 
 def draw(seed: int, num_faults: int) -> list[Fault]:
-    """Every storm of a seed is the same."""
+    """Draw the faults of a storm: the same seed gives the same storm."""
     chance = random.Random(seed)
     faults = []
     for at_progress in sorted(chance.choices(range(1, NUM_STEPS - 1), k=num_faults)):
@@ -97,8 +97,8 @@ class Sky:
         self.redis = Redis.from_url(stack.redis_url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
 
     def storm(self, seed: int, num_faults: int) -> list[Strike]:
-        """A job in the storm of this seed. Raises AssertionError when anything of it is not as if nothing had been."""
-        rollout = ROLLOUT | {"max_group_attempts": 100}  # each death of its holder counts as an attempt
+        """Run a job in the storm of this seed. Raises AssertionError when the job differs from an undisturbed one."""
+        rollout = ROLLOUT | {"max_group_attempts": 100}  # an attempt is counted at each death of its holder
         mode = {"mode": "bounded", "max_staleness": 2} if seed % 3 == 2 else {"mode": "periodic"}
         schedule = mode | {"num_iterations": NUM_ITERATIONS}
         every = {"every_iterations": 1 + seed % 2}
@@ -129,7 +129,7 @@ class Storm:
         self.strikes: list[Strike] = []
 
     def run(self) -> None:
-        """Returns when the job is final and the weather calm again. Raises AssertionError after DEADLINE_S."""
+        """Strike until the job is final and all services are back. Raises AssertionError after DEADLINE_S."""
         while not self._is_final() or self._lasting:
             assert self._elapsed_s() < DEADLINE_S, f"storm {self._seed}: not over after {DEADLINE_S:.0f} s"
             for fault in [fault for fault in self._faults if self._is_due(fault)]:
@@ -190,7 +190,7 @@ class Storm:
         logger.info("seed %d, %.2f s: %s", self._seed, strike.time_s, strike)
 
     def _owner(self) -> str:
-        """The service that trains the job; the first trainer while Redis is away."""
+        """Return the service that trains the job, or the first trainer while Redis is away."""
         try:
             owner = self._sky.redis.hget(JobKeys(self._job_id).job, "owner")
         except (RedisError, OSError):
@@ -215,7 +215,7 @@ class Storm:
                 proxy.drop()
 
     def describe(self) -> str:
-        """All that is known, for whoever looks into a failure."""
+        """Describe all that is known of the storm, for the analysis of a failure."""
         try:
             fields: Any = self._sky.redis.hgetall(JobKeys(self._job_id).job)
             events: Any = self._sky.redis.xrevrange(JobKeys(self._job_id).events, count=40)

@@ -37,7 +37,7 @@ EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt":
 
 @dataclass(frozen=True)
 class Window:
-    name: str  # its row in docs/protocol.md
+    name: str  # the row in docs/protocol.md
     point: str
     nth: int = 1
 
@@ -122,7 +122,7 @@ class ChaosStack:
         self.stack, self.folder, self.orders = stack, folder, Orders(folder / "orders")
 
     def submit(self, key: str, **sections: Any) -> str:
-        """As a client that repeats itself until a broker answers; returns the job's id."""
+        """Submit a job as a client that repeats the request until a broker answers; return the job's id."""
         shape = {"rollout": SMALL, "schedule": {"num_iterations": 2}}
         job = tiny_job(self.folder, **(shape | sections))
         if "evaluation" in sections:
@@ -144,14 +144,14 @@ class ChaosStack:
         return answers[0].id
 
     def wait_for_taken(self, point: str) -> int:
-        """The process that came to the point."""
+        """Return the process that reached the point."""
         wait_until(lambda: self.orders.taken_by(point) is not None, f"a process comes to {point}", poll_s=0.02)
         pid = self.orders.taken_by(point)
         assert pid is not None
         return pid
 
     def check(self, job_id: str, scratch: Path) -> None:
-        """The job is as if nothing had happened, and nothing accepted was generated again."""
+        """Check that the job is like an undisturbed one, and that no accepted group was generated again."""
         self.stack.wait(job_id)
         check_exactly_once(self.stack, job_id, scratch)
         num_iterations = self.stack.job(job_id).config["schedule"]["num_iterations"]
@@ -219,7 +219,9 @@ def test_deaths_in_these_windows_change_nothing(chaos, trainers, other, sections
         chaos.check_nothing_was_repeated()
     if "evaluation" in sections:
         scored = chaos.stack.client.jobs.evaluations(job_id)
-        assert [(each.evaluation, each.state) for each in scored] == [(e, EvaluationState.DONE) for e in (0, 1, 2)]
+        assert [(record.evaluation, record.state) for record in scored] == [
+            (e, EvaluationState.DONE) for e in (0, 1, 2)
+        ]
 
 
 def test_rollout_draining(chaos, tmp_path):

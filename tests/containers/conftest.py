@@ -37,7 +37,7 @@ class Images:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[None]:
-    """The one that runs, or one that runs as long as the tests do; without what killed sessions of tests left there."""
+    """Use the running engine, or start one while the tests run; remove leftovers of killed test sessions there."""
     was_running = run(["docker", "info"]).returncode == 0
     started = run([str(SCRIPTS / "engine.sh"), "start"], timeout_s=ENGINE_S)
     if started.returncode != 0 and os.environ.get("CI"):
@@ -58,7 +58,7 @@ def images(engine: None) -> Images:
 
 
 def redis_image() -> str:
-    """The public one if it is here or can be pulled, else one of Debian's package."""
+    """Return the public image if it is here or can be pulled, else one that is built of Debian's package."""
     if run(["docker", "image", "inspect", PUBLIC_REDIS]).returncode == 0:
         return PUBLIC_REDIS
     base = checked("the base image", run([str(SCRIPTS / "base-image.sh")], timeout_s=BUILD_S)).strip()
@@ -73,7 +73,7 @@ def redis_image() -> str:
 def run(
     command: list[str], timeout_s: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command that is not there, or takes too long, has failed as well."""
+    """Run a command. A command that does not exist or takes too long has failed as well."""
     given = os.environ | (env or {})
     try:
         return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s)
@@ -81,14 +81,14 @@ def run(
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def checked(what: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Its output. Fails the test with its errors if it failed."""
+def checked(command: str, done: subprocess.CompletedProcess[str]) -> str:
+    """Return the output of a command, or fail the test with its errors."""
     if done.returncode != 0:
-        pytest.fail(f"{what} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        pytest.fail(f"{command} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     return done.stdout
 
 
-def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+def wait_until(is_true: Callable[[], bool], event: str, timeout_s: float = 240.0) -> None:
     """Wait, also while a broker is just being replaced or was killed: it answers later."""
 
     def is_answered() -> bool:
@@ -96,11 +96,11 @@ def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0)
             return is_true()
         return False
 
-    waiting.wait_until(is_answered, what, timeout_s, poll_s=0.5)
+    waiting.wait_until(is_answered, event, timeout_s, poll_s=0.5)
 
 
 def wait_until_served(client: Client, job_id: str, num_rollouts: int) -> None:
-    """Until so many rollouts have a policy version of the job, paused meanwhile: it must not be over before."""
+    """Wait until that many rollouts have a policy version of the job, and pause it, so that it does not end before."""
 
     def versions() -> list[int | None]:
         return [worker.policy_version for worker in client.workers() if worker.job_id == job_id]

@@ -1,7 +1,7 @@
-"""What tests and benchmarks make on a container engine says who made it, so that what killed ones left can be removed.
+"""Names of everything that tests and benchmarks make on a container engine, so that later ones remove the leftovers.
 
 A project is named KIND-HOST-PROCESS-TOKEN, and all of it has the label that compose gives. Only things of a project
-whose process has ended on this machine are removed. Images stay, but for a tag that is named like a project.
+whose process has ended on this machine are removed. Images stay, except a tag that is named like a project.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ def host_token() -> str:
 
 def is_dead(project: str) -> bool:
     """False for any name that is not one of ours, or is another machine's."""
-    found = PROJECT.fullmatch(project)
-    if found is None or found["host"] != host_token():
+    match = PROJECT.fullmatch(project)
+    if match is None or match["host"] != host_token():
         return False
     try:
-        os.kill(int(found["pid"]), 0)
+        os.kill(int(match["pid"]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # another user's
@@ -42,24 +42,24 @@ def is_dead(project: str) -> bool:
 
 
 def remove_dead() -> list[str]:
-    """What was removed, by name. What cannot be removed stays for the next time."""
+    """Remove leftovers and return their names. Whatever cannot be removed stays for the next time."""
     removed = []
-    for what, all_of_them, remove in (
+    for kind, all_of_them, remove in (
         ("container", ["--all"], ["rm", "--force", "--volumes"]),
         ("network", [], ["rm"]),
         ("volume", [], ["rm"]),
     ):
-        name_field = "{{.Names}}" if what == "container" else "{{.Name}}"
+        name_field = "{{.Names}}" if kind == "container" else "{{.Name}}"
         row = f'{name_field} {{{{.Label "{LABEL}"}}}}'
-        listed = docker(what, "ls", *all_of_them, "--filter", f"label={LABEL}", "--format", row)
+        listed = docker(kind, "ls", *all_of_them, "--filter", f"label={LABEL}", "--format", row)
         rows = [row.split(" ", 1) for row in listed.splitlines()]
         names = [name for name, project in rows if is_dead(project)]
-        removed += [name for name in names if docker(what, *remove, name)]
+        removed += [name for name in names if docker(kind, *remove, name)]
     tags = docker("image", "ls", "--format", "{{.Tag}}", UPGRADED).split()
     return removed + [tag for tag in tags if is_dead(tag) and docker("image", "rm", f"{UPGRADED}:{tag}")]
 
 
 def docker(*arguments: str) -> str:
-    """Its output; '' when it fails: what is left costs room, and no test."""
+    """Return the output of docker, or '' when it fails: leftovers cost disk space, but fail no test."""
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     return done.stdout if done.returncode == 0 else ""

@@ -24,7 +24,7 @@ GET = r"""
 exec 3<>/dev/tcp/127.0.0.1/"$0" && printf 'GET %s HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n' "$1" >&3
 read -t 5 -r _ status _ <&3 && test "$status" = 200
 """
-PORT = 8800  # of the broker
+PORT = 8800  # the broker's port
 
 
 class Pods:
@@ -32,7 +32,7 @@ class Pods:
 
     def __init__(self, manifests: Manifests, images: Images, folder: Path) -> None:
         self._manifests, self._images, self._folder = manifests, images, folder
-        self._labels = {LABEL: new_project("onbeat-test")}  # of all that is made here
+        self._labels = {LABEL: new_project("onbeat-test")}  # labels of everything that is made here
         self._network = Network(docker_network_kw={"labels": self._labels})
         self._cleanup = ExitStack()
         self._port = free_port()  # the same after a restart
@@ -46,18 +46,18 @@ class Pods:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._cleanup:  # each step, whatever becomes of the others: containers before what they use
+        with self._cleanup:  # every step runs even if others fail: containers before the networks that they use
             for claim in self._claims.values():
                 self._cleanup.callback(claim.remove)
             for container in self._containers.values():
                 self._cleanup.callback(container.stop)
 
     def start(self, service: str, name: str = "", **settings: str) -> None:
-        """One pod of a workload, with environment variables besides its own. Returns when its probes pass."""
+        """Start one pod of a workload, with more environment variables, and return when its probes pass."""
         pod = self._manifests.pod(service)
         name = name or pod.name
         config_maps, secret_texts = self._manifests.config_maps(), self._manifests.secrets()
-        fields = {"status.podIP": name, "metadata.name": name}  # its name leads to it just as well
+        fields = {"status.podIP": name, "metadata.name": name}  # other containers reach it by its name just as well
         run = docker_run_arguments(pod.spec, pod.container, config_maps, secret_texts, fields)
         options = run.sdk_options(self._folder / name)
         container = DockerContainer(self._images.of(service)).with_name(f"{name}-{secrets.token_hex(3)}")
@@ -88,7 +88,7 @@ class Pods:
                 time.sleep(0.5)
 
     def passes(self, name: str, probe: Probe) -> bool:
-        """From inside the container, with what its image has: the probed port is not published."""
+        """Run a probe inside the container, with the image's own tools: the probed port is not published."""
         command = {
             "exec": list(probe.command),
             "http": ["bash", "-c", GET, str(probe.port), probe.path],
@@ -98,7 +98,7 @@ class Pods:
         return container.status == "running" and container.exec_run(command).exit_code == 0
 
     def container(self, name: str) -> Container:
-        """As the engine sees it now."""
+        """Return the container's state from the engine."""
         container = self._containers[name].get_wrapped_container()
         container.reload()
         return container
@@ -107,7 +107,7 @@ class Pods:
         self.container(name).kill()
 
     def restart(self, name: str) -> None:
-        """As a kubelet does: the same pod, another process."""
+        """Restart the container as a kubelet does: the same pod, another process."""
         self.container(name).start()
         self.wait_ready(name)
 

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
 
 @pytest.fixture(scope="module")
 def compose(images: Images) -> Iterator[Compose]:
-    """The stack with one rollout, everything healthy; afterwards containers, networks and volumes are gone."""
+    """Run the stack with one rollout, all healthy; afterwards remove its containers, networks and volumes."""
     cores = sorted(os.sched_getaffinity(0))
     compose = Compose(
         project=new_project("onbeat-test"),
@@ -64,7 +64,7 @@ def compose(images: Images) -> Iterator[Compose]:
             "ONBEAT_TRAINER_CORES": str(cores[-1]),
         },
     )
-    with ExitStack() as cleanup:  # each step, whatever becomes of the others
+    with ExitStack() as cleanup:  # every step runs even if others fail
         cleanup.callback(run, ["docker", "image", "rm", f"{UPGRADED}:{compose.project}"])
         cleanup.callback(compose, "down", "--volumes", "--remove-orphans", "--timeout", "30", timeout_s=DOWN_S)
         cleanup.callback(lambda: sys.stdout.write(compose("logs", "--no-color")[-20_000:]))  # shown when a test failed
@@ -107,7 +107,7 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
 
 
 def create_job(compose: Compose) -> str:
-    """With the command line, as a user does."""
+    """Create a job with the command line, as a user does."""
     overrides = [part for key, value in SMALL_JOB.items() for part in ("--set", f"{key}={value}")]
     command = [str(ROOT / ".venv/bin/onbeat"), "jobs", "create", "examples/quickstart.toml", *overrides]
     env = {"ONBEAT_URL": compose.url, "ONBEAT_API_KEY": compose.admin_key}
@@ -120,7 +120,7 @@ def generated(client: Client, job_id: str) -> set[str]:
 
 
 def upgrade_broker(compose: Compose, images: Images) -> None:
-    """An image that differs, under a tag of its own, as a new release would."""
+    """Replace the broker by a different image with its own tag, as a new release does."""
     before = compose("ps", "--quiet", "broker").strip()
     dockerfile = f"FROM {images.of('broker')}\nLABEL org.opencontainers.image.version=next\n"
     upgraded = f"{UPGRADED}:{compose.project}"

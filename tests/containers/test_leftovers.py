@@ -1,4 +1,4 @@
-"""What killed sessions of tests left on the engine goes; what others have there stays."""
+"""Tests that leftovers of killed test sessions are removed from the engine, and things of others stay."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.containers.leftovers import KINDS, host_token, is_dead, new_project
 
 @pytest.fixture(scope="module")
 def dead_process() -> int:
-    """The id of a process that has ended."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(10)
     return process.pid
@@ -19,10 +19,10 @@ def dead_process() -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_project_is_dead_with_its_process_on_this_machine(kind: str, dead_process: int):
     alive = new_project(kind)
-    host, own = host_token(), alive.split("-")[3]
-    dead = alive.replace(f"-{own}-", f"-{dead_process}-")
+    host, token = host_token(), alive.split("-")[3]
+    dead = alive.replace(f"-{token}-", f"-{dead_process}-")
     assert (is_dead(alive), is_dead(dead)) == (False, True)
-    assert not is_dead(alive.replace(f"-{own}-", "-1-")), "of another user, perhaps"
+    assert not is_dead(alive.replace(f"-{token}-", "-1-")), "of another user, perhaps"
     assert not is_dead(dead.replace(host, "abcdef" if host != "abcdef" else "fedcba")), "of another machine"
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kustomization of its own with new secrets, as the runbook makes it."""
+    """Write a kustomization with new secrets, as the runbook does."""
     folder = tmp_path_factory.mktemp("cluster") / "own"
     runpy.run_path(str(KUBERNETES / "new_cluster.py"))["create"](folder, "cpu")
     return folder
@@ -75,5 +75,9 @@ def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> Non
 
     check_succeeded(client, job_id, NUM_ITERATIONS, NUM_GROUPS)
     containers = {name: pods.container(name) for name in pods.runs}
-    ended = {name: each.logs(tail=40).decode() for name, each in containers.items() if each.status != "running"}
+    ended = {
+        name: container.logs(tail=40).decode()
+        for name, container in containers.items()
+        if container.status != "running"
+    }
     assert not ended, "\n".join(f"{name}: {log}" for name, log in ended.items())

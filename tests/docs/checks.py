@@ -1,4 +1,4 @@
-"""Whether a command of a page could work: programs, options, services, routes and files that it names are there."""
+"""Checks of commands on pages: the programs, options, services, routes and files that a command names exist."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ from tests.docs.pages import ROOT, blocks_of, text_of
 from tests.docs.shell import Command
 
 METHOD = re.compile(r"-X|--request")
-VALUED_OPTIONS = ("--profile", "--scale", "--entrypoint", "-e", "--env", "-u", "--user")  # of docker compose
+VALUED_OPTIONS = ("--profile", "--scale", "--entrypoint", "-e", "--env", "-u", "--user")  # options of docker compose
 OUR_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
@@ -37,7 +37,7 @@ def is_made(page: str, path: str) -> bool:
 
 
 def check(command: Command) -> None:
-    """Raises Wrong."""
+    """Check a command; raise Wrong if it cannot work."""
     checker = CHECKERS.get(command.program)
     if checker is not None:
         checker(command)
@@ -51,7 +51,7 @@ def check(command: Command) -> None:
 
 
 def check_path(page: str, word: str) -> None:
-    """A word that begins with a folder of the repository is a path in it."""
+    """Check that a word which begins with a folder of the repository is a path in it."""
     path = word.split("=", 1)[-1].split(":", 1)[0]
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+/?", path) or path.split("/")[0] not in OUR_FOLDERS:
         return
@@ -79,7 +79,7 @@ def check_onbeat(command: Command) -> None:
 
 
 def parse_onbeat(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """`onbeat jobs list`, and the values of its parameters. Raises Wrong for what the command line refuses."""
+    """Return the command, such as `onbeat jobs list`, and its parameters' values. Raises Wrong for a refused one."""
     command: Any = typer.main.get_command(app)
     path, left, context = "onbeat", list(words), None
     while True:
@@ -129,7 +129,7 @@ def check_make(command: Command) -> None:
 
 
 def check_python(command: Command) -> None:
-    """A module of ours that runs is there; a script is, or the page shows it."""
+    """Check that a module of ours exists, and that a script exists or is shown on the page."""
     words = command.words[1:]
     if "-m" in words:
         module = words[words.index("-m") + 1]
@@ -161,12 +161,12 @@ def check_curl(command: Command) -> None:
 
 @cache
 def routes() -> tuple[tuple[str, str], ...]:
-    found = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
-    return (*found, ("GET", "/openapi.json"), ("GET", "/"))
+    calls = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
+    return (*calls, ("GET", "/openapi.json"), ("GET", "/"))
 
 
 def check_call(method: str, path: str) -> None:
-    """`path` may have any word for a parameter, and may end with `...` or a choice `a|b` in its last part."""
+    """Check a call of the API. `path` may have any word for a parameter, and may end with `...` or a choice `a|b`."""
     path = re.sub(r"\?.*|`.*", "", path).replace("...", "")
     *start, last = path.split("/")
     for part in last.split("|"):
@@ -188,11 +188,11 @@ def fits(path: str, route: str) -> bool:
 
 
 def check_docker(command: Command) -> None:
-    """Of `docker compose`: its profile and services are there, and so is the command of ours that runs in one."""
+    """Check a command of `docker compose`: its profile, its services and the command of ours in one of them exist."""
     if command.words[1] != "compose":
         return
     options, plain, words = {}, [], list(command.words[2:])
-    while words and not (len(plain) == 2 and plain[0] in ("run", "exec")):  # what follows runs inside
+    while words and not (len(plain) == 2 and plain[0] in ("run", "exec")):  # the words after it run inside
         word = words.pop(0)
         if word in VALUED_OPTIONS:
             options[word] = words.pop(0)
@@ -200,9 +200,9 @@ def check_docker(command: Command) -> None:
             plain.append(word)
     services = [word.partition(":")[0] for word in plain[1:] if plain[0] != "cp" or ":" in word]
     services += [options[name].partition("=")[0] for name in options if name == "--scale"]
-    found = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
-    profiles = {"*", *(name for service in found.values() for name in service.get("profiles", []))}
-    if options.get("--profile", "*") not in profiles or not set(services) <= found.keys():
+    services_there = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    profiles = {"*", *(name for service in services_there.values() for name in service.get("profiles", []))}
+    if options.get("--profile", "*") not in profiles or not set(services) <= services_there.keys():
         raise Wrong(f"compose.yaml has not all of {services}, or no such profile")
     inner = [options["--entrypoint"], *words] if "--entrypoint" in options else words
     if inner[:1] == ["onbeat"]:
@@ -227,10 +227,10 @@ VARIABLE = re.compile(r"ONBEAT_[A-Z0-9_]+")
 
 @cache
 def known_variables() -> frozenset[str]:
-    """Of the services' settings, and those that the command line, compose.yaml and scripts read."""
+    """Return the variables of the services' settings, and those of the command line, compose.yaml and scripts."""
     from docs.generate.settings import SERVICES
 
-    found = {f"ONBEAT_{name}".upper() for settings in SERVICES.values() for name in settings.model_fields}
+    variables = {f"ONBEAT_{name}".upper() for settings in SERVICES.values() for name in settings.model_fields}
     patterns = (
         "compose.yaml",
         "Makefile",
@@ -240,12 +240,12 @@ def known_variables() -> frozenset[str]:
         "services/**/*.py",
     )
     for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
-        found |= set(VARIABLE.findall(path.read_text()))
-    return frozenset(found)
+        variables |= set(VARIABLE.findall(path.read_text()))
+    return frozenset(variables)
 
 
 def unknown_variables(page: str) -> Iterator[str]:
-    """One that ends with `_` is the beginning of several: `ONBEAT_WEIGHTS_TLS_{CERT,KEY}`."""
+    """Yield unknown variables of a page. A name that ends with `_` begins several: `ONBEAT_WEIGHTS_TLS_{CERT,KEY}`."""
     for name in sorted(set(VARIABLE.findall(text_of(page)))):
         if name not in known_variables() and not (
             name.endswith("_") and any(known.startswith(name) for known in known_variables())
@@ -254,7 +254,7 @@ def unknown_variables(page: str) -> Iterator[str]:
 
 
 def command_in_code(page: str, line: int, text: str) -> Command | None:
-    """`onbeat jobs list` or `make test` inside a sentence; what stands for more (`...`) is left out."""
+    """Return a command inside a sentence, such as `onbeat jobs list`; one with a placeholder (`...`) is left out."""
     try:
         words = [word for word in shlex.split(text) if word != "..."]
     except ValueError:

@@ -22,14 +22,14 @@ BUNDLED = "bundled:smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a page's commands and snippets run."""
+    """Workplace in which a page's commands and snippets run."""
 
     stack: RunningStack
-    folder: Path  # of the tests: installed/, model/, one folder for each page
+    folder: Path  # folder of the tests: installed/, model/, one folder for each page
     finished: str  # a job that SUCCEEDED
 
     def folder_of(self, page: str) -> Path:
-        """With examples/ as in the repository, but on the tiny model and short."""
+        """Make a folder with the repository's examples/, but with the tiny model and short."""
         folder = self.folder / page.replace("/", "-")
         if not folder.exists():
             shutil.copytree(ROOT / "examples", folder / "examples")
@@ -38,9 +38,9 @@ class Workplace:
         return folder
 
     def shortened(self, text: str) -> str:
-        """A job, a command or a snippet with the tiny model instead of the bundled one, two iterations, two layers."""
+        """Shorten a job, a command or a snippet to two iterations, and to the tiny model with two layers."""
         text = text.replace(f'path = "{BUNDLED}"', f'path = "{self.folder / "model"}"\ndtype = "float32"')
-        text = re.sub(r"num_iterations ?= ?\d+", lambda found: re.sub(r"\d+", "2", found[0]), text)
+        text = re.sub(r"num_iterations ?= ?\d+", lambda match: re.sub(r"\d+", "2", match[0]), text)
         text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
         return text.replace(DEFAULT_URL, self.stack.url)
 
@@ -49,7 +49,7 @@ class Workplace:
         return self.stack.client.jobs.create(job).id
 
     def job_in(self, state: JobState) -> str:
-        """A new job, which is brought there."""
+        """Create a job and bring it to this state."""
         jobs = self.stack.client.jobs
         job_id = self.new_job(1 if state is JobState.SUCCEEDED else 1000)
         if state is JobState.SUCCEEDED:
@@ -61,7 +61,7 @@ class Workplace:
         return job_id
 
     def end(self, job_id: str) -> None:
-        """The one trainer is free for the next test."""
+        """End the job, so that the one trainer is free for the next test."""
         if not self.stack.job(job_id).state.is_final:
             self.stack.client.jobs.cancel(job_id)
             self.stack.wait(job_id)
@@ -73,7 +73,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     installed = folder / "installed"
     installed.mkdir()
     write_tied_model(folder / "model")
-    # What a page installs is installed by being there: rollouts, broker and commands look for it each time.
+    # A package of a page is installed by being in the folder: rollouts, broker and commands look for it each time.
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
     with patch.dict(os.environ, {"PYTHONPATH": path}), running(folder) as stack:
         data = {"type": "jsonl", "path": str(folder / "data" / "prompts.jsonl")}

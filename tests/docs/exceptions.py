@@ -1,4 +1,4 @@
-"""What the tests of the documentation do not check, each with its reason. A test fails when one is no longer needed."""
+"""Exceptions that the tests of the documentation do not check, with reasons. A test fails when one is not needed."""
 
 # Programs that are not ours. Pages may use them; their options are not checked.
 FOREIGN_PROGRAMS = {

@@ -16,7 +16,7 @@ TITLE = re.compile(r"# ([\w./-]+\.(?:py|toml|json))\b")
 @dataclass(frozen=True)
 class Block:
     page: str  # `docs/jobs.md`
-    line: int  # of its first line, from 1
+    line: int  # number of the first line, from 1
     language: str  # '' where none is given
     text: str
 
@@ -26,8 +26,8 @@ class Block:
     @property
     def title(self) -> str | None:
         """The file that the block is, where its first line is a comment that says so: `# brevity.py`."""
-        found = TITLE.match(self.text)
-        return found[1] if found else None
+        match = TITLE.match(self.text)
+        return match[1] if match else None
 
 
 def page_names() -> list[str]:
@@ -46,7 +46,7 @@ def tokens_of(page: str) -> tuple[Token, ...]:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """In order; an indented one, too."""
+    """Return the blocks in order, indented ones included."""
     return [
         Block(page, (token.map or [0])[0] + (2 if token.type == "fence" else 1), token.info.strip(), token.content)
         for token in tokens_of(page)
@@ -72,7 +72,7 @@ def code_in_sentences(page: str) -> Iterator[tuple[int, str]]:
             yield line, token.content
     for block in blocks_of(page):
         if block.language in ("", "text"):
-            yield from ((block.line, found) for found in re.findall("`([^`\n]+)`", block.text))
+            yield from ((block.line, code) for code in re.findall("`([^`\n]+)`", block.text))
 
 
 def links_of(page: str) -> Iterator[tuple[int, str]]:
@@ -82,14 +82,14 @@ def links_of(page: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors_of(page: str) -> set[str]:
-    """Of headings, as code hosts make them."""
-    found: set[str] = set()
+    """Return the anchors of the headings, as code hosts make them."""
+    anchors: set[str] = set()
     for token, inner in zip(tokens_of(page), tokens_of(page)[1:], strict=False):
         if token.type == "heading_open":
             text = "".join(child.content for child in inner.children or () if child.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
             number = 1
-            while slug in found:
+            while slug in anchors:
                 slug, number = f"{slug}-{number}", number + 1
-            found.add(slug)
-    return found
+            anchors.add(slug)
+    return anchors

@@ -15,7 +15,7 @@ PROGRAM = re.compile(r"(\$ )?(export |[A-Z_]+=\S* *)*(\.venv/bin/)?([\w./-]+)( |
 @dataclass(frozen=True)
 class Command:
     page: str
-    line: int  # of the block
+    line: int  # line of the block
     words: tuple[str, ...]  # program first, without `.venv/bin/`
     sets: tuple[str, ...] = ()  # names of variables that are set for it, or by it
 
@@ -28,30 +28,30 @@ class Command:
 
 
 def is_shell(block: Block, programs: set[str]) -> bool:
-    """A block without a language is one when a line of it begins with a program that pages use."""
+    """Return whether a block is a shell's: if it has no language, a line begins with a program that pages use."""
     if block.language:
         return block.language in SHELL
     return any(program_of(line) in programs for line in block.text.splitlines())
 
 
 def program_of(line: str) -> str:
-    found = PROGRAM.match(line)
-    return found[4] if found else ""
+    match = PROGRAM.match(line)
+    return match[4] if match else ""
 
 
 def commands_of(block: Block) -> list[Command]:
-    """Those inside `$(...)` included. What is exported stays set for the commands that follow.
+    """Return the commands, including those inside `$(...)`. Exported variables stay set for the commands that follow.
 
-    Of a dialogue (`$ ...`) only the typed lines count.
+    A dialogue (`$ ...`) gives only its typed lines.
     """
     typed = [line.removeprefix("$ ") for line in block.text.splitlines(keepends=True) if line.startswith("$ ")]
     text = COMMENT.sub("", "".join(typed) or block.text).replace("\\\n", " ")
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
-    found: list[Command] = []
+    commands: list[Command] = []
     words: list[str] = []
     exported: tuple[str, ...] = ()
-    is_target = False  # of a redirection
+    is_target = False  # the word is the target of a redirection
     for word in [*lexer, "\n"]:
         if set(word) <= set("<>&") and set(word) != {"&"}:
             is_target = True
@@ -60,14 +60,14 @@ def commands_of(block: Block) -> list[Command]:
             is_target = False
         elif words:
             command = to_command(block, words, exported)
-            found.append(command)
+            commands.append(command)
             exported = command.sets if command.program == "export" else exported
             words, is_target = [], False
-    return found
+    return commands
 
 
 def to_command(block: Block, words: list[str], exported: tuple[str, ...]) -> Command:
-    """An assignment alone is an export, too: it stays set."""
+    """Build a command. An assignment alone is an export, too: the variable stays set."""
     words = words[words[0] == "export" :]
     sets = exported
     while words and (assignment := ASSIGNMENT.fullmatch(words[0])):

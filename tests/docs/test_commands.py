@@ -80,9 +80,9 @@ def test_every_variable_is_known(page: str) -> None:
 
 
 def expanded(text: str) -> list[str]:
-    """`a.{b,c}` -> `a.b`, `a.c`."""
-    found = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
-    return [f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [text]
+    """Expand braces: `a.{b,c}` becomes `a.b`, `a.c`."""
+    match = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
+    return [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [text]
 
 
 @pytest.mark.parametrize("page", [page for page in page_names() if not page.startswith("docs/reference/")])
@@ -104,7 +104,7 @@ def test_no_exception_is_there_in_vain() -> None:
 
 
 def path_of(command: Command) -> str:
-    """`onbeat jobs list` of a right command of ours."""
+    """Return the path of a right command of ours, such as `onbeat jobs list`, or ''."""
     try:
         with patch.dict(os.environ, dict.fromkeys(command.sets, "set")):
             return parse_onbeat(command.words[1:])[0] if command.program == "onbeat" else ""

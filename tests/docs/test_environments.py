@@ -17,7 +17,7 @@ TASK = Task([{"role": "user", "content": "When did Emma appear?"}], "When did Em
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """The names that the page's Python makes."""
+    """Return the names that the page's Python defines."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in blocks_of(page):
         if block.language == "python":
@@ -58,7 +58,7 @@ async def test_agent_of_the_page_plays_behind_a_url(written):
     async with playing(build_environment(written["Agent"], {}).run, "Let me think.", "It was 4.") as rig:
         (response,) = (await rig.group()).responses
     assert (response.reward, dict(response.reward_parts)) == (1.0, {"length": 9.0})
-    assert response.turns[1].parent == 0  # what its client sends back continues the first answer
+    assert response.turns[1].parent == 0  # the client's next messages continue the first answer
 
 
 def test_servers_of_the_page_are_environments(written):

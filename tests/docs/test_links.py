@@ -6,17 +6,17 @@ from tests.docs.pages import ROOT, anchors_of, links_of, page_names, text_of
 
 
 def problems(page: str) -> list[str]:
-    found = []
+    problems = []
     for line, link in links_of(page):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
         if not target.is_file():
-            found.append(f"{page}:{line}: {link} is no file")
+            problems.append(f"{page}:{line}: {link} is no file")
         elif anchor and anchor not in anchors_of(str(target.resolve().relative_to(ROOT))):
-            found.append(f"{page}:{line}: {link} has no such heading")
-    return found
+            problems.append(f"{page}:{line}: {link} has no such heading")
+    return problems
 
 
 @pytest.mark.parametrize("page", page_names())

@@ -26,20 +26,20 @@ WANTS = {
     "onbeat jobs resume": JobState.PAUSED,
     "onbeat jobs delete": JobState.SUCCEEDED,
 }
-MAY_FIND_PROBLEMS = {"onbeat doctor"}  # of this machine, which is busy with other things: exit code 1
+MAY_FIND_PROBLEMS = {"onbeat doctor"}  # this machine is busy with other things: exit code 1
 
 
 def live_commands() -> list[Command]:
     """Each once; where it is the same on several pages, of the first."""
-    found = {}
+    commands = {}
     for page in page_names():
         for command in commands_of_page(page):
             if command.program == "onbeat" and (path := path_of(command)) and path not in PARSED_ONLY:
                 words = [
                     re.sub(r"num_iterations=\d+", "num_iterations=N", JOB.sub("JOB", word)) for word in command.words
                 ]
-                found.setdefault(" ".join(words), command)
-    return list(found.values())
+                commands.setdefault(" ".join(words), command)
+    return list(commands.values())
 
 
 @pytest.mark.parametrize("command", live_commands(), ids=lambda command: " ".join(command.words[1:]))
@@ -61,7 +61,7 @@ def test_command_does_what_it_says(workplace, in_page_folder, capsys, command):
 
 
 def write_shown_files(workplace: Workplace, page: str, folder: Path) -> None:
-    """Those that the page shows; Python is run, as it makes the others."""
+    """Write the files that the page shows, and run its Python, which makes the others."""
     for name, text in shown_files(page).items():
         (folder / name).write_text(workplace.shortened(text))
         if name.startswith("make_"):
@@ -69,7 +69,7 @@ def write_shown_files(workplace: Workplace, page: str, folder: Path) -> None:
 
 
 def run(words: list[str]) -> int:
-    """The exit code of the command, in this process."""
+    """Run a command in this process and return its exit code."""
     words = [word for word in words if word not in ("--ca-file", "ca.pem")]  # the stack speaks plain HTTP
     words = ["transformers" if word == "plain" else word for word in words]  # test_own_engine_trains_a_job installs it
     with patch.object(sys, "argv", words), pytest.raises(SystemExit) as caught:

@@ -18,8 +18,8 @@ def results(name: str) -> Any:
 
 def row(start: str) -> str:
     """Return the table's row that begins with these words."""
-    (found,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
-    return found
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
+    return line
 
 
 def test_readme_has_at_most_a_hundred_lines() -> None:
@@ -30,51 +30,55 @@ def test_readme_has_at_most_a_hundred_lines() -> None:
     ("start", "name"), [("the quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
 )
 def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> None:
-    found = results(name)
-    assert f"{found['seconds_to_reward']['median']:.0f} s" in row(start)
-    assert isinstance(found["trl"], dict), "one run"
-    assert re.search(rf"TRL.*one seed: {found['trl']['seconds_to_reward']:.0f} s", row(start))
+    measured = results(name)
+    assert f"{measured['seconds_to_reward']['median']:.0f} s" in row(start)
+    assert isinstance(measured["trl"], dict), "one run"
+    assert re.search(rf"TRL.*one seed: {measured['trl']['seconds_to_reward']:.0f} s", row(start))
     for page in ("comparison", "performance", "platforms"):
         rows = [line for line in text_of(f"docs/{page}.md").splitlines() if f"`{name}.json`" in line]
-        assert any(f" {found['seconds_to_reward']['median']:.0f} s" in line for line in rows), page
+        assert any(f" {measured['seconds_to_reward']['median']:.0f} s" in line for line in rows), page
 
 
 @pytest.mark.parametrize("name", ["vs_trl", "vs_trl_float32", "episodes", "episodes_float32"])
 def test_seconds_beside_trl_stand_on_the_page_of_comparison(name: str) -> None:
     seconds = results(name)["seconds_per_step"]
-    (found,) = [line for line in text_of("docs/comparison.md").splitlines() if f"`{name}.json`" in line]
-    _, trl_s, onbeat_s = re.findall(r"\| ([^|]*?)(?: s)? (?=\|)", found)[:3]
+    (line,) = [line for line in text_of("docs/comparison.md").splitlines() if f"`{name}.json`" in line]
+    _, trl_s, onbeat_s = re.findall(r"\| ([^|]*?)(?: s)? (?=\|)", line)[:3]
     assert [float(trl_s), float(onbeat_s)] == pytest.approx([seconds["trl"], seconds["onbeat"]], rel=0.03)
 
 
 def test_peak_memory_is_that_of_the_named_instructions() -> None:
-    own = results("memory_float32")["float32"]
-    peaks = (results("memory")["bfloat16"]["peak"], own["peak"], own["with_plenty"]["peak"])
-    found = row("peak memory of the whole quick start, in bfloat16, and in float32 with AVX2 alone")
-    assert all(f" {peak / 1000:.1f} GB" in found for peak in peaks)
+    in_float32 = results("memory_float32")["float32"]
+    peaks = (results("memory")["bfloat16"]["peak"], in_float32["peak"], in_float32["with_plenty"]["peak"])
+    shown = row("peak memory of the whole quick start, in bfloat16, and in float32 with AVX2 alone")
+    assert all(f" {peak / 1000:.1f} GB" in shown for peak in peaks)
 
 
 def test_speed_of_periodic_stands_beside_its_bound() -> None:
-    found = results("periodic_vs_sync")
+    measured = results("periodic_vs_sync")
     assert row("overlapped").endswith(
-        f"{found['ratio']:.2f} times the speed; perfect overlap would give {found['bound']:.2f} here |"
+        f"{measured['ratio']:.2f} times the speed; perfect overlap would give {measured['bound']:.2f} here |"
     )
 
 
 def test_storms_are_counted_with_their_engine() -> None:
-    found = results("chaos")
-    assert row(f"{found['num_storms']} jobs, {len(found['vllm']['outcomes'])} of them with vLLM")
-    assert f"{found['num_faults']} faults" in row(f"{found['num_storms']} jobs")
+    measured = results("chaos")
+    assert row(f"{measured['num_storms']} jobs, {len(measured['vllm']['outcomes'])} of them with vLLM")
+    assert f"{measured['num_faults']} faults" in row(f"{measured['num_storms']} jobs")
 
 
 def test_quick_start_on_a_gpu_stands_as_measured() -> None:
-    (found,) = results("gpu_check")["parts"]["quickstart"]["figures"]
-    reward, seconds = mean(found["reward_mean"][-5:]), median(found["wall_s"][8:])
+    (figures_of_quickstart,) = results("gpu_check")["parts"]["quickstart"]["figures"]
+    reward, seconds = mean(figures_of_quickstart["reward_mean"][-5:]), median(figures_of_quickstart["wall_s"][8:])
     assert row("one NVIDIA H100").endswith(f"mean reward {reward:.2f}, {seconds:.1f} s an iteration |")
 
 
 @pytest.mark.parametrize("name", ["examples_learn", "examples_learn_float32"])
 def test_examples_with_episodes_learn_as_their_page_says(name: str) -> None:
-    for example, found in ((each, results(name)[each]) for each in ("game", "tools")):
-        figures = f"{found['mean_of_first_5']:.2f} | {found['mean_of_last_5']:.2f} | {found['job_s'] / 60:.1f} |"
-        assert re.search(rf"\| {example}, {found['dtype']}.* \| {re.escape(figures)}", text_of("docs/environments.md"))
+    for example, measured in ((example_name, results(name)[example_name]) for example_name in ("game", "tools")):
+        figures = (
+            f"{measured['mean_of_first_5']:.2f} | {measured['mean_of_last_5']:.2f} | {measured['job_s'] / 60:.1f} |"
+        )
+        assert re.search(
+            rf"\| {example}, {measured['dtype']}.* \| {re.escape(figures)}", text_of("docs/environments.md")
+        )

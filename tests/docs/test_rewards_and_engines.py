@@ -1,4 +1,4 @@
-"""What docs/rewards.md, objectives.md and engines.md have users write works as it is: installed, and in a real job."""
+"""Packages that docs/rewards.md, objectives.md and engines.md show work as written: installed, and in a real job."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def block_after(page: str, language: str, start: str) -> str:
 
 
 def install(page: str, module: str, folder: Path) -> None:
-    """The page's module and its pyproject.toml, as `pip install` does it, into a folder of the tests."""
+    """Install the page's module and its pyproject.toml, as `pip install` does, into a folder of the tests."""
     package = folder / f"source-of-{module}"
     package.mkdir()
     (package / module).write_text(block_after(page, "python", f"# {module}"))
@@ -82,7 +82,7 @@ def test_setting_of_reward_services_is_one(monkeypatch):
 
 
 def test_own_engine_trains_a_job(workplace, tmp_path):
-    """Its log-probabilities and weights are the trainer's: in float32 the gap is rounding."""
+    """The log-probabilities and weights of the engine are the trainer's: in float32 the gap is rounding."""
     install("docs/engines.md", "plain_engine.py", workplace.folder)
     folder = workplace.folder_of("docs/engines.md")
     command = block_after("docs/engines.md", "sh", "onbeat run").split()

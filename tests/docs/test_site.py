@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, page_names, tokens_of
 
 pytestmark = pytest.mark.slow
 
-# What a browser loads by itself, in a page or in a style sheet; links are followed by people.
+# A browser loads these by itself, in a page or in a style sheet; links are followed by people.
 LOADED = re.compile(r"""<(?!a\b)\w+\b[^>]*\b(?:src|href|data)=["']?([^"' >]+)|(?:url\(|@import )["']?([^"');]+)""")
 UNLOADED = re.compile(r"""<link[^>]* rel=["']?(?:canonical|next|prev)\b[^>]*>""")
 PAGES = [page for page in page_names() if page.startswith("docs/")]
@@ -32,10 +32,10 @@ def test_site_loads_nothing_from_another_host_and_has_a_search(site: Path) -> No
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
     loaded: set[tuple[str, str]] = set()
     for path in files:
-        found = LOADED.findall(UNLOADED.sub("", path.read_text()))
-        loaded |= {(path.name, in_tag or in_style) for in_tag, in_style in found}
+        references = LOADED.findall(UNLOADED.sub("", path.read_text()))
+        loaded |= {(path.name, in_tag or in_style) for in_tag, in_style in references}
     assert len(loaded) > 5
-    assert {each for each in loaded if re.match(r"(https?:)?//", each[1])} == set()
+    assert {reference for reference in loaded if re.match(r"(https?:)?//", reference[1])} == set()
     assert "policy version" in (site / "search" / "search_index.json").read_text().lower()
 
 

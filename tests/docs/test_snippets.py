@@ -35,7 +35,7 @@ def pages_with_python() -> list[str]:
 
 @pytest.mark.parametrize("page", pages_with_python())
 def test_python_of_a_page_runs(workplace, in_page_folder, page):
-    """In order, in one namespace. `job_id` is that of a finished job, `client` is a client of its broker."""
+    """The snippets run in order, in one namespace: `job_id` is a finished job, `client` is a client of its broker."""
     folder = in_page_folder(page)
     write_shown_files(workplace, page, folder)
     job_id = workplace.job_in(JobState.RUNNING) if page in NEED_A_RUNNING_JOB else workplace.finished
@@ -50,7 +50,7 @@ def test_python_of_a_page_runs(workplace, in_page_folder, page):
 
 
 def run_snippet(block: Block, workplace: Workplace, namespace: dict[str, Any]) -> None:
-    """`await` may stand outside of functions, as in a notebook."""
+    """Run a snippet, in which `await` may stand outside of functions, as in a notebook."""
     text = workplace.shortened(block.text)
     code = compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if code.co_flags & inspect.CO_COROUTINE:
@@ -73,7 +73,7 @@ def test_toml_is_a_job_or_a_part_of_one(block):
 
 
 def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
-    """The quick start with these keys. A section of another kind is replaced, but for the counts of a schedule."""
+    """Return the quick start with these keys. A section of another kind is replaced, except counts of a schedule."""
     merged = {name: value for name, value in QUICKSTART.items() if name != "reward" or "environment" not in given}
     for name, value in given.items():
         old = QUICKSTART.get(name)
@@ -87,9 +87,9 @@ def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", all_blocks("json"), ids=str)
 def test_json_is_json(block):
-    found = json.loads(block.text)
-    if isinstance(found, dict) and {"model", "rollout"} & found.keys():
-        JobConfig.model_validate(quickstart_with(found))
+    document = json.loads(block.text)
+    if isinstance(document, dict) and {"model", "rollout"} & document.keys():
+        JobConfig.model_validate(quickstart_with(document))
 
 
 def test_every_documented_data_section_can_be_read(workplace, in_page_folder):

@@ -36,13 +36,13 @@ def test_table_is_what_the_formula_gives() -> None:
 
 
 def test_text_has_the_measured_numbers() -> None:
-    found = measured()
-    numbers = (f"`wall_s` {found.wall_s:.1f}", f"`rollout_idle_frac` {found.rollout_idle_frac:.2f}")
-    numbers += (f"`trainer_idle_frac` {found.trainer_idle_frac:.2f}", f"`tpspd` {found.tpspd:.0f}")
+    record = measured()
+    numbers = (f"`wall_s` {record.wall_s:.1f}", f"`rollout_idle_frac` {record.rollout_idle_frac:.2f}")
+    numbers += (f"`trainer_idle_frac` {record.trainer_idle_frac:.2f}", f"`tpspd` {record.tpspd:.0f}")
     flat = " ".join(text_of(PAGE).split())
     assert [number for number in numbers if number not in flat] == []
-    generating = (1 - found.rollout_idle_frac) * found.wall_s
-    training = (1 - found.trainer_idle_frac) * found.wall_s
+    generating = (1 - record.rollout_idle_frac) * record.wall_s
+    training = (1 - record.trainer_idle_frac) * record.wall_s
     assert f"generating is {generating:.1f} core-seconds, training {training:.1f}" in flat
-    assert f"and {found.wall_s - training:.1f} s overlap with nothing" in flat
+    assert f"and {record.wall_s - training:.1f} s overlap with nothing" in flat
     assert f"{training / generating:.1f} trainers for each rollout" in flat

@@ -40,7 +40,7 @@ class RunningStack:
         self.client = Client(url)
 
     def process(self, name: str) -> psutil.Process | None:
-        """That of the service (`redis`, `broker`, `trainer`, `rollout-0`), not its guard; None while there is none."""
+        """Return the process of a service, such as `rollout-0`, not its guard; None while there is none."""
         (service,) = [service for service in self.services if service.spec.name == name]
         try:
             children = psutil.Process(service.guard.pid).children()
@@ -62,16 +62,16 @@ class RunningStack:
         return (self.data_dir / "logs" / f"{name}.log").read_text(errors="replace")
 
     def launch(self, spec: ServiceSpec) -> None:
-        """One more service, which ends with the stack."""
+        """Start one more service, which ends with the stack."""
         self._supervisor._launch(spec)
 
     def wait(self, job_id: str) -> JobRecord:
-        """Until the job is final."""
+        """Wait until the job is final."""
         wait_until(lambda: self.job(job_id).state.is_final, f"job {job_id} ends")
         return self.job(job_id)
 
     def job(self, job_id: str) -> JobRecord:
-        """From whichever broker answers first: one may just be starting again."""
+        """Read the job from the broker that answers first: another one may just be restarting."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -93,7 +93,7 @@ def running(
     change: Callable[[list[ServiceSpec]], list[ServiceSpec]] = lambda specs: specs,
     **options: Any,
 ) -> Iterator[RunningStack]:
-    """`change`: what else to start than broker, trainer and rollouts, or how."""
+    """Run a stack. `change` may start other services than broker, trainer and rollouts, or start them differently."""
     # Slow on purpose: few responses at a time, the last core trains, so that there is a middle of an iteration to hurt.
     cores = available_cores()
     split = {"rollout_cores": cores[:1], "trainer_cores": cores[-1:]}
@@ -122,7 +122,7 @@ def running(
 
 
 def tiny_job(tmp_path: Path, **sections: Any) -> dict[str, Any]:
-    """A job on a tiny random model whose rewards differ by chance: any digit or early letter in the text counts."""
+    """Build a job for a tiny random model whose rewards differ by chance: a digit or an early letter counts."""
     model_dir = tmp_path / "model"
     if not model_dir.exists():
         write_tied_model(model_dir)

@@ -49,7 +49,7 @@ def stack(folder: Path) -> Iterator[RunningStack]:
 
 @pytest.fixture(scope="module")
 def finished(stack: RunningStack, folder: Path) -> tuple[RunningStack, str]:
-    """A job of episodes that is over, with all prompts in each iteration."""
+    """Run a job of episodes to its end, with all prompts in each iteration."""
     job = tiny_job(
         folder,
         environment={"name": "scale", "options": {"heavy": HEAVY}, "max_turns": 2, "max_attempts": 2},
@@ -79,7 +79,7 @@ def test_second_turn_is_shown_behind_the_first(finished):
     for group_id in {sample.group_id for sample in stack.client.jobs.samples(job_id, limit=100)}:
         for sample in stack.client.jobs.group(job_id, group_id).responses:
             first, second = sample.turns
-            assert (second.continues, second.is_fork) == (0, False)  # its prompt extends the first one and its sample
+            assert (second.continues, second.is_fork) == (0, False)  # the prompt extends the first one and its sample
             assert first.text + second.text == sample.response
             assert first.num_tokens + second.num_tokens == sample.num_tokens
             assert [message["role"] for message in second.messages] == ["tool"]
@@ -107,7 +107,7 @@ def test_replay_of_episodes_agrees_bit_for_bit(finished):
 
 
 def test_mixture_of_experts_trains_end_to_end(stack, folder):
-    """In float32 the trainer and vLLM agree but for rounding."""
+    """The trainer and vLLM agree in float32, except for rounding."""
     model = {"path": str(write_qwen3_moe_model(folder / "experts")), "dtype": "float32"}
     record = stack.wait(stack.client.jobs.create(tiny_job(folder, model=model, schedule={"num_iterations": 2})).id)
     assert record.state is JobState.SUCCEEDED, record.error

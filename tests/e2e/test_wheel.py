@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rare
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` leaves in its folder."""
+    """Return the folder that `make wheel` fills."""
     folder = tmp_path_factory.mktemp("release")
     set_up = Path(sys.prefix) / ".setup-cpu"  # these packages run the test, old or not: there is no set-up now
     run(["make", "--silent", "wheel", f"DIST={folder}", f"--old-file={set_up.relative_to(ROOT)}"], ROOT)
@@ -53,7 +53,7 @@ def test_wheel_and_lock_run_the_quick_start(release: Path, tmp_path: Path):
     (wheel,) = release.glob("*.whl")
     run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], release)
 
-    folder = tmp_path / "a-project"  # with a package of the name that Onbeat's services have
+    folder = tmp_path / "a-project"  # a project with a package of the name that Onbeat's services have
     (folder / "services").mkdir(parents=True)
     (folder / "services/__init__.py").write_text("raise RuntimeError('a service of the user was imported')\n")
     command = [str(python.with_name("onbeat")), "run", str(release / "quickstart.toml"), "--report", "report.json"]

@@ -1,4 +1,4 @@
-"""What the broker's OpenAPI promises is what a stranger gets, whatever the stranger sends."""
+"""Answers to arbitrary requests of strangers: they are as the broker's OpenAPI document promises."""
 
 import zlib
 from typing import Any
@@ -29,7 +29,7 @@ api = schemathesis.openapi.from_dict(app.openapi(), config=schemathesis.Config.f
 
 
 def unfit_checks(operation: str) -> list[Any]:
-    """What a check takes for wrong here, and is not."""
+    """Return the checks that would report correct behaviour of the broker as wrong."""
     unfit: list[Any] = []
     if operation in ("POST /v1/jobs", "POST /v1/jobs:validate", "PUT /v1/datasets/{name}"):
         unfit.append(checks.positive_data_acceptance)  # a schema cannot say all that is asked of a job, or of a digest
@@ -55,7 +55,7 @@ def test_every_answer_is_as_the_schema_says(case: schemathesis.Case, live_broker
 
 
 def test_answers_to_a_chain_of_requests_match_the_schema(live_broker: LiveBroker) -> None:
-    """What one answer names, the next request asks for; not what is waited for, and no deletions."""
+    """A request asks for the objects that the answer before it named; long waits and deletions are left out."""
 
     class Stranger(api.exclude(path_regex="(events|stream)$").exclude(method="DELETE").as_state_machine()):  # type: ignore[misc]
         def get_call_kwargs(self, case: schemathesis.Case) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.world import job_body
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
-PATIENCE_S = 0.2  # for an answer to what may be no whole request: a slow one is not seen, but its defect is logged
+PATIENCE_S = 0.2  # seconds: an answer to an incomplete request that comes later is not seen, but its defect is logged
 JSON = "Content-Type: application/json"
 
 
@@ -30,7 +30,7 @@ def unharmed(live_broker: LiveBroker) -> Iterator[None]:
 
 
 def exchange(broker: LiveBroker, request: bytes, timeout_s: float = DEADLINE_S) -> bytes:
-    """All that comes back for these bytes. A server that waits for more of them sees their end after `timeout_s`."""
+    """Send bytes and return all that comes back. A server that waits for more sees their end after `timeout_s`."""
     answer = b""
     opened = socket.create_connection(("127.0.0.1", broker.port), timeout=DEADLINE_S)
     with opened as stream, contextlib.suppress(ConnectionError):
@@ -63,7 +63,7 @@ def status_of(answer: bytes) -> int:
 
 
 def assert_refused(answer: bytes, *statuses: int) -> dict[str, Any]:
-    """One problem document with one of these statuses."""
+    """Assert that the answer is one problem document with one of these statuses."""
     assert status_of(answer) in statuses, answer[:500]
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-type: application/problem+json" in head, answer[:500]
@@ -73,7 +73,7 @@ def assert_refused(answer: bytes, *statuses: int) -> dict[str, Any]:
 
 
 def assert_answered_or_closed(answer: bytes) -> None:
-    """What is no HTTP is refused by the server below the application, in plain text."""
+    """Assert an answer or a closed connection: a server below the application refuses malformed HTTP in plain text."""
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert not answer or status_of(answer) < 500, answer[:500]
 
@@ -199,7 +199,7 @@ def test_what_is_no_http_is_refused_or_closed(live_broker: LiveBroker, name: str
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of everything inside a JSON document."""
+    """Return the places of everything inside a JSON document."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, item in inside for place in ((*path, key), *places(item, (*path, key)))]
 

@@ -1,4 +1,4 @@
-"""What strangers and broken rollouts put on a job's streams or submit: none of it is trained on, all is counted."""
+"""Entries of strangers and broken rollouts on a job's streams: none of them is trained on, all are counted."""
 
 import math
 import random
@@ -58,7 +58,7 @@ async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger, wo
 
 
 async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger, world: World) -> None:
-    """Those of this iteration and of the one before."""
+    """The entries are those of this iteration and of the one before."""
     job_id, epoch = await world.open_job()
     await world.drain(job_id)
     played = await ledger.redis.xrange(JobKeys(job_id).rollouts)
@@ -156,9 +156,9 @@ async def test_submission_that_differs_from_its_lease_is_refused(ledger: Ledger,
     """Another group, iteration, version, worker or entry: whatever is wrong, the two groups stay to be had."""
     rng = random.Random(seed)
     job_id, _ = await world.open_job()
-    mine, other = await world.claim_all(job_id)
+    claim, other = await world.claim_all(job_id)
     for _ in range(10):
-        entry_id, group = mine.entry_id, make_group(mine.task)
+        entry_id, group = claim.entry_id, make_group(claim.task)
         wrong = rng.sample(["id", "iteration", "version", "worker", "entry"], rng.randint(1, 5))
         if "id" in wrong:
             group.group_id = rng.choice(["", "nobody", "0-9", "x" * 10_000, "\0", "0-0 "])

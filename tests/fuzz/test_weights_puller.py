@@ -25,7 +25,7 @@ from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, w
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
-Answers = dict[str, Iterable[bytes]]  # by method
+Answers = dict[str, Iterable[bytes]]  # answers by method
 
 
 @dataclass
@@ -47,9 +47,10 @@ class Liar(grpc.GenericRpcHandler):
 
 @contextlib.asynccontextmanager
 async def lied_to(way: str) -> AsyncIterator[tuple[Rollout, Liar]]:
-    """A rollout that knows the liar only, and the liar knows all that the trainer would say.
+    """Run a rollout that knows the liar only, while the liar knows all that the trainer would send.
 
-    "in full": it has nothing yet; "delta": it has the version before. At the end it finds the trainer, and gets both.
+    It has no version yet if `way` is "in full", and version 0 if it is "delta". At the end it finds the trainer, and
+    gets both versions.
     """
     with hosts_apart():
         async with Plane() as plane:
@@ -115,25 +116,25 @@ STEPS = st.tuples(
 
 def spoiled(messages: list[bytes], steps: list[tuple[str, float, float, int, bytes]]) -> list[bytes]:
     """Make other messages of an answer: lost, doubled, swapped, glued, or with bytes cut, changed or inserted."""
-    found = list(messages)
+    changed = list(messages)
     for how, where, inside, num_lost, noise in steps:
-        if not found:
+        if not changed:
             break
-        index = int(where * len(found))
-        message = found[index]
+        index = int(where * len(changed))
+        message = changed[index]
         position = int(inside * len(message))
         match how:
             case "lose":
-                del found[index]
+                del changed[index]
             case "double":
-                found.insert(index, message)
+                changed.insert(index, message)
             case "swap":
-                found[index], found[-1] = found[-1], found[index]
+                changed[index], changed[-1] = changed[-1], changed[index]
             case "glue":
-                found[index : index + 2] = [b"".join(found[index : index + 2])]
+                changed[index : index + 2] = [b"".join(changed[index : index + 2])]
             case "splice":
-                found[index] = message[:position] + noise + message[position + num_lost :]
-    return found
+                changed[index] = message[:position] + noise + message[position + num_lost :]
+    return changed
 
 
 @pytest.mark.parametrize("way", ["in full", "delta"])
@@ -175,7 +176,7 @@ def size_of(dtype: str, shape: list[int]) -> int:
 
 @pytest.mark.parametrize("way", ["in full", "delta"])
 def test_consistent_but_unreasonable_manifest_is_refused(way: str) -> None:
-    """Its digest is right; sizes, names, dtypes and shards are whatever they are."""
+    """The manifest's digest is right, but its sizes, names, dtypes and shards are arbitrary."""
 
     @fuzzed(50)
     @given(
@@ -211,11 +212,11 @@ async def test_a_source_that_is_none_is_refused(address: str) -> None:
             await asyncio.wait_for(rollout.pull(1, deadline_s=0), DEADLINE_S)
 
 
-@pytest.mark.parametrize("what", ["plans", "data", "manifests", "versions"])
-async def test_an_endless_answer_ends_soon_and_is_not_kept(what: str) -> None:
+@pytest.mark.parametrize("endless", ["plans", "data", "manifests", "versions"])
+async def test_an_endless_answer_ends_soon_and_is_not_kept(endless: str) -> None:
     async with lied_to("delta") as (rollout, liar):
         plan, *_ = liar.answers["Pull"]
-        match what:
+        match endless:
             case "plans":
                 liar.answers["Pull"] = itertools.repeat(plan)
             case "data":

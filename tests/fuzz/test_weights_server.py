@@ -18,7 +18,7 @@ from tests.weight_plane import JOB, MIB, Plane, stepped, weights
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
-REFUSED = {  # by a handler that has met what it has thought of
+REFUSED = {  # statuses of handlers for faults that they expect
     grpc.StatusCode.NOT_FOUND,  # a version
     grpc.StatusCode.FAILED_PRECONDITION,  # a job
     grpc.StatusCode.INVALID_ARGUMENT,  # bytes that are no message, a shard, a worker
@@ -29,7 +29,7 @@ METHODS = [method.name for method in weights_pb2.DESCRIPTOR.services_by_name["We
 
 @contextlib.asynccontextmanager
 async def serving(num_items: int = 1000) -> AsyncIterator[tuple[Plane, grpc.aio.Channel]]:
-    """A trainer that holds versions 0 and 1, and a stranger's channel to it. At the end others still get both."""
+    """Run a trainer with versions 0 and 1, and a stranger's channel to it. At the end others still get both."""
     async with Plane() as plane:
         tensors = weights(0, num_items)
         await plane.trainer.publish(0, tensors)
@@ -44,7 +44,7 @@ async def serving(num_items: int = 1000) -> AsyncIterator[tuple[Plane, grpc.aio.
 
 
 async def call(channel: grpc.aio.Channel, method: str, request: bytes) -> grpc.StatusCode:
-    """How it ends; of a stream that does not end, OK."""
+    """Call the server and return the status; OK for a stream that does not end."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             messages = channel.unary_stream(f"/{SERVICE}/{method}")(request)

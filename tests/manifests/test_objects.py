@@ -48,9 +48,9 @@ def test_all_lies_in_one_namespace_of_restricted_pods(manifests: Manifests):
 
 @pytest.mark.parametrize("version", API_VERSIONS)
 def test_objects_fit_the_schemas_of_the_api(manifests: Manifests, version: str):
-    own = [item for item in manifests.objects if not item["apiVersion"].startswith("keda.sh/")]
-    assert len(own) >= 25
-    for item in own:
+    core_objects = [item for item in manifests.objects if not item["apiVersion"].startswith("keda.sh/")]
+    assert len(core_objects) >= 25
+    for item in core_objects:
         check_schema(json.dumps(item), version)
 
 
@@ -64,7 +64,7 @@ def check_schema(item: str, version: str) -> None:
 
 
 def test_scaled_objects_fit_what_keda_documents(manifests: Manifests):
-    """Of keda.sh/v1alpha1 and https://keda.sh/docs/latest/scalers/metrics-api/, whose values are all strings."""
+    """The fields are those of keda.sh/v1alpha1 and https://keda.sh/docs/latest/scalers/metrics-api/, all strings."""
     for item in manifests.of("ScaledObject"):
         spec = item["spec"]
         assert (spec["scaleTargetRef"], spec["minReplicaCount"]) == ({"name": "onbeat-rollout"}, 0)
@@ -154,7 +154,9 @@ def test_pods_mount_the_volumes_that_they_have(manifests: Manifests):
 def test_what_pods_refer_to_is_there_and_nothing_else(manifests: Manifests):
     needed = {reference for pod in manifests.pods() for reference in references(pod)}
     for kind in ("ServiceAccount", "ConfigMap", "Secret", "PersistentVolumeClaim"):
-        assert {name for found, name in needed if found == kind} == {o["metadata"]["name"] for o in manifests.of(kind)}
+        assert {name for kind_needed, name in needed if kind_needed == kind} == {
+            o["metadata"]["name"] for o in manifests.of(kind)
+        }
     for account in manifests.of("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
 
@@ -195,20 +197,20 @@ Flow = tuple[str, str, int]
 
 
 def allowed(manifests: Manifests, direction: Literal["ingress", "egress"]) -> set[Flow]:
-    """(from, to, port) between our pods, as one direction's policies allow it; 0 stands for every port."""
+    """Return (from, to, port) between our pods, as one direction's policies allow it; 0 stands for every port."""
     pods = list(manifests.pods())
-    found = set()
+    flows = set()
     for policy in manifests.of("NetworkPolicy"):
-        own = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
         for rule in policy["spec"].get(direction, []):
             peers = rule["from" if direction == "ingress" else "to"]
             ours = [peer["podSelector"] for peer in peers if peer.keys() == {"podSelector"}]
             others = [pod for pod in pods if any(selects(selector, pod.labels) for selector in ours)]
             numbers = [port["port"] for port in rule.get("ports", [{"port": 0}])]
-            for a, b, port in itertools.product(own, others, numbers):
+            for a, b, port in itertools.product(selected, others, numbers):
                 ends = (b, a) if direction == "ingress" else (a, b)
-                found.add((ends[0].service, ends[1].service, port))
-    return found
+                flows.add((ends[0].service, ends[1].service, port))
+    return flows
 
 
 def test_only_those_talk_who_must(manifests: Manifests):
@@ -228,8 +230,8 @@ def test_all_else_is_denied(manifests: Manifests):
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for policy in manifests.of("NetworkPolicy"):
         spec = policy["spec"]
-        own = [pod for pod in manifests.pods() if selects(spec["podSelector"], pod.labels)]
-        assert own, f"{policy['metadata']['name']} is for no pod"
+        selected = [pod for pod in manifests.pods() if selects(spec["podSelector"], pod.labels)]
+        assert selected, f"{policy['metadata']['name']} is for no pod"
         for direction, peers in (("ingress", "from"), ("egress", "to")):
             assert (direction in spec) <= (direction.title() in spec["policyTypes"])
             for rule in spec.get(direction, []):

@@ -1,4 +1,4 @@
-"""What the manifests say of the services is true of the code, and the same as in compose.yaml."""
+"""Tests that the manifests describe the services as the code and compose.yaml do."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "rollout": RolloutSettings,
 }
 PLATFORMS = {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}  # overlay -> tag of its images
-# Whose names these are: torchrun, NCCL, HCCL, Python, Hugging Face.
+# These names belong to torchrun, NCCL, HCCL, Python and Hugging Face.
 FOREIGN = re.compile(r"NUM_NODES|PROCESSES_PER_NODE|NODE_RANK|PYTHONSAFEPATH|HF_TOKEN|(NCCL|HCCL)_[A-Z_]+")
 SECRETS_FOLDER = "/run/onbeat"
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
@@ -59,7 +59,7 @@ def run_of(manifests: Manifests, service: str) -> ContainerRun:
 def settings_of(
     manifests: Manifests, service: str, folder: Path, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The service's settings, read from exactly its pod's environment; secret files lie in `folder` instead."""
+    """Read the service's settings from exactly its pod's environment; secret files are in `folder` instead."""
     for name, text in texts.items():
         (folder / name).write_text(text)
     for name in list(SETTINGS[service].model_fields):
@@ -121,7 +121,7 @@ def test_ranks_on_one_node_have_ports_of_their_own(manifests: Manifests):
 
 
 async def paths_of(service: str) -> set[str]:
-    """That answer without a key."""
+    """Return the paths that answer without a key."""
     if service == "broker":
         app = create_app(BrokerSettings(), Ledger(connect("redis://127.0.0.1:1")))
         paths = {getattr(route, "path", "") for route in app.routes}
@@ -274,8 +274,8 @@ def test_redis_is_set_up_as_in_compose(cpu: Manifests, compose: dict[str, Any]):
     theirs = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     assert server == "redis-server"
     assert len(theirs) >= 7
-    own = {"appendfsync", "maxmemory"}  # here `always`: a node may lose power
-    assert {k: v for k, v in theirs.items() if k not in own} == {k: ours[k] for k in theirs.keys() - own}
+    different = {"appendfsync", "maxmemory"}  # here `always`: a node may lose power
+    assert {k: v for k, v in theirs.items() if k not in different} == {k: ours[k] for k in theirs.keys() - different}
     size = ours["maxmemory"]
     assert int(size[:-2]) * UNITS[size[-2:]] <= 0.8 * run_of(cpu, "redis").memory_bytes
     pods = cpu.get("StatefulSet", "onbeat-redis")["spec"]

@@ -1,4 +1,4 @@
-"""Who may do what next: the services' own order of calls, cut at every call, and what time, users and faults add.
+"""Possible next moves: the services' own order of calls, cut at every call, and what time, users and faults add.
 
 Each actor is what its process remembers; all else is in Redis or on the disk. An actor that dies is one that has
 forgotten everything; a zombie is one that has not, while time has passed for others.
@@ -39,19 +39,19 @@ class Worker(NamedTuple):
 
 class Checkpoint(NamedTuple):
     next_iteration: int = 0
-    digest: str = "start"  # of the weights
+    digest: str = "start"  # digest of the weights
 
 
 class Trainer(NamedTuple):
     epoch: str
     step: str = "restore"  # restore -> announce -> train -> commit -> train -> ... -> finish
     iteration: int = 0
-    digest: str = ""  # of the weights at the iteration's start
+    digest: str = ""  # digest of the weights at the iteration's start
     known: frozenset[str] = frozenset()  # groups that have arrived here
-    trained: tuple[tuple[int, str], ...] = ()  # of the iteration: rank, group ids of a micro-batch
+    trained: tuple[tuple[int, str], ...] = ()  # micro-batches of the iteration: rank, group ids
     num_durable: int = 0  # iterations that were acknowledged
     writing: tuple[Checkpoint, ...] = ()  # the first is being written
-    written: tuple[Checkpoint, ...] = ()  # to be acknowledged
+    written: tuple[Checkpoint, ...] = ()  # checkpoints to be acknowledged
 
 
 class World(NamedTuple):
@@ -172,13 +172,13 @@ def group_ids(iteration: int) -> tuple[str, ...]:
 def make_group(worker: str, group_id: str, version: int) -> RolloutGroup:
     span = VersionSpan(policy_version=version, start=0, end=1)
     rewards = [0.0, float(does_count(group_id))]
-    one = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
+    response = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
     return RolloutGroup(
         group_id=group_id,
         iteration=int(group_id.split("-")[0]),
         policy_version=version,
         prompt_token_ids=[1],
-        responses=[Response(reward=reward, **one) for reward in rewards],
+        responses=[Response(reward=reward, **response) for reward in rewards],
         worker_id=worker,
     )
 
@@ -204,7 +204,7 @@ class Actors:
         yield from self._user(world)
 
     def _call(self, world: World, do: Any, *args: Any) -> tuple[World, Any]:
-        """The world after a call of the ledger, and its result, or the exception that callers handle."""
+        """Return the world after a call of the ledger, and the call's result or the exception that callers handle."""
         outcome = self._store.call(world.redis, do, *args)
         return world._replace(redis=outcome.number), outcome.result
 
@@ -297,7 +297,7 @@ class Actors:
         yield from getattr(self, f"_{trainer.step}")(world, view, place, trainer)
 
     def _owned(self, world: World, place: int, label: str, changed: Trainer | None, do: Any, *args: Any) -> Move:
-        """A call under the trainer's epoch. It leaves the job when that was fenced off."""
+        """Make a call under the trainer's epoch, and leave the job when the trainer was fenced off."""
         trainer = world.trainers[place]
         assert trainer is not None
         after, result = self._call(world, do, trainer.epoch, *args)
@@ -306,7 +306,7 @@ class Actors:
         return Move(f"trainer {trainer.epoch} {label}: {result}", become(after, place, changed))
 
     def _restore(self, world: World, view: View, place: int, trainer: Trainer) -> Iterator[Move]:
-        """The newest checkpoint, which is acknowledged again: whoever wrote it may have died before that."""
+        """Read the newest checkpoint and acknowledge it again: its writer may have died before that."""
         disk = world.disk
         changed = trainer._replace(
             step="announce", iteration=disk.next_iteration, digest=disk.digest, num_durable=disk.next_iteration
@@ -343,14 +343,14 @@ class Actors:
             changed = trainer._replace(step="commit")
             yield self._owned(world, place, f"announces version {version}", changed, announce, version, digest)
         for rank in range(self._bounds.num_ranks):
-            own = {name for of, names in trainer.trained if of == rank for name in names.split(",")}
-            ready = [entry.group_id for entry in view.rollouts if entry.group_id in (trainer.known & wanted) - own]
+            done = {name for its_rank, names in trainer.trained if its_rank == rank for name in names.split(",")}
+            ready = [entry.group_id for entry in view.rollouts if entry.group_id in (trainer.known & wanted) - done]
             for names in {tuple(ready), tuple(ready[:1])} - {()}:
                 if self._bounds.num_ranks > 1 or not trained & set(names):
                     yield self._record(world, place, trainer, rank, names)
 
     def _record(self, world: World, place: int, trainer: Trainer, rank: int, names: tuple[str, ...]) -> Move:
-        index = sum(of == rank for of, _ in trainer.trained)
+        index = sum(its_rank == rank for its_rank, _ in trainer.trained)
         after, granted = self._call(world, record, trainer.epoch, trainer.iteration, rank, index, names)
         label = f"trainer {trainer.epoch} records {', '.join(names)} for rank {rank}"
         if isinstance(granted, LeaseLost):
@@ -376,8 +376,11 @@ class Actors:
             yield fault(f"trainer {trainer.epoch} {label}, the answer is lost", lost)
 
     def _finish(self, world: World, view: View, place: int, trainer: Trainer) -> Iterator[Move]:
-        """All is durable. A trainer that has not heard yet that the job is paused or cancelled tries in vain, and
-        leaves: the job is claimed again."""
+        """End the job when all is durable.
+
+        A trainer that does not know yet that the job is paused or cancelled tries in vain, and leaves: the job is
+        claimed again.
+        """
         is_running = view.job["state"] == JobState.RUNNING
         if trainer.writing or trainer.written or not (is_running or world.num_faults):
             return
@@ -423,7 +426,7 @@ def move_job_as(store: Store, state: State, epoch: str, wanted: JobState) -> Job
 
 
 def is_like_an_earlier_one(world: World, view: View, place: int) -> bool:
-    """Of idle workers that hold nothing one stands for all."""
+    """Return whether an idle worker holds nothing, like an earlier one: one of them stands for all."""
     holders = {entry.pending.consumer for entry in view.prompts if entry.pending}
     free = [worker.flight is None and worker.id not in holders for worker in world.workers]
     return free[place] and any(free[:place])
@@ -462,6 +465,6 @@ def relevant(trainer: Trainer, names: Any) -> frozenset[str]:
 
 
 def stepped(trainer: Trainer) -> str:
-    """The digest of the weights after the step: other micro-batches in another order give other bits."""
+    """Return the digest of the weights after the step: other micro-batches in another order give other bits."""
     ranks = sorted(trainer.trained, key=lambda batch: batch[0])
     return hashlib.sha1(f"{trainer.digest} {ranks}".encode(), usedforsecurity=False).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""How much may happen in a check. An iteration has two groups, and spare ones."""
+"""Bounds of a check. An iteration has two groups, and spare ones."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Bounds:
     num_workers: int = 2
     num_trainers: int = 2
     num_brokers: int = 1  # one that has looked long ago is as good as two, but for opening at the same moment
-    num_ranks: int = 1  # of a trainer, each takes its own micro-batches
+    num_ranks: int = 1  # ranks of a trainer, which take separate micro-batches
     num_faults: int = 1
     num_spares: int = 0  # prompts of an iteration that may replace others: a group counts if its index is odd
     num_pauses: int = 0

@@ -1,4 +1,4 @@
-"""What must hold in every state of a job, and along every call of a script.
+"""Invariants of every state of a job, and of every call of a script.
 
 `check_call` looks at one call: it may be wrong although both states are right by themselves.
 """
@@ -13,11 +13,11 @@ from tests.model.store import JOB, NUM_GROUPS, Outcome, State, View
 
 
 class Violation(Exception):
-    """What must not happen."""
+    """Violation of an invariant."""
 
 
 def check_call(before: State, name: str, args: tuple[Any, ...], outcome: Outcome, after: State) -> None:
-    """Raises Violation, naming the call and the rule."""
+    """Check a call. Raises Violation, naming the call and the rule."""
     try:
         if isinstance(outcome.result, Exception) and not isinstance(outcome.result, LeaseLost | IllegalTransition):
             raise Violation(f"{type(outcome.result).__name__}: {outcome.result}")
@@ -44,7 +44,7 @@ def require(is_right: bool, message: str) -> None:
 
 
 def one_version_per_iteration(state: State) -> None:
-    """Every token of an accepted group is from the one policy version of its iteration."""
+    """Check that every token of an accepted group is from the one policy version of its iteration."""
     view = state.view
     for payload in view.contents.values():
         group = decode_group(payload)
@@ -75,7 +75,7 @@ def accepted_once(state: State) -> None:
 
 
 def replaced_once(state: State) -> None:
-    """An accepted group that does not count is replaced once, by the next spare prompt, while there is one."""
+    """Check that an accepted group that does not count is replaced once, by the next spare prompt if there is one."""
     view = state.view
     for iteration, groups in view.groups.items():
         fields = view.iterations[iteration]
@@ -90,7 +90,7 @@ def replaced_once(state: State) -> None:
 
 
 def nothing_lost(state: State) -> None:
-    """A group that is waiting has one entry that a worker holds or can claim; one that is accepted has none."""
+    """Check that a waiting group has one entry that a worker holds or can claim, and an accepted one has none."""
     view = state.view
     for iteration in view.groups:
         for name, ledger in view.groups[iteration].items():
@@ -132,7 +132,7 @@ def iterations_in_order(state: State) -> None:
 
 
 def audit_is_clean(state: State) -> None:
-    """The chain is whole, tells of nothing that may not be, and of exactly what the ledger has."""
+    """Check that the chain is whole, and records exactly the facts of the ledger."""
     view = state.view
     audit = Audit(JOB, int(view.job["max_staleness"]))
     try:
@@ -157,24 +157,24 @@ STATES = (
 
 # ---- along every call ------------------------------------------------------------------------------------------------
 
-OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_as"}  # with the epoch first
+OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_as"}  # the epoch comes first
 
 
 def legal_moves(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """A job moves along its table."""
+    """Check that a job moves along its table."""
     left, reached = JobState(before.job["state"]), JobState(after.job["state"])
     require(left == reached or reached in JOB_MOVES[left], f"the job moved from {left} to {reached}")
 
 
 def fence(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """A trainer with an old epoch changes nothing, and hears of it."""
+    """Check that a trainer with an old epoch changes nothing, and is notified."""
     if name in OWNED and args[0] != before.job["epoch"]:
         require(outcome.is_untouched, f"epoch {args[0]} is fenced off, and changed something")
         require(isinstance(outcome.result, LeaseLost), f"epoch {args[0]} is fenced off, and heard {outcome.result}")
 
 
 def job_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """The epoch rises with each claim, and nobody is robbed of a lease that has not run out."""
+    """Check that the epoch rises with each claim, and that no lease is taken before it has run out."""
     old, new = int(before.job["epoch"]), int(after.job["epoch"])
     require(new in (old, old + 1), f"the epoch went from {old} to {new}")
     if new > old:
@@ -182,7 +182,7 @@ def job_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, 
 
 
 def group_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """A group is claimed from nobody whose lease has not run out, and accepted from nobody but its holder."""
+    """Check that a group is claimed only after its lease has run out, and accepted only from its holder."""
     if name == "claim":
         for group_id, _ in outcome.result:
             entry = next(entry for entry in before.prompts if entry.group_id == group_id)
@@ -194,8 +194,11 @@ def group_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome
 
 
 def what_is_fixed(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """An opened iteration keeps its version and its groups, but for those that an accepted group brings; an accepted
-    group keeps its entry, a micro-batch its groups and place, a committed iteration all."""
+    """Check that no fact changes later.
+
+    An opened iteration keeps its version and its groups, and gets more only from an accepted group. An accepted group
+    keeps its entry, a micro-batch its groups and place, a committed iteration all.
+    """
     for number, iteration in before.iterations.items():
         later = after.iterations[number]
         require(iteration["policy_version"] == later["policy_version"], f"iteration {number} changed its version")
@@ -213,7 +216,7 @@ def what_is_fixed(before: View, name: str, args: tuple[Any, ...], outcome: Outco
 
 
 def openings(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """An iteration opens on the version that is published, in a job that runs."""
+    """Check that an iteration opens on the published version, in a running job."""
     for number in after.iterations.keys() - before.iterations.keys():
         version, published = after.iterations[number]["policy_version"], before.job.get("policy_version")
         require(version == published, f"iteration {number} opened on version {version}, published is {published}")
@@ -221,7 +224,7 @@ def openings(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, a
 
 
 def commits(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """By a trainer that used exactly the accepted groups, once, and with the weights that are published then."""
+    """Check that a trainer commits exactly the accepted groups, once, with the weights that are published then."""
     if name == "commit" and not isinstance(outcome.result, Exception):
         _, iteration, digest, trained = args
         require(set(trained) == before.accepted(iteration), f"{trained} were used of {before.accepted(iteration)}")

@@ -18,7 +18,7 @@ class Report:
     num_worlds: int
     num_moves: int
     num_redis_states: int
-    num_calls: int  # of scripts, on a real Redis
+    num_calls: int  # calls of scripts, on a real Redis
     num_ended: int  # worlds whose job is final
     violation: str = ""
     trace: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Search:
         self._num_moves = 0
 
     def run(self) -> Report:
-        """Until everything was seen, or something is wrong."""
+        """Search until every state was seen, or one is wrong."""
         number = 0
         try:
             while number < len(self._worlds):
@@ -73,7 +73,7 @@ class Search:
                 self._hoped_from[target].append(number)
 
     def _find_stuck(self) -> int | None:
-        """The first world from which no end can be reached."""
+        """Return the first world from which no end can be reached."""
         hopeful = [self._is_end(world) for world in self._worlds]
         queue = deque(number for number, is_end in enumerate(hopeful) if is_end)
         while queue:
@@ -110,7 +110,7 @@ def settle(world: World) -> World:
 
 
 def check_disk(world: World, state: State) -> None:
-    """A checkpoint holds the weights that were committed; what is acknowledged, and the end, are on disk."""
+    """Check that a checkpoint holds the committed weights, and that an acknowledged one and the end are on disk."""
     view, disk = state.view, world.disk
     if disk != Checkpoint():
         committed = view.iterations[disk.next_iteration - 1].get("weights_digest")

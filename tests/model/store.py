@@ -20,14 +20,14 @@ from onbeat.streams.ledger import Ledger
 from tests.model.bounds import Bounds
 
 JOB = "job-model"
-NUM_GROUPS = 2  # of an iteration
+NUM_GROUPS = 2  # groups of an iteration
 KEYS = JobKeys(JOB)
 PREFIX = KEYS.job.removesuffix("job")
 UNREAD_KEYS = {"busy", "events", "lengths", "versions", "weights"}  # nor by these
 LEASE_S = 3600.0  # none runs out by itself while the check runs
 EXPIRED_MS = 2 * 3600 * 1000  # idle for so long: the lease has run out, and was not handed back
 HANDED_BACK_MS = 24 * 3600 * 1000
-# What no script decides by: times, counters for people, what is only copied.
+# No script decides by these fields: times, counters for people, copied values.
 UNREAD = {"audit_link", "checkpoint", "config", "doing", "doing_since", "lease_until", "metrics", "num_duplicate"}
 UNREAD |= {"num_lost", "num_stale", "owner", "weights_address"}
 
@@ -81,7 +81,7 @@ class Entry:
 class View:
     """The job as the invariants see it."""
 
-    job: dict[str, str] = field(default_factory=dict)  # without times; `lease` is fresh | expired | none
+    job: dict[str, str] = field(default_factory=dict)  # fields without times; `lease` is fresh | expired | none
     iterations: dict[int, dict[str, str]] = field(default_factory=dict)
     groups: dict[int, dict[str, str]] = field(default_factory=dict)  # group id -> waiting | accepted
     spares: dict[int, list[str]] = field(default_factory=dict)  # group ids
@@ -109,7 +109,7 @@ class View:
 class State:
     view: View
     dumps: dict[str, bytes]
-    contents: dict[str, Any]  # by key: all, to the last byte, but the clock of leases
+    contents: dict[str, Any]  # contents by key: all, to the last byte, except the clock of leases
     names: dict[str, str]  # entry id -> group id, of all entries that ever were
     entries: dict[str, str]  # group id -> its entry of the prompts stream, which may be gone
     number: int = -1
@@ -151,12 +151,12 @@ def as_coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, A
     return call
 
 
-Call = Callable[..., Any]  # of a store and its state, which is in Redis, and arguments
+Call = Callable[..., Any]  # arguments: a store, its state, which is in Redis, and the call's own
 
 
 @dataclass(frozen=True)
 class Outcome:
-    number: int  # of the state after the call
+    number: int  # number of the state after the call
     result: Any  # or the exception that was raised
     is_untouched: bool  # not one byte of the job is other than before
 
@@ -168,7 +168,7 @@ class Store:
     """All states of the job that were reached, by number; 0 is a job that was just created."""
 
     def __init__(self, client: redis.Redis, bounds: Bounds, check: Check, mutate: Callable[[str], str]) -> None:
-        """`check` sees every call once, with the states before and after it, and raises what it finds wrong."""
+        """Create a store. `check` sees every call once, with the states before and after it; its errors are raised."""
         self.ledger = Ledger(AsyncFace(client, mutate))
         self.states: list[State] = []
         self.num_spares = bounds.num_spares
@@ -217,7 +217,7 @@ class Store:
         return outcome
 
     def _look(self, before: State) -> State:
-        """What is in Redis now."""
+        """Return the present contents of Redis."""
         state = read_state(self._read(args=[PREFIX + "*", KEYS.events]), before)
         number = self._numbers.setdefault(state.view.canonical(), len(self.states))
         state.number = number
@@ -231,10 +231,10 @@ class Store:
 
 
 def read_state(answer: list[bytes], before: State) -> State:
-    found, dumps = json.loads(answer[0].decode("latin-1")), answer[1:]  # one character a byte, for what is not text
+    headers, dumps = json.loads(answer[0].decode("latin-1")), answer[1:]  # one character a byte, for what is not text
     state = State(View(), {}, {}, dict(before.names), dict(before.entries))
     view = state.view
-    for (key, kind, content), dump in sorted(zip(found, dumps, strict=True)):
+    for (key, kind, content), dump in sorted(zip(headers, dumps, strict=True)):
         content = NORMAL[kind](content)
         state.dumps[key], state.contents[key] = dump, content
         name, _, number = key.removeprefix(PREFIX).partition(":")
@@ -281,12 +281,12 @@ def read_stream(content: list[Any]) -> Stream:
 def read_entries(state: State, stream: Stream) -> list[Entry]:
     """Entries in their order; pending ones that the stream does not hold any more come last."""
     state.names |= {entry: fields["group_id"] for entry, fields in stream.entries.items()}
-    found = []
+    entries = []
     for entry in [*stream.entries, *(stream.pending.keys() - stream.entries.keys())]:
         is_new = place(entry) > place(stream.last_delivered)
         kind = "deleted" if entry not in stream.entries else "new" if is_new else ""
-        found.append(Entry(entry, state.names[entry], kind, stream.pending.get(entry)))
-    return found
+        entries.append(Entry(entry, state.names[entry], kind, stream.pending.get(entry)))
+    return entries
 
 
 def pairs(flat: list[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def first_cells(heading: str) -> set[str]:
-    """The names in the first column of the table below a heading."""
+    """Return the names in the first column of the table below a heading."""
     text = (ROOT / "docs" / "protocol.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return set(re.findall(r"^\| `([^`]+)` \|", text.partition("\n### ")[0], re.MULTILINE))
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """A Redis of its own: jobs are taken out and put back there."""
+    """Run a separate Redis, where jobs are taken out and put back."""
     with own_redis(tmp_path_factory.mktemp("model")) as url:
         yield redis.Redis.from_url(url)
 
@@ -29,7 +29,7 @@ def test_every_order_of_calls_keeps_the_rules(client: redis.Redis, name: str) ->
     assert report.num_ended > 0, str(report)
 
 
-# What to take out of the scripts, the bounds that are enough to see it, and what is seen.
+# Each mutant is a text to take out of the scripts, bounds that are enough to notice it, and the violation.
 LEASE = "if not pending[1] or pending[1][2] ~= worker or ledger ~= 'waiting:' .. entry then"
 ONE_WORKER = Bounds(num_workers=1)
 MUTANTS = {

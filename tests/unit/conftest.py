@@ -22,7 +22,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The tokenizer of the bundled model."""
+    """Return the tokenizer of the bundled model."""
     from transformers import AutoTokenizer
 
     from services.trainer.model.bundled import BUNDLED_MODELS, find_gguf
@@ -47,7 +47,7 @@ def one_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerThrea
 
 @pytest.fixture
 def broker(one_broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerThread]:
-    """A whole broker that has no jobs, shared by all tests. Commands and clients ask it."""
+    """Run a whole broker without jobs, which the commands and clients of all tests share."""
     monkeypatch.setenv("ONBEAT_URL", one_broker.url)
     yield one_broker
     one_broker.reset()
@@ -55,7 +55,7 @@ def broker(one_broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> str:
-    """The path of a job, beside its prompts."""
+    """Write a job beside its prompts and return its path."""
     write_prompts(tmp_path)
     path = tmp_path / "job.json"
     path.write_text(json.dumps(job_body(schedule={"num_iterations": 25})))

@@ -27,8 +27,8 @@ class GuessNumber:
 
     def step(self, message: Message) -> tuple[str, float, bool]:
         self._guesses_left -= 1
-        found = re.search(r"\d{1,9}", message["content"])
-        guess = int(found[0]) if found else 0
+        match = re.search(r"\d{1,9}", message["content"])
+        guess = int(match[0]) if match else 0
         if guess == self._number:
             self._parts["found"] = 1.0
             return f"{guess} is right.", 1.0, True

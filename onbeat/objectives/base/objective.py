@@ -138,11 +138,11 @@ class PolicyObjective(Objective):
             token_loss = token_loss * (1.0 / kept_lengths).repeat_interleave(batch.response_lengths)
         return Loss(token_loss.sum(), int((~is_kept).sum()), 0, metrics, advantages)
 
-    def _check_shape(self, what: str, found: Tensor, like: Tensor) -> None:
+    def _check_shape(self, method: str, result: Tensor, like: Tensor) -> None:
         """Raise ValueError for another shape: a sum would be spread over all tokens, and depend on the packing."""
-        if found.shape != like.shape:
-            expected = f"has shape {list(found.shape)}; expected is {list(like.shape)}"
-            raise ValueError(f"objective {self.type}: what {what} returns {expected}, one number for each")
+        if result.shape != like.shape:
+            expected = f"has shape {list(result.shape)}; expected is {list(like.shape)}"
+            raise ValueError(f"objective {self.type}: what {method} returns {expected}, one number for each")
 
     def _advantages_of(self, batch: Responses, kl: Tensor | None, scale: float) -> Tensor:
         """Return the advantages [R] of the responses that are here, after a penalty in the reward from `kl` [N]."""

@@ -47,8 +47,8 @@ class Evaluations(LedgerPart):
         self, job_id: str, evaluation: int, state: EvaluationState, following: int, message: str, *details: str
     ) -> bool:
         job = JobKeys(job_id)
-        own = [job.evaluation(evaluation), job.evaluation_groups(evaluation), job.prompts, job.open_evaluations]
-        more_keys = [*own, job.evaluation_results(evaluation)]
+        job_keys = [job.evaluation(evaluation), job.evaluation_groups(evaluation), job.prompts, job.open_evaluations]
+        more_keys = [*job_keys, job.evaluation_results(evaluation)]
         args = (evaluation, state, following, ROLLOUT_GROUP, message, *details)
         return bool(await self._run("end_evaluation", job, more_keys, *args))
 

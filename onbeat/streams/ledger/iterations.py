@@ -67,8 +67,8 @@ class Iterations(LedgerPart):
         groups: list[RolloutGroup] = []
         for first in range(0, len(entries), GROUPS_AT_ONCE):
             wanted = entries[first : first + GROUPS_AT_ONCE]
-            found = await self.redis.xrange(job.rollouts, wanted[0], wanted[-1])
-            groups += [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+            stored = await self.redis.xrange(job.rollouts, wanted[0], wanted[-1])
+            groups += [decode_group(fields[b"group"]) for entry, fields in stored if entry.decode() in wanted]
         if len(groups) < len(entries):
             first_kept = int(await self.redis.hget(job.job, "num_trimmed") or 0)
             if iteration < first_kept:
@@ -91,12 +91,12 @@ class Iterations(LedgerPart):
     async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
         """Return group id -> each response's advantage as trained; empty before the commit, or if none are recorded."""
         stored = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
-        return {group_id.decode(): json.loads(own) for group_id, own in stored.items()}
+        return {group_id.decode(): json.loads(advantages) for group_id, advantages in stored.items()}
 
     async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
         """Return the mean tokens per response for each row of the data, when it was last generated; None if unknown."""
-        found = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
-        return [None if length is None else int(length) for length in found]
+        lengths = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
+        return [None if length is None else int(length) for length in lengths]
 
     async def trim(self, job_id: str, iteration: int, num_kept: int) -> bool:
         """Drop the groups of the oldest iteration that still has them, if `num_kept` newer ones are durable.

@@ -121,8 +121,8 @@ class JobLists:
         return dict(zip(names, map(int, await pipeline.execute()), strict=True))
 
 
-def as_ids(found: Any) -> list[str]:
-    return [job_id.decode(errors="replace") for job_id in found]
+def as_ids(raw_ids: Any) -> list[str]:
+    return [job_id.decode(errors="replace") for job_id in raw_ids]
 
 
 def seconds_in(fields: Mapping[str, str], name: str) -> float:

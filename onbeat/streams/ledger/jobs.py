@@ -67,9 +67,9 @@ class Jobs(LedgerPart):
         """Put a job into the list that matches its state, or off the lists of open jobs if it does not exist."""
         names = ("state", "pool", "submitter", "created_at", "finished_at")
         values = await self.redis.hmget(JobKeys(job_id).job, *names)
-        found = {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True) if value}
-        if "state" in found:
-            await self._lists.file({job_id: found})
+        fields = {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True) if value}
+        if "state" in fields:
+            await self._lists.file({job_id: fields})
         else:
             await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
             await self.redis.zrem(keys.WAITING_JOBS, job_id)
@@ -148,10 +148,10 @@ class Jobs(LedgerPart):
         steps up to the mark also work while the memory of Redis is full.
         """
         job = JobKeys(job_id)
-        found = await self.redis.hmget(job.job, "pool", "submitter")
-        if found == [None, None]:  # a deletion that died half-way
-            found = await self.redis.hmget(job.deleted, "pool", "submitter")
-        queues = [(value or b"").decode(errors="replace") for value in found]
+        stored = await self.redis.hmget(job.job, "pool", "submitter")
+        if stored == [None, None]:  # a deletion that died half-way
+            stored = await self.redis.hmget(job.deleted, "pool", "submitter")
+        queues = [(value or b"").decode(errors="replace") for value in stored]
         outcome = (await self._run("delete_job", job, [job.deleted], *FINAL)).decode()
         if not outcome:
             raise JobNotFound(job_id)

@@ -48,15 +48,15 @@ class AuditLog(LedgerPart):
 
     async def entries(self, job_id: str, after: str = "-", count: int = 1000) -> list[audit.Entry]:
         """Return the next entries after the id `after`, oldest first; empty at the end."""
-        found = await self._next_entries(JobKeys(job_id).audit, after, count)
-        texts = [(entry, as_text(fields)) for entry, fields in found]
+        entries = await self._next_entries(JobKeys(job_id).audit, after, count)
+        texts = [(entry, as_text(fields)) for entry, fields in entries]
         return [audit.Entry(entry, fields.get("line", ""), fields.get("link", "")) for entry, fields in texts]
 
     async def rollouts(self, job_id: str, after: str = "-", count: int = 64) -> list[tuple[str, bytes]]:
         """Return the next raw entries of the rollouts stream after the id `after`: (id, RolloutGroup)."""
-        found = await self._next_entries(JobKeys(job_id).rollouts, after, count)
-        return [(entry, fields.get(b"group", b"")) for entry, fields in found]
+        entries = await self._next_entries(JobKeys(job_id).rollouts, after, count)
+        return [(entry, fields.get(b"group", b"")) for entry, fields in entries]
 
     async def _next_entries(self, stream: str, after: str, count: int) -> list[tuple[str, dict[bytes, bytes]]]:
-        found = await self.redis.xrange(stream, after if after == "-" else f"({after}", "+", count)
-        return [(entry.decode(), fields) for entry, fields in found]
+        entries = await self.redis.xrange(stream, after if after == "-" else f"({after}", "+", count)
+        return [(entry.decode(), fields) for entry, fields in entries]

@@ -19,7 +19,7 @@ RecordT = TypeVar("RecordT", WorkerRecord, TrainerRecord)
 
 @dataclass(frozen=True)
 class Heartbeats(Generic[RecordT]):
-    records: list[RecordT] = field(default_factory=list)  # by id
+    records: list[RecordT] = field(default_factory=list)  # records in the order of their ids
     unreadable: list[str] = field(default_factory=list)  # ids
 
 

@@ -43,8 +43,8 @@ class RolloutSide(LedgerPart):
         job = JobKeys(job_id)
         flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
         attempts = dict(zip(flat[::3], map(int, flat[1::3]), strict=True))
-        own = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
-        return [Claim(entry.decode(), attempts[entry], task) for entry, task in own.items()]
+        tasks = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
+        return [Claim(entry.decode(), attempts[entry], task) for entry, task in tasks.items()]
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
@@ -83,8 +83,8 @@ class RolloutSide(LedgerPart):
         if not entry_ids:
             return []
         job = JobKeys(job_id)
-        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
-        return [entry.decode() for entry in mine]
+        renewed = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
+        return [entry.decode() for entry in renewed]
 
     async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
         """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises."""

@@ -57,10 +57,10 @@ class LedgerPart:
                 messages[entry] = decode(payload)
         states = await group_states(self.redis, [place_of(job, message) for message in messages.values()])
         pairs = zip(messages.items(), states, strict=True)
-        own = {entry: message for (entry, message), listed in pairs if listed == state + entry}
-        if foreign := [entry for entry in payloads if entry not in own]:
+        accepted = {entry: message for (entry, message), listed in pairs if listed == state + entry}
+        if foreign := [entry for entry in payloads if entry not in accepted]:
             await self._run("drop_foreign", job, [stream], group, *foreign)
-        return own
+        return accepted
 
     async def _texts(self, key: str) -> dict[str, str]:
         """Return a hash as text; empty when there is none."""

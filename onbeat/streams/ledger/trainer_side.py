@@ -56,8 +56,8 @@ class TrainerSide(LedgerPart):
             if await self.redis.exists(job.job):
                 raise StreamLost(job_id, "rollouts") from error
             raise LeaseLost(job_id, "was deleted") from error
-        found = {entry: fields.get(b"group", b"") for entry, fields in (answer[0][1] if answer else [])}
-        return list((await self._own_entries(job, job.rollouts, decode_group, found)).values())
+        payloads = {entry: fields.get(b"group", b"") for entry, fields in (answer[0][1] if answer else [])}
+        return list((await self._own_entries(job, job.rollouts, decode_group, payloads)).values())
 
     async def record_micro_batch(
         self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]
@@ -96,7 +96,7 @@ class TrainerSide(LedgerPart):
         """
         job = JobKeys(job_id)
         args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
-        published = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
+        published = [word for group_id, values in (advantages or {}).items() for word in (group_id, json.dumps(values))]
         more_keys = [job.iteration(iteration), job.advantages(iteration)]
         outcome = (await self._run_as_owner("commit_iteration", job, more_keys, *args, *published)).decode()
         if outcome == "diverged":
@@ -108,7 +108,7 @@ class TrainerSide(LedgerPart):
     async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
         """Record iterations `first` to `next_iteration - 1` as durable: acknowledge their groups. Raise LeaseLost."""
         job = JobKeys(job_id)
-        num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # their groups are gone
+        num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # the groups of these iterations are gone
         ledgers = [job.groups(iteration) for iteration in range(max(first, num_trimmed), next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
         await self._run_as_owner("checkpointed", job, [job.rollouts, *ledgers], *args)

@@ -54,9 +54,9 @@ class Versions(LedgerPart):
         return WeightsRecord(policy_version=version, rollouts=rollouts, **published)
 
 
-def diverged(what: str) -> JobFailed:
+def diverged(work: str) -> JobFailed:
     return JobFailed(
-        f"{what} gave other bits than the weights that rollouts were given: device, number of threads or number of "
+        f"{work} gave other bits than the weights that rollouts were given: device, number of threads or number of "
         "trainer ranks have changed since. Submit the job again; with checkpoint.every_iterations = 1 nothing has to "
         "be replayed"
     )

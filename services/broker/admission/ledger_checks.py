@@ -39,8 +39,8 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
 
 def kept_checkpoints(newest: str) -> list[int]:
     """Return the iterations that have a checkpoint, ascending; [] if the newest one's folder is not on this machine."""
-    found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
-    names = [re.fullmatch(r"iteration-(\d{6,})", path.parent.name) for path in found]  # a copy has another name
+    state_files = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
+    names = [re.fullmatch(r"iteration-(\d{6,})", path.parent.name) for path in state_files]  # a copy has another name
     return sorted(int(name[1]) for name in names if name)
 
 

@@ -26,7 +26,7 @@ SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
 
-MAX_TRIALS = 2  # of rewards at a time, each of which is a process, and of models
+MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
@@ -60,7 +60,7 @@ class Admission:
         while numbers or options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
-        to_try: list[tuple[RewardUse, int]] = []  # with the number of capture groups in its pattern
+        to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in reward_uses(config):
             of_pattern, num_groups = await self._review_pattern(use)
             of_reward = review_reward(use, num_groups)
@@ -138,7 +138,10 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
     if config.environment is not None:
         options["environment.options"] = config.environment.options
-    for field, data in [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]:
+    for field, data in [
+        ("data", config.data),
+        *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
+    ]:
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
         elif field != "data" and data.max_prompt_tokens is not None:
@@ -159,7 +162,7 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     sets = config.evaluation.sets if config.evaluation is not None else []
     shared: list[tuple[str, DataConfig]] = [("data", config.data)]
     uses = []
-    for held_out, section in zip_longest(config.held_out, [each.reward for each in sets]):
+    for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
         place = (f"{held_out.field}.data", held_out.data)
         if section is None:
             shared.append(place)

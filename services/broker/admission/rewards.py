@@ -16,9 +16,9 @@ from onbeat.contracts.rewards import RewardConfig
 from services.broker.datasets import PromptItem
 
 CHILD = "services.rollout.rewards.child"
-TRIAL_S = 20.0  # for starting Python, importing the reward and scoring one response
-REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # with the prompt's whole answer; regex: what a group captured
-MARK = "#### "  # of the answer at the end of a solution, as in GSM8K
+TRIAL_S = 20.0  # time for starting Python, importing the reward and scoring one response
+REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # answers of the prompt; regex compares the captured text
+MARK = "#### "  # mark of the answer at the end of a solution, as in GSM8K
 OWN_REWARDS = ("exact", "math", "regex", "reasoning_gym")
 
 Answer = dict[str, Any]

@@ -116,7 +116,7 @@ async def create_job(
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
-        return await read_created(ledger, job_id, config)  # by an earlier request
+        return await read_created(ledger, job_id, config)  # an earlier request created the job
     async with broker.quota.place(submitter):
         notes = await review(broker, config)
         num_iterations = config.schedule.num_iterations
@@ -166,13 +166,13 @@ async def list_jobs(
     broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_LISTED_JOBS)] = 200
 ) -> Response:
     """List jobs, newest first; jobs of a final state come in the order in which they ended, latest first."""
-    found: dict[str, JobRecord] = {}  # a job that is created meanwhile moves others to the next part
+    records: dict[str, JobRecord] = {}  # a job that is created meanwhile moves others to the next part
     first = 0
-    while len(found) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
+    while len(records) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
         part = await existing_jobs(broker.ledger, job_ids)
-        found |= {job_id: job_record(fields) for job_id, fields in part.items() if state in (None, fields["state"])}
+        records |= {job_id: job_record(fields) for job_id, fields in part.items() if state in (None, fields["state"])}
         first += JOBS_AT_ONCE
-    jobs = list(found.values())[:limit]
+    jobs = list(records.values())[:limit]
     await place_in_queue(broker.ledger, jobs)
     text = JobList(jobs=jobs).model_dump_json()  # through dicts, as in FastAPI, a long list takes much longer
     return Response(text, media_type="application/json")

@@ -30,7 +30,7 @@ from services.broker.views.live import TooManyWatchers
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
-REQUEST_ID = "onbeat.request_id"  # in the scope
+REQUEST_ID = "onbeat.request_id"  # key of the scope
 CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 MAX_REDIS_TEXT = 200  # characters of what Redis says
 JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")
@@ -114,10 +114,12 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
     if is_job:
         complaints = explain_errors(error.errors(), error.body)
     else:
-        complaints = [each for one in error.errors()[:MAX_EXPLAINED] for each in explain_other(one)]
+        complaints = [complaint for details in error.errors()[:MAX_EXPLAINED] for complaint in explain_other(details)]
     if is_job and isinstance(error.body, dict):
         wrong = [field for field, _ in complaints]
-        misspelt = [f for f, each in zip(wrong, error.errors(), strict=False) if each["type"] == "extra_forbidden"]
+        misspelt = [
+            f for f, details in zip(wrong, error.errors(), strict=False) if details["type"] == "extra_forbidden"
+        ]
         complaints += await examine_the_rest(context_of(request), error.body, wrong, misspelt)
     detail = "Nothing was created or changed. Correct the fields and send it again."
     return problem(422, "Invalid request", detail, field_errors(request, complaints))

@@ -51,7 +51,7 @@ async def examine_the_rest(
     return [
         (field, message)
         for field, message in complaints
-        if section_of(field) not in sections and not any(overlap(field, each) for each in wrong)
+        if section_of(field) not in sections and not any(overlap(field, other) for other in wrong)
     ]
 
 
@@ -87,10 +87,10 @@ def section_of(field: str) -> str:
     return field.partition(".")[0]
 
 
-def overlap(one: str, other: str) -> bool:
+def overlap(field: str, other: str) -> bool:
     """Return whether a field is the other one, or lies within it.
 
     >>> overlap("reward.options", "reward.options.pattern"), overlap("data.path", "data.path_field")
     (True, False)
     """
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return f"{field}.".startswith(f"{other}.") or f"{other}.".startswith(f"{field}.")

@@ -67,7 +67,7 @@ async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int,
     job = await read_job(broker.ledger, job_id)
     first = max(0, job.next_iteration - NUM_RECENT - 1)  # the first one of what it is given is left out
     records = await read_iterations(broker.ledger, job_id, first - 1, NUM_RECENT + 1)
-    committed = [each for each in records if each.state is IterationState.COMMITTED]
+    committed = [record for record in records if record.state is IterationState.COMMITTED]
     timeline.advice = advice_for(committed, job.config.get("schedule", {}).get("mode"))
     # There may be tens of thousands of spans, and others wait for this thread.
     return Response(await asyncio.to_thread(timeline.model_dump_json), media_type="application/json")

@@ -93,8 +93,8 @@ def parse(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise MalformedToml("it is nested too deep") from error
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
-        found = AT_LINE.search(str(error))
-        raise MalformedToml(str(error), int(found[1]) if found else None) from error
+        match = AT_LINE.search(str(error))
+        raise MalformedToml(str(error), int(match[1]) if match else None) from error
 
 
 def field_errors(request: Request, complaints: Iterable[Complaint]) -> list[FieldError]:
@@ -123,12 +123,12 @@ def lines_of(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     arrays: dict[str, int] = {}  # arrays of tables so far, and the number of their last table
     section = ""
-    text = OPAQUE.sub(lambda found: found["short"] or "\n" * found[0].count("\n"), text)
+    text = OPAQUE.sub(lambda match: match["short"] or "\n" * match[0].count("\n"), text)
     for number, line in enumerate(text.split("\n"), start=1):
-        if not (found := HEADER.match(line) or KEY.match(line)):
+        if not (match := HEADER.match(line) or KEY.match(line)):
             continue
-        path = ".".join(part.strip(" \t\"'") for part in found["path"].split("."))
-        if found.re is KEY:
+        path = ".".join(part.strip(" \t\"'") for part in match["path"].split("."))
+        if match.re is KEY:
             for name in accumulate(path.split("."), "{}.{}".format):  # tags.run also begins the table of the tags
                 lines.setdefault(f"{section}.{name}".lstrip("."), number)
             continue
@@ -139,7 +139,7 @@ def lines_of(text: str) -> dict[str, int]:
             path += f".{arrays[path]}." if path in arrays else "."
         path += name
         lines.setdefault(path, number)
-        if found["brackets"] == "[[":
+        if match["brackets"] == "[[":
             arrays[path] = arrays.get(path, -1) + 1
             path = f"{path}.{arrays[path]}"
             lines[path] = number

@@ -68,18 +68,18 @@ def to_reply(error: Exception) -> Reply:
 
 def explain_fields(error: RequestValidationError) -> ChatFailed:
     """Return an error that names the first wrong fields and the remedy."""
-    found = error.errors()
-    if any(details["type"] == "json_invalid" for details in found):
-        reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
+    errors = error.errors()
+    if any(details["type"] == "json_invalid" for details in errors):
+        reason = str(errors[0].get("ctx", {}).get("error", "syntax error"))
         return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
-    paths = [".".join(map(str, each["loc"][1:]))[:100] for each in found[:MAX_REASONS]]
+    paths = [".".join(map(str, details["loc"][1:]))[:100] for details in errors[:MAX_REASONS]]
     reasons = [
         f"{path} is not supported here, leave it out"
         if details["type"] == "extra_forbidden"
         else f"{path or 'the body'}: {details['msg']}"
-        for path, details in zip(paths, found, strict=False)
+        for path, details in zip(paths, errors, strict=False)
     ]
-    code = "unsupported_parameter" if found[0]["type"] == "extra_forbidden" else "invalid_value"
+    code = "unsupported_parameter" if errors[0]["type"] == "extra_forbidden" else "invalid_value"
     return ChatFailed(400, code, "; ".join(reasons), paths[0] or None)
 
 
@@ -141,7 +141,7 @@ async def list_models(desk: Desk) -> ModelList:
 async def create_completion(body: CompletionRequest, request: Request, desk: Desk) -> Response:
     """Ask the policy as it is now. All answers of a request are of one policy version."""
     job = await desk.find(body.model)
-    request.path_params["job_id"] = job.id  # for the access log
+    request.path_params["job_id"] = job.id  # the access log needs it
     async with AsyncExitStack() as stack:
         replies = await stack.enter_async_context(desk.converse(job.id, body))
         first = await unless_left(request.receive, anext(replies))

@@ -24,7 +24,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Whether the broker refused, and the page is still there; a defect of the page is thrown again. */
+/** True if the broker refused, and the page is still there; a defect of the page is thrown again. */
 export function isRefusal(error, signal) {
   if (signal?.aborted) return false;
   if (!(error instanceof ApiError)) throw error;

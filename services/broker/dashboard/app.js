@@ -18,7 +18,7 @@ const main = document.getElementById("main");
 const forgetButton = document.getElementById("forget-key");
 const themeButton = document.getElementById("theme");
 
-let page = new AbortController(); // of the page that is shown
+let page = new AbortController(); // aborts the requests of the shown page
 let isAsking = false; // the key form is shown
 
 /** Clears the page that is shown. Returns the signal of the next one. */

@@ -16,7 +16,7 @@ const LABEL_PX = 6.5; // width of a digit in that font
 
 // ---- what uPlot draws: as wide as its element, in the colours of the theme ------------------------------------------
 
-const plots = new Set(); // that are on the page
+const plots = new Set(); // plots of the page
 const colours = new Map();
 
 function onThemeChange() {
@@ -62,7 +62,7 @@ export class Plot extends Component {
     if (width === this.width) return;
     this.width = width;
     if (this.chart && width) this.chart.setSize({ width, height: this.height });
-    this.draw(); // what came while it was out of sight
+    this.draw(); // values may have come while it was out of sight
   }
 
   make(options, data) {
@@ -75,7 +75,7 @@ export class Plot extends Component {
 
 // ---- a chart -------------------------------------------------------------------------------------------------------
 
-/** What is pointed at in one chart is shown in all that share a pointer. */
+/** A pointer shared by charts: the value that one of them points at is shown in all. */
 export class Pointer {
   charts = new Set();
 
@@ -249,7 +249,7 @@ export const Swatch = ({ index }) => html`
 
 // ---- values --------------------------------------------------------------------------------------------------------
 
-/** Of all lines, sorted. */
+/** The x values of all lines, sorted. */
 function xsOf(lines) {
   if (lines.length === 1) return lines[0].points.map(([x]) => x);
   return [...new Set(lines.flatMap(({ points }) => points.map(([x]) => x)))].sort((a, b) => a - b);
@@ -352,7 +352,7 @@ const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, index) =>
 const ROUND = powers(-15, 20).flatMap((power) => [1, 2, 5].map((factor) => Number(`${factor}e${power}`)));
 const WHOLE = ROUND.filter((step) => step >= 1);
 
-/** Of a logarithmic axis, for lines at powers of ten. */
+/** The labels of a logarithmic axis, at powers of ten only. */
 const onlyPowers = (values) => values.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
 
 /** The values with some space around them, and at least `domain`. Values that are never below 0 have no axis there. */

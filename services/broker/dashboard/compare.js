@@ -47,7 +47,7 @@ async function read(id, signal) {
 class Comparison extends Component {
   state = { notes: this.props.notes, added: [] }; // series that were chosen besides
   runs = this.props.runs; // {job, series, isGone}
-  lines = new Map(); // by series, until their values change
+  lines = new Map(); // lines by series, until their values change
   pointer = new Pointer();
 
   componentDidMount() {
@@ -63,7 +63,7 @@ class Comparison extends Component {
       } catch (error) {
         if (!isRefusal(error, signal)) return;
         if (error.status === 404) this.lose(run);
-        else if (CONCERNS_ALL.includes(error.status)) break; // what is shown stays; the next look may do
+        else if (CONCERNS_ALL.includes(error.status)) break; // the shown lines stay; the next look may succeed
       }
     }
     this.lines.clear();
@@ -80,7 +80,7 @@ class Comparison extends Component {
     run.job = job; // after both: what is asked for next depends on it
   }
 
-  /** Its curves stay as they are. */
+  /** The curves of a lost run stay as they are. */
   lose(run) {
     run.isGone = true;
     const text = `${this.nameOf(run.job)} was deleted. These are the values loaded before.`;
@@ -169,7 +169,7 @@ class Comparison extends Component {
 
 const firstOf = ({ lines }) => lines[0][1];
 
-/** Of a chart of one job with several lines only the first is drawn: there is one for each job. */
+/** The head of a chart, which has a line for each job: only the first of the several lines of one job. */
 function headOf({ id, title, lines, unit, isPercent, isLog, domain }, index) {
   const name = lines.length > 1 ? `${title}, ${lines[0][0]}` : title;
   return { title: name, unit, isPercent, isLog, domain, testId: `chart-${id}`, isWide: index === 0, height: index ? 168 : 260 };

@@ -5,8 +5,8 @@ import { clock } from "./format.js";
 import { announce, Component, html } from "./parts.js";
 
 const MOST_ROWS = 200;
-const MOST_EVENTS = 5000; // that are kept
-// What happens in every iteration of a healthy job.
+const MOST_EVENTS = 5000; // events kept in memory
+// These events occur in every iteration of a healthy job.
 const ROUTINE = new Set([
   "iteration.opened", "iteration.drained", "iteration.committed", "prompts.claimed", "weights.published",
   "worker.updated", "checkpoint.written", "evaluation.opened", "evaluation.drained",
@@ -24,7 +24,7 @@ function toneOf({ kind, data }) {
   return kind === "evaluation.done" || data?.state === "SUCCEEDED" ? "good" : "";
 }
 
-/** Of two ids of events, "milliseconds-number". */
+/** The order of two ids of events, "milliseconds-number". */
 export function order(a, b) {
   const [[aTime, aNumber], [bTime, bNumber]] = [a, b].map((id) => id.split("-").map(Number));
   return aTime - bTime || (aNumber ?? 0) - (bNumber ?? 0);

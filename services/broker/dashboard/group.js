@@ -16,7 +16,7 @@ class GroupPage extends Component {
   scale = scaleOf(this.props.group.responses);
   readout = createRef();
 
-  /** What is pointed at changes often: only its line is written. */
+  /** Writes the line alone: the pointed token changes often. */
   point(words) {
     this.readout.current.textContent = words;
   }
@@ -84,7 +84,7 @@ class GroupPage extends Component {
   }
 }
 
-/** What the policy said: token by token, or as plain text. */
+/** The text of the policy: token by token, or plain. */
 const Said = ({ text, isPlain, ...spoken }) =>
   isPlain || !spoken.tokens.length
     ? html`<div class="tokens" tabindex="0" role="region" aria-label="Text of ${spoken.name}">${text || "(empty)"}</div>`
@@ -92,7 +92,7 @@ const Said = ({ text, isPlain, ...spoken }) =>
 
 // ---- an episode, turn by turn ------------------------------------------------------------------------------------
 
-/** What came from the environment is plain; what the policy said is shown token by token: only that is trained. */
+/** The environment's text is plain; the policy's is shown token by token: only that is trained. */
 function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
   let start = 0;
   return html`

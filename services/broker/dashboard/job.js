@@ -13,8 +13,8 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
-const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
-const MOST_EVENT_PAGES = 20; // of 500
+const NO_SCORES = ["evaluation", "policy_version"]; // additional values in the event of an evaluation
+const MOST_EVENT_PAGES = 20; // pages of 500 events
 const CONNECTIONS = {
   connecting: "connecting…",
   open: "live",
@@ -32,7 +32,7 @@ async function load(path, signal) {
   const read = (part, params) => get(path + part, params, signal);
   const afterOf = (job) => Math.max(-1, job.next_iteration - RECENT - 1);
   const jobRead = read("");
-  const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // beside the metrics
+  const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // metrics are read meanwhile
   const series = new Series();
   const [job, { iterations }, diagnosis] = await Promise.all([
     jobRead, recentRead, read(":explain"), series.read(path, -1, signal),
@@ -50,14 +50,14 @@ class JobPage extends Component {
   diagnosis = this.props.first.diagnosis;
   seenAt = serverNow(); // the diagnosis
   series = this.props.first.series;
-  lines = new Map(); // of each chart, until its values change
+  lines = new Map(); // lines of each chart, until their values change
   records = this.props.first.iterations; // the newest ones, in order
   workers = [];
-  now = 0; // by the clock of the workers' heartbeats
+  now = 0; // time on the clock of the workers' heartbeats
   events = []; // the newest first
   arrived = []; // events that are not among them yet
   openedAt = serverNow();
-  turn = 0; // of the newest call of catchUp
+  turn = 0; // number of the newest call of catchUp
   pointer = new Pointer();
   timeline = createRef();
 
@@ -206,7 +206,7 @@ class JobPage extends Component {
 
   // ---- what is shown -----------------------------------------------------------------------------------------------
 
-  /** Of a chart of CHARTS, or of a single series; the same list until the values change. */
+  /** The lines of a chart of CHARTS, or of a single series; the same list until the values change. */
   linesOf(chart) {
     if (!this.lines.has(chart.id)) {
       this.lines.set(chart.id, CHARTS.includes(chart) ? this.series.lines(chart) : [this.series.line("value", chart.id)]);

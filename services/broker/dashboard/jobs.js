@@ -12,9 +12,9 @@ const PAGE = 50;
 const ALL = 500; // the most that the broker lists; a search looks at the newest ones
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
-const NUM_POINTS = 40; // of a small curve
-const MAX_CURVES = 20; // that are read at a time; the next look goes on with the others
-const [WIDTH, HEIGHT] = [96, 26]; // of a small curve
+const NUM_POINTS = 40; // points of a small curve
+const MAX_CURVES = 20; // curves read at a time; the next look goes on with the others
+const [WIDTH, HEIGHT] = [96, 26]; // pixels of a small curve
 
 export async function show(main, { state = "", q = "" }, signal) {
   const page = { state, text: q, limit: PAGE };
@@ -32,7 +32,7 @@ class JobsPage extends Component {
   };
   jobs = this.props.jobs; // as they were read last
   curves = new Map(); // job id -> {points, next}: as of iteration `next`
-  turn = 0; // of the newest request for the list: older answers are not wanted
+  turn = 0; // number of the newest request for the list: older answers are not wanted
   seenAt = Date.now() / 1000;
   search = createRef();
 
@@ -74,7 +74,7 @@ class JobsPage extends Component {
   filter(change) {
     const filter = { ...this.state.filter, ...change };
     this.turn += 1; // an answer to the old question is not wanted any more
-    this.setState({ filter }); // what is known is shown at once
+    this.setState({ filter }); // jobs that are already here are shown at once
     const query = new URLSearchParams(Object.entries({ state: filter.state, q: filter.text.trim() }).filter(([, value]) => value));
     history.replaceState(null, "", `#/${query.size ? `?${query}` : ""}`);
     clearTimeout(this.typing);
@@ -271,7 +271,7 @@ class JobRow extends Component {
   }
 }
 
-/** How long it took or takes, and when that was. */
+/** The time that a job took or takes, and when that was. */
 function timeOf(job) {
   if (isOver(job)) return [job.started_at === null ? "never ran" : elapsedOf(job), ago(job.finished_at)];
   return job.started_at === null ? [duration(Math.max(1, Math.floor(serverNow() - (job.queued_at ?? job.created_at)))), "waiting"] : [elapsedOf(job), "so far"];

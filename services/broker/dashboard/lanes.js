@@ -25,13 +25,13 @@ const FALLING = RISING.map(([x0, y0, x1, y1]) => [TILE - x0, y0, TILE - x1, y1])
 const STROKES = { rising: RISING, falling: FALLING, cross: [...RISING, ...FALLING], upright: [[3, 0, 3, 6]], level: [[0, 3, 6, 3]] };
 
 const TOP = 22; // pixels for the numbers of the iterations
-const OVERLAP = 12; // for the strip below them
-const BOTTOM = 24; // for the seconds
-const ROW = 5; // of one of several rows in a lane
+const OVERLAP = 12; // pixels for the strip below them
+const BOTTOM = 24; // pixels for the seconds
+const ROW = 5; // pixels of one of several rows in a lane
 const LEAST_LANE = { large: 40, small: 34 };
 const MOST_LANE = 96;
 const FONT = "12px system-ui, sans-serif";
-const LEAST_S = 0.01; // that a view shows
+const LEAST_S = 0.01; // length of the shortest view
 const SLACK_PX = 3; // around a span that is thinner
 const DRAG_PX = 4; // less is a click
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
@@ -86,7 +86,7 @@ export class Lanes extends Plot {
     this.keep();
   }
 
-  /** What was chosen stays so when the same span comes again; its start may have become known better meanwhile. */
+  /** Keeps the choice when the same span comes again; its start may have become known better meanwhile. */
   keep() {
     if (!this.chosen) return;
     const { span } = this.chosen.item;
@@ -97,7 +97,7 @@ export class Lanes extends Plot {
     this.chosen = closest ? { item: closest, lane } : null;
   }
 
-  /** That of the chosen span, else the first one with spans: a trainer has none before its first commit. */
+  /** The lane of the chosen span, else the first one with spans: a trainer has none before its first commit. */
   get lane() {
     return this.chosen?.lane ?? this.lanes.find(({ items }) => items.length) ?? this.lanes[0];
   }
@@ -314,7 +314,7 @@ export class Lanes extends Plot {
 
 // ---- on the canvas, in CSS pixels ----------------------------------------------------------------------------------
 
-/** How a kind is painted. */
+/** The paint of a kind: its pattern and colour. */
 function paintOf(context, kind) {
   const { pattern, series } = KINDS[kind];
   const colour = colourOf(`--series-${series}`, pattern === "faint" ? 0.14 : 1);

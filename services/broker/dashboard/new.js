@@ -5,7 +5,7 @@ import { toToml } from "./format.js";
 import { addressOf, announce, Component, confirmed, createRef, html, pathOf, render } from "./parts.js";
 
 const QUICKSTART = "assets/quickstart.toml"; // examples/quickstart.toml
-const drafts = new Map(); // what was written and not created, by the job that it began with: a page may be left
+const drafts = new Map(); // texts of jobs not created yet, by the job that they began with: a page may be left
 
 /** `params.from`: a job whose configuration it starts with; without one, the quick start. */
 export async function show(main, { from }, signal) {
@@ -17,7 +17,7 @@ export async function show(main, { from }, signal) {
 
 class NewJob extends Component {
   state = { text: drafts.get(this.props.from) ?? this.props.text, problem: null, isSending: false };
-  saved = this.props.text; // what a click on the quick start may replace without a question
+  saved = this.props.text; // text that a click on the quick start may replace without a question
   sent = { text: "", key: "" };
   editor = createRef();
   report = createRef();

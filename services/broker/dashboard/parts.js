@@ -1,4 +1,4 @@
-// What all pages are made of: Preact with htm, and the parts that several pages show.
+// Parts of all pages: Preact with htm, and the elements that several pages show.
 
 import { isRefusal, post, serverNow } from "./api.js";
 import { clock, duration, number } from "./format.js";
@@ -72,7 +72,7 @@ export function Progress({ job: { state, next_iteration: done, num_iterations: t
   return html`<${Meter} done=${done} total=${total} tone=${tone} label=${`${done} of ${total} iterations`} />`;
 }
 
-/** How long it has run, or ran. */
+/** The time that a job has run. */
 export const elapsedOf = (job) => duration(Math.max(1, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
 
 const TABS = { "": "Overview", samples: "Samples", timeline: "Timeline" };

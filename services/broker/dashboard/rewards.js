@@ -1,11 +1,11 @@
-// What a response was worth: its reward with the parts, and its advantage, as bars.
+// The reward of a response with its parts, and its advantage, as bars.
 
 import { number } from "./format.js";
 import { html } from "./parts.js";
 
 const FINISHED = { stop: "finished by itself", length: "truncated" };
 
-/** What fills a bar: the largest reward or part, 1 at least, and the largest advantage. */
+/** The values that fill a bar: the largest reward or part, 1 at least, and the largest advantage. */
 export function scaleOf(samples) {
   const rewards = samples.flatMap(({ reward, reward_parts: parts }) => [reward, ...Object.values(parts ?? {})]);
   return {

@@ -1,4 +1,4 @@
-// What the model said: responses of an iteration or an evaluation, with a filter and pages.
+// The texts of the model: responses of an iteration or an evaluation, with a filter and pages.
 
 import { get, isRefusal } from "./api.js";
 import { number } from "./format.js";
@@ -67,7 +67,7 @@ class SamplesPage extends Component {
 
   // ---- reading -----------------------------------------------------------------------------------------------------
 
-  /** What the job is by now; without an answer what it was: the samples are refused as well then, and that is told. */
+  /** The job of now, or the former one without an answer: the samples are refused as well then, and that is shown. */
   async readJob() {
     try {
       this.job = await get(this.path, {}, this.props.signal);

@@ -171,7 +171,7 @@ export class Series {
     return this.of(name).at(-1)?.[1] ?? null;
   }
 
-  /** What a chart of CHARTS draws; empty when it is not to be shown. */
+  /** The lines of a chart of CHARTS; none when it is not to be shown. */
   lines(chart) {
     const lines = this.linesOf(chart).map((line) => this.line(...line)).filter(({ points }) => points.length);
     const isFlat = chart.unlessZero && lines.every(({ points }) => points.every(([, y]) => y === 0));

@@ -7,7 +7,7 @@ export const TRAINER = "trainer";
  * group stay in one row, groups that overlap get rows of their own. Those of weights (`over`) lie over all rows.
  */
 export function packLane(spans) {
-  const chains = new Map(); // what belongs together
+  const chains = new Map(); // spans of the same chain
   for (const span of spans) {
     const key = span.group_id ? `${span.iteration} ${span.group_id}` : `${chains.size}`;
     const chain = chains.get(key) ?? { start: Infinity, end: -Infinity, spans: [], isOver: isOver(span) };
@@ -16,7 +16,7 @@ export function packLane(spans) {
     chain.spans.push(span);
     chains.set(key, chain);
   }
-  const ends = []; // of each row
+  const ends = []; // ends of each row
   const items = [];
   for (const chain of [...chains.values()].sort((a, b) => a.start - b.start)) {
     let row = chain.isOver ? -1 : ends.findIndex((end) => end <= chain.start + 1e-6);

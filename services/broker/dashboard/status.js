@@ -1,10 +1,10 @@
-// How a job is doing: its newest numbers, what the doctor finds, the open iteration, and who generates.
+// The state of a job: its newest numbers, the doctor's findings, the open iteration, and the rollouts.
 
 import { ago, clock, duration, number, percent } from "./format.js";
 import { elapsedOf, Figures, html, isOver, isSilent, Live, marked, Meter, Progress } from "./parts.js";
 
 const RECENT = 10; // iterations that the time left is computed from
-const MOST_WORKERS = 8; // that are shown, the silent ones first
+const MOST_WORKERS = 8; // workers shown, the silent ones first
 const NEXT = {
   OPEN: "Rollouts generate; the trainer works on groups as they arrive.",
   DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
@@ -51,7 +51,7 @@ function timeOf(job, records) {
   return `${elapsedOf(job)} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
 }
 
-/** What is known of it, beside its id. */
+/** The facts about a job, beside its id. */
 export const aboutOf = (job) =>
   [
     `pool ${job.pool}${job.queue_position ? `, number ${job.queue_position} in its queue` : ""}`,
@@ -60,7 +60,7 @@ export const aboutOf = (job) =>
     job.dtype && `computes in ${job.dtype}`,
   ].filter(Boolean).join(" · ");
 
-/** How the reward moved: the newest tenth against the first one, of at least 4 iterations. */
+/** The change of the reward: the newest tenth against the first one, of at least 4 iterations. */
 function gain(series) {
   const points = series.of("iteration/reward_mean");
   if (points.length < 4) return "mean of the last iteration";
@@ -145,7 +145,7 @@ const IterationHead = ({ record, what }) => html`
 
 const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} groups are in`, ...remarksOn(record)].join("; ");
 
-/** What became of accepted groups that do not count. */
+/** Remarks on accepted groups that do not count. */
 const remarksOn = ({ num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
   [
     failed && `${failed} of them failed`,
@@ -158,7 +158,7 @@ function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }
   return counts.length ? ` Refused: ${counts.map(([what, count]) => `${count} ${what}`).join(", ")}.` : "";
 }
 
-/** Of a job that ended while this iteration was open. */
+/** The iteration that was open when its job ended. */
 const Unfinished = ({ record }) => html`
   <article>
     <${IterationHead} record=${record} what="was not committed" />

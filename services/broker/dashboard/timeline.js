@@ -1,4 +1,4 @@
-// Who did what while the last iterations were made: a page of its own, and a small one on the job's page.
+// The work of all services during the last iterations: a page of its own, and a small one on the job's page.
 
 import { get, isRefusal, pause, poll, stream } from "./api.js";
 import { duration, number, percent } from "./format.js";
@@ -9,7 +9,7 @@ import { covered, overlap, totals, TRAINER } from "./spans.js";
 const CHOICES = [1, 2, 3, 5, 10, 20];
 const SMALL = 3; // iterations on the job's page
 const LARGE = 5;
-const MOST_ROWS = 500; // of the table
+const MOST_ROWS = 500; // rows of the table
 const REFRESH_MS = 2000;
 const REST = 10; // times as long as an answer took: large ones are asked for less often
 

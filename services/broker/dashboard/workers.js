@@ -1,4 +1,4 @@
-// Who works in a pool: its rollouts by their last heartbeat, and what is wrong in the whole installation.
+// The workers of a pool: its rollouts by their last heartbeat, and the problems of the whole installation.
 
 import { get, isRefusal, poll, serverNow } from "./api.js";
 import { ago, clock, number } from "./format.js";
@@ -88,7 +88,7 @@ function rowsOf(workers, now) {
     .toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }))
     .map((worker) => {
       const silent = isSilent(worker, now);
-      const seenAt = worker.last_seen_at + serverNow() - now; // by the broker's clock
+      const seenAt = worker.last_seen_at + serverNow() - now; // time on the broker's clock
       const tone = silent ? "bad" : (TONES[worker.state] ?? "hollow");
       return [
         html`<span class="mono">${worker.id}</span>`,

@@ -49,7 +49,7 @@ class DatasetSpec(BaseModel):
     data: DataConfig
     seed: int
     num_items: int  # the total that the job will take
-    model_path: str = ""  # of the tokenizer, where prompts are counted
+    model_path: str = ""  # model of the tokenizer, where prompts are counted
     is_held_out: bool = False  # no row may come twice
 
     @classmethod
@@ -70,7 +70,7 @@ class DatasetSpec(BaseModel):
 
 
 class PromptDataset:
-    note = ""  # what a job's events should say about the data; '' for nothing
+    note = ""  # note about the data for the job's events; '' for none
 
     def items(self, indices: range) -> list[PromptItem]:
         """Return the prompts of the job with these numbers, from 0 to num_items - 1. Raises DatasetError."""

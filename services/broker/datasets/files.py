@@ -67,10 +67,10 @@ class FileDataset(PromptDataset):
         """Return the prompts. Rows are read in the order of the file, so that each part of it is read once."""
         rows = [self._row_of(index) for index in indices]
         try:
-            found = {row: self.to_item(row) for row in sorted(set(rows))}
+            items = {row: self.to_item(row) for row in sorted(set(rows))}
         except OSError as error:
             raise unreadable(self._data, error) from error
-        return [found[row] for row in rows]
+        return [items[row] for row in rows]
 
     def _row_of(self, index: int) -> int:
         epoch, position = divmod(index, len(self._rows))

@@ -73,12 +73,12 @@ def choose_rows(data: RowData, lengths: "array[int]", place: Any) -> tuple["arra
     if not num_dropped:
         return kept, ""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    found = (
+    problem = (
         f"{num_dropped} of {len(lengths)} prompts have more than {data.max_prompt_tokens} tokens; the longest is "
         f"{place(longest)} with {lengths[longest]}"
     )
     if data.on_too_long == "refuse":
-        raise DatasetError(FIELD, f"{found}; shorten them, raise this, or set data.on_too_long = 'drop'")
+        raise DatasetError(FIELD, f"{problem}; shorten them, raise this, or set data.on_too_long = 'drop'")
     if not kept:
-        raise DatasetError(FIELD, f"{found}; raise it")
-    return kept, f"{found}. They are left out"
+        raise DatasetError(FIELD, f"{problem}; raise it")
+    return kept, f"{problem}. They are left out"

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 30
 GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the broker kills it
-PLACE_S = 30.0  # for a new job to get a place where others are being checked
+PLACE_S = 30.0  # time for a new job to get a place where others are being checked
 
 T = TypeVar("T")
 

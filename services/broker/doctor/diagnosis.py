@@ -19,10 +19,10 @@ from services.broker.deadlines import RECENT_S
 from services.broker.doctor.explain import count, explain_job, explain_refused_read
 from services.broker.doctor.memory import explain_memory
 
-DEADLINE_S = 10.0  # for the whole diagnosis
-REFUSAL_S = 2.0  # in addition, to find out whether the password is wrong
+DEADLINE_S = 10.0  # limit for the whole diagnosis
+REFUSAL_S = 2.0  # additional time to find out whether the password is wrong
 LEAVING_S = 120.0  # a trainer or rollout has this long to notice that its job is over
-MAX_SKEW_S = 2.0  # of ages that pages show
+MAX_SKEW_S = 2.0  # skew of ages that pages show
 MAX_JOBS = 50  # started jobs that are explained, the oldest first
 MAX_PENDING = 5  # pending jobs that are explained; the others wait for the same
 FULL = 0.9  # share of maxmemory

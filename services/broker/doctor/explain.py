@@ -33,7 +33,7 @@ from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.memory import explain_memory
 from services.broker.doctor.situation import Situation, Unit, held_by_worker, read_situation
 
-SLOW_OPENING_S = 60.0  # for preparing prompts
+SLOW_OPENING_S = 60.0  # time for preparing prompts
 
 REMARKS = {
     "stale": "submissions were refused for their policy version",
@@ -106,19 +106,19 @@ def explain_pending(s: Situation) -> list[Finding]:
     about: dict[str, Any] = {"who": s.job_id, "waits_for": f"a trainer of pool {pool}", "since_s": pending_s}
     if idle:
         is_late = pending_s > SILENT_S and not s.num_before
-        what = f"{idle[0]} asks for jobs" + (" but does not take it; see its log" if is_late else " and takes it next")
-        findings = [s.find(start + what, is_problem=is_late, **about)]
+        event = f"{idle[0]} asks for jobs" + (" but does not take it; see its log" if is_late else " and takes it next")
+        findings = [s.find(start + event, is_problem=is_late, **about)]
     elif busy:
-        what = f"{busy}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
-        findings = [s.find(start + what, **about)]
+        event = f"{busy}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
+        findings = [s.find(start + event, **about)]
     else:
         deadline_s = s.config.schedule.start_deadline_s
         left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)
-        what = f"no trainer of pool {pool} has asked for jobs in the last {SILENT_S:.0f} s{last_seen(s)}; "
-        what += f"start one: {START_TRAINER}{pool}"
+        event = f"no trainer of pool {pool} has asked for jobs in the last {SILENT_S:.0f} s{last_seen(s)}; "
+        event += f"start one: {START_TRAINER}{pool}"
         due = f"{JOB_FAILS} {when} if no trainer comes (schedule.start_deadline_s)"
         findings = [
-            s.find(start + what, is_problem=True, **about),
+            s.find(start + event, is_problem=True, **about),
             s.find(due, who=s.job_id, next=JOB_FAILS, deadline_s=left_s),
         ]
     return findings + missing_rollouts(s)
@@ -147,8 +147,8 @@ def explain_cancelling(s: Situation) -> list[Finding]:
     if s.lease_left_s <= 0:
         return [s.find(start + "no trainer holds it, so the broker ends it within a second", deadline_s=1.0, **about)]
     left_s = max(0.0, CANCEL_GRACE_S - s.silent_s)
-    what = f"{s.owner} has to stop at its next safe point; otherwise the broker ends the job in {left_s:.0f} s"
-    return [s.find(start + what, waits_for=s.owner, deadline_s=left_s, **about), explain_trainer(s)]
+    event = f"{s.owner} has to stop at its next safe point; otherwise the broker ends the job in {left_s:.0f} s"
+    return [s.find(start + event, waits_for=s.owner, deadline_s=left_s, **about), explain_trainer(s)]
 
 
 EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
@@ -194,9 +194,9 @@ def explain_trainer(s: Situation) -> Finding:
         has_left = (record := s.trainers.get(s.owner)) is not None and record.is_alive(s.now)
         gone = "has left the job" if has_left else "stopped, died or lost its connection"
         sentence = f"{s.owner} {gone}: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
-        none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
+        no_trainer = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
         after = f"the first one that is free takes over: {busy}"
-        sentence += f"{idle[0]} takes over" if idle else after if busy else none
+        sentence += f"{idle[0]} takes over" if idle else after if busy else no_trainer
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
         return s.find(sentence, who=s.owner, is_problem=not (has_left and busy), **about)
     doing = s.fields.get("doing") or "its activity is not reported"
@@ -253,11 +253,11 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
     if fields["state"] == IterationState.DRAINED:
         since_s = max(0.0, s.now - float(fields["drained_at"]))
         user = s.owner if unit in s.iterations else "broker"
-        what = "has to train and commit them" if unit in s.iterations else "has to score them"
-        sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {what}"
+        duty = "has to train and commit them" if unit in s.iterations else "has to score them"
+        sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {duty}"
         return s.find(sentence, who=unit.name, waits_for=user, since_s=since_s)
-    counts = {what: int(fields.get(f"num_{what}", "0")) for what in REMARKS}
-    remarks = [f"{number} {REMARKS[what]}" for what, number in counts.items() if number]
+    counts = {remark: int(fields.get(f"num_{remark}", "0")) for remark in REMARKS}
+    remarks = [f"{number} {REMARKS[remark]}" for remark, number in counts.items() if number]
     parts = [start, *describe_leases(s, unit), *remarks]
     since_s = max(0.0, s.now - float(fields["opened_at"]))
     return s.find("; ".join(parts), who=unit.name, waits_for=count(len(unit.waiting), "group"), since_s=since_s)
@@ -284,7 +284,7 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
 
 def waiting_episodes(s: Situation) -> list[Finding]:
     """Describe, of each rollout, the episode that waits longest for its environment."""
-    found = []
+    findings = []
     for worker in s.live_workers():
         if worker.job_id != s.job_id or (wait := worker.waiting_episode) is None:
             continue
@@ -294,8 +294,8 @@ def waiting_episodes(s: Situation) -> list[Finding]:
         sentence += f"for {since_s:.0f} s"
         sentence += "" if left_s is None else f"; the episode is given up in {left_s:.0f} s (environment.timeout_s)"
         about = {"since_s": since_s, "next": "the episode is given up", "deadline_s": left_s}
-        found.append(s.find(sentence, who=worker.id, waits_for=wait.waits_for, **about))
-    return found
+        findings.append(s.find(sentence, who=worker.id, waits_for=wait.waits_for, **about))
+    return findings
 
 
 def why_unclaimed(s: Situation) -> str:
@@ -323,9 +323,11 @@ def explain_deadline(s: Situation) -> list[Finding]:
         return []
     deadline_s = s.config.schedule.iteration_deadline_s
     left_s, when = time_left(deadline_s, s.silent_s, deadline_s)
-    what = f"{s.evaluations[0].name} is given up" if s.evaluations else JOB_FAILS
-    sentence = f"no progress for {s.silent_s:.0f} s; {what} {when} if nothing arrives (schedule.iteration_deadline_s)"
-    about = {"since_s": s.silent_s, "next": what, "deadline_s": left_s}
+    consequence = f"{s.evaluations[0].name} is given up" if s.evaluations else JOB_FAILS
+    sentence = (
+        f"no progress for {s.silent_s:.0f} s; {consequence} {when} if nothing arrives (schedule.iteration_deadline_s)"
+    )
+    about = {"since_s": s.silent_s, "next": consequence, "deadline_s": left_s}
     return [s.find(sentence, who=s.job_id, is_problem=s.silent_s > deadline_s / 2, **about)]
 
 
@@ -371,5 +373,5 @@ def serving_rollouts(s: Situation) -> list[Finding]:
     states = Counter(worker.state for worker in s.live_workers() if worker.job_id == s.job_id)
     if not states:
         return []
-    what = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
-    return [s.find(f"{s.job_id} is served by {count(states.total(), 'rollout')}: {what}")]
+    summary = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    return [s.find(f"{s.job_id} is served by {count(states.total(), 'rollout')}: {summary}")]

@@ -109,10 +109,10 @@ def findings_of(course: Course) -> list[Finding]:
     """Return the findings, problems first; at least one, on how the reward went, where nothing is wrong."""
     if len(course.recent) < MIN_ITERATIONS:
         return []
-    found = [finding for look in LOOKS if (finding := look(course)) is not None]
-    if not any(finding.is_problem for finding in found):
-        found.insert(0, sum_up(course))
-    return sorted(found, key=lambda finding: not finding.is_problem)
+    findings = [finding for look in LOOKS if (finding := look(course)) is not None]
+    if not any(finding.is_problem for finding in findings):
+        findings.insert(0, sum_up(course))
+    return sorted(findings, key=lambda finding: not finding.is_problem)
 
 
 # ---- one thing each ----------------------------------------------------------------------------------------------
@@ -182,11 +182,11 @@ def look_at_held_out(c: Course) -> Finding | None:
     """Look for a held-out reward that falls, twice in a row, while that of training rises."""
     best, newest = best_of(c.evaluations), c.evaluations[-2:]
     num_prompts = c.config.held_out[0].num_prompts if c.config.held_out else 1  # the scores are those of the first set
-    if best is None or best in newest or not all(is_below(each, best, num_prompts) for each in newest):
+    if best is None or best in newest or not all(is_below(score, best, num_prompts) for score in newest):
         return None
     if not rises(rewards_of(c.around_best), rewards_of(c.recent)):
         return None
-    was, now = (f"{each.reward_mean:.3f} after {each.evaluation}" for each in (best, newest[-1]))
+    was, now = (f"{score.reward_mean:.3f} after {score.evaluation}" for score in (best, newest[-1]))
     sentence = f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while its training reward "
     sentence += "rose: it memorizes its prompts, or exploits a weakness of the reward. End it at that best point "
     sentence += f"(schedule.num_iterations = {best.evaluation}), raise objective.kl.coef, or take more prompts (data)"
@@ -283,10 +283,10 @@ def best_of(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     return max(evaluations, key=lambda record: -math.inf if record.reward_mean is None else record.reward_mean)
 
 
-def is_below(one: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
+def is_below(record: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
     """Return whether a held-out reward is lower than the best one by more than chance explains. The standard error is
     that of independent prompts, not of independent responses: responses to one prompt are alike."""
-    if one.reward_mean is None or best.reward_mean is None:
+    if record.reward_mean is None or best.reward_mean is None:
         return False
-    spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
-    return best.reward_mean - one.reward_mean > SIGMAS * spread
+    spread = math.hypot(record.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
+    return best.reward_mean - record.reward_mean > SIGMAS * spread

@@ -18,8 +18,8 @@ def explain_memory(processes: Sequence[ProcessRecord], now: float) -> list[Findi
         if host is not None and process.is_alive(now) and is_low(host):
             least, names = hosts.setdefault(host.name, (host, []))
             names.append(process.id)
-            hosts[host.name] = (min(least, host, key=lambda each: each.available_bytes), names)
-    worst = sorted(hosts.values(), key=lambda each: each[0].available_bytes)[:MAX_FINDINGS]
+            hosts[host.name] = (min(least, host, key=lambda container: container.available_bytes), names)
+    worst = sorted(hosts.values(), key=lambda host_and_names: host_and_names[0].available_bytes)[:MAX_FINDINGS]
     return [Finding(sentence=describe(host, names), who=names[0], is_problem=True) for host, names in worst]
 
 

@@ -31,9 +31,9 @@ class Situation:
     config: JobConfig
     iterations: list[Unit]  # opened and not committed
     evaluations: list[Unit]  # not ended
-    leases: dict[str, PromptLease]  # by entry
-    workers: dict[str, WorkerRecord]  # of the pool
-    trainers: dict[str, TrainerRecord]  # of the pool
+    leases: dict[str, PromptLease]  # leases by entry
+    workers: dict[str, WorkerRecord]  # workers of the pool
+    trainers: dict[str, TrainerRecord]  # trainers of the pool
     events: list[Event]  # newest first
     num_before: int  # pending jobs of the pool that are older
 

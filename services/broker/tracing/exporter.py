@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
 LOOK_S = 1.0
-RETRY_S = 30.0  # between two tries to reach an unavailable collector
+RETRY_S = 30.0  # time between two tries to reach an unavailable collector
 MAX_BEHIND = 1000  # committed iterations of a job that are still exported
 CATCH_UP_S = 3600.0  # a job that has been over for longer is left alone
-CLOSE_S = 3.0  # for iterations committed just before this broker ends
+CLOSE_S = 3.0  # time for iterations committed just before this broker ends
 SPANS_AT_ONCE = 512  # per request
-RETRYABLE = frozenset({429, 502, 503, 504})  # those that the protocol names; all others are final
-GRACE_S = 1.0  # beyond the exporter's own deadline, which a collector that sends single bytes can pass
+RETRYABLE = frozenset({429, 502, 503, 504})  # statuses that the protocol names; all others are final
+GRACE_S = 1.0  # time after the exporter's own deadline, which a collector that sends single bytes can pass
 # Data from another trainer or rollout implementation raises these when it cannot be read.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError)
 
@@ -116,7 +116,7 @@ class Collector:
     def _export(self, spans: Sequence[ReadableSpan]) -> Future[SpanExportResult]:
         """Export in a thread that does not keep the process from ending."""
         future: Future[SpanExportResult] = Future()
-        future.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
+        future.set_running_or_notify_cancel()  # a waiting caller may be cancelled, the future may not
         threading.Thread(
             target=lambda: future.set_result(self._exporter.export(spans)), name="traces", daemon=True
         ).start()
@@ -134,7 +134,7 @@ class Tracer:
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
         self._settled: set[str] = set()  # jobs that are over and have nothing left to export
         self._unreadable: set[str] = set()
-        self._retry_at = 0.0  # by time.monotonic()
+        self._retry_at = 0.0  # a time of time.monotonic()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -170,7 +170,7 @@ class Tracer:
             if time.monotonic() < self._retry_at:
                 return
             skipped = self._settled | self._unreadable
-            jobs = await existing_jobs(self._ledger, [each for each in (*started, *ended) if each not in skipped])
+            jobs = await existing_jobs(self._ledger, [name for name in (*started, *ended) if name not in skipped])
             for job_id, fields in jobs.items():
                 try:
                     await self._follow(job_id, fields)

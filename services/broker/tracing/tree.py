@@ -71,8 +71,8 @@ def context_of(job_id: str, iteration: int, path: str) -> SpanContext:
 
 @cache
 def resource_of(service: str, instance: str) -> Resource:
-    own = {"service.name": f"onbeat-{service}", "service.version": __version__}
-    return Resource(own | ({"service.instance.id": instance} if instance else {}))
+    attributes = {"service.name": f"onbeat-{service}", "service.version": __version__}
+    return Resource(attributes | ({"service.instance.id": instance} if instance else {}))
 
 
 def to_nanoseconds(time_s: float) -> int:
@@ -137,7 +137,7 @@ async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], itera
     Raises JobNotFound, and ValueError for data that another trainer implementation may have written.
     """
     job_id = job["id"]
-    records = {each.iteration: each for each in await read_iterations(ledger, job_id, iteration - 2, 2)}
+    records = {past.iteration: past for past in await read_iterations(ledger, job_id, iteration - 2, 2)}
     record, previous = records[iteration], records.get(iteration - 1)
     accepted = (await read_groups(ledger, job_id, iteration)).values()
     groups = [group for group in accepted if group is not None]
@@ -152,11 +152,11 @@ async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], itera
             link = (version - 1, "publish") if version else None
             path = f"{span.kind}/{span.lane}/{event.id}"
             trace.add(span, path, attributes={"onbeat.policy_version": version}, link=link)
-    own = await ledger.iterations.fields(job_id, iteration)
-    trained = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
+    fields = await ledger.iterations.fields(job_id, iteration)
+    trained = [span for span in trainer_spans(iteration, fields) if span.kind != "wait"]
     num_updates = int(json.loads(job["config"]).get("training", {}).get("num_updates_per_iteration", 1))
     recorded = await ledger.iterations.micro_batches(job_id, iteration)
-    num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
+    num_replicas = int(json.loads(fields.get("metrics", "{}")).get("num_training_devices", 1))
     steps = find_steps(trained, recorded, num_updates, record.num_groups, num_replicas)
     replaced_at = replacement_times(groups, record)
     for group in groups:
@@ -214,8 +214,8 @@ def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, dispa
     if step.micro_batch:
         start, end = step.micro_batch.start, step.micro_batch.end
     attributes, error = known_attributes(group, OF_GROUP), group.failure[:MAX_MESSAGE]
-    own = trace.span("group", BROKER, dispatched_at, max(end, used_at))
-    trace.add(own, whole, attributes=attributes, error=error)
+    group_span = trace.span("group", BROKER, dispatched_at, max(end, used_at))
+    trace.add(group_span, whole, attributes=attributes, error=error)
 
     def add_child(span: Span, number: str = "", **more: Any) -> None:
         trace.add(span, f"{whole}/{span.kind}{number}", whole, **more)

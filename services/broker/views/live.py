@@ -70,16 +70,16 @@ class Position:
 
     cursor: str  # the last event
     first_open: int | None = None  # the first iteration that was not sent as committed; None: no state was sent
-    fields: frozenset[tuple[str, str]] = frozenset()  # of the job
+    fields: frozenset[tuple[str, str]] = frozenset()  # fields of the job
 
 
 @dataclass(frozen=True)
 class News:
     """The messages between a position and now."""
 
-    states: dict[str, bytes]  # by what they are about; empty if nothing has changed
+    states: dict[str, bytes]  # states by subject; empty if nothing has changed
     events: list[bytes]
-    position: Position  # of one who has been sent this
+    position: Position  # position of a client that has been sent this
     is_over: bool
 
 
@@ -96,7 +96,7 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
     if first_open is None:
         reported = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
         first_open = min([max(0, int(fields["next_iteration"]) - 1), *reported])
-    if events or seen != at.fields or state is JobState.PENDING:  # its place in the queue is no field of the job
+    if events or seen != at.fields or state is JobState.PENDING:  # the job's place in the queue is no field of the job
         record = job_record(fields)
         await place_in_queue(ledger, [record])
         states["job"] = encode("job", record)
@@ -112,15 +112,15 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
 
 async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
     """Return the message of the job's explanation, and whether something waits or is wrong. Raises JobNotFound."""
-    found = diagnosis(await explain_job(ledger, job_id))
-    return encode("explain", found), any(finding.waits_for or finding.is_problem for finding in found.findings)
+    explained = diagnosis(await explain_job(ledger, job_id))
+    return encode("explain", explained), any(finding.waits_for or finding.is_problem for finding in explained.findings)
 
 
 class Shared:
     """Answers that several watchers ask for at the same time, read once for all of them. Errors are not kept."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}  # with the time until which each is good
+        self._answers: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}  # answers, and the times when they expire
         self._reading = asyncio.Semaphore(MAX_READING)
 
     async def answer(self, question: Hashable, good_s: float, read: Callable[[], Coroutine[Any, Any, T]]) -> T:

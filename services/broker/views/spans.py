@@ -23,7 +23,7 @@ from onbeat.streams.stream_ids import id_before, order, time_of
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
-MAX_INTERVALS = 64  # in the engine, of one group; rollouts send fewer
+MAX_INTERVALS = 64  # intervals in the engine, of one group; rollouts send fewer
 MAX_GROUPS = 1000  # per iteration: those accepted first
 
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
@@ -41,7 +41,7 @@ class AcceptedGroup(Record):
     accepted_at: float
     generate_s: float
     score_s: float
-    in_engine: tuple[tuple[float, float], ...]  # of episodes: when a call was in the engine, seconds since the start
+    in_engine: tuple[tuple[float, float], ...]  # episodes: when a call was in the engine, seconds since the start
     failure: str  # '' if it did not fail
     prompt_tokens: int
     response_tokens: int
@@ -79,7 +79,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         accepted_at=time_of(entry),
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
-        in_engine=tuple((each.start_s, each.end_s) for each in group.timings.in_engine[:MAX_INTERVALS]),
+        in_engine=tuple((interval.start_s, interval.end_s) for interval in group.timings.in_engine[:MAX_INTERVALS]),
         failure=failure_text(group),
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
@@ -107,7 +107,7 @@ def episode_parts(group: AcceptedGroup, began_at: float) -> Iterator[tuple[str, 
     """Yield kind, start and end of the parts of a group of episodes: with calls in the engine, and without."""
     until = began_at
     for interval in group.in_engine:
-        start, end = (min(began_at + each, group.accepted_at) for each in interval)
+        start, end = (min(began_at + seconds, group.accepted_at) for seconds in interval)
         yield "environment", until, start
         yield "generate", start, end
         until = end
@@ -119,7 +119,9 @@ async def read_held(ledger: Ledger, job_id: str, versions: Iterable[int]) -> Hel
     held: dict[tuple[int, str], float] = {}
     for version in versions:
         if (record := await ledger.versions.weights(job_id, version)) is not None:
-            held |= {(version, name): each.held_s for name, each in record.rollouts.items() if each.held_s is not None}
+            held |= {
+                (version, name): update.held_s for name, update in record.rollouts.items() if update.held_s is not None
+            }
     return held
 
 

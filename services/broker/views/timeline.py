@@ -41,14 +41,14 @@ class Timelines:
         shown = range(max(start_of_job, num_opened - num_iterations), num_opened)
         oldest = max(start_of_job, shown[0] - int(job["max_staleness"]))  # older ones reach into the window
         read = range(oldest, num_opened)
-        hashes = [each.fields for each in await iteration_hashes(self._ledger, job_id, read)]
+        hashes = [iteration_hash.fields for iteration_hash in await iteration_hashes(self._ledger, job_id, read)]
         if not all(hashes):
             raise JobNotFound(job_id)  # deleted meanwhile
         start = float(hashes[shown[0] - read[0]]["opened_at"])
         end = float(hashes[-1].get("committed_at") or job.get("finished_at") or now)
         events = await newest_events(self._ledger, job_id)
-        updates = [each for each in events if each.kind == "worker.updated" and each.time > start]
-        held = await read_held(self._ledger, job_id, sorted({int(each.data["policy_version"]) for each in updates}))
+        updates = [event for event in events if event.kind == "worker.updated" and event.time > start]
+        held = await read_held(self._ledger, job_id, sorted({int(event.data["policy_version"]) for event in updates}))
         spans = weight_spans(updates, held)
         busy: list[tuple[float, float]] = []  # times that the trainer has reported
         for number, fields in zip(read, hashes, strict=True):
@@ -64,8 +64,8 @@ class Timelines:
         """Return the spans of the accepted groups, as far as they are still kept."""
         spans = self._spans_of(job_id, iteration)
         for entry, group in (await read_groups(self._ledger, job_id, iteration, spans)).items():
-            found = group_spans(group, opened_at) if group else []
-            spans[entry] = [span for span in found if span.end > span.start]
+            spans_of_group = group_spans(group, opened_at) if group else []
+            spans[entry] = [span for span in spans_of_group if span.end > span.start]
         return [span for of_group in spans.values() for span in of_group]
 
 

@@ -227,8 +227,8 @@ class Speaker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 choices = [
-                    tasks.create_task(self._generate_choice(answer, index, prompt_token_ids, each))
-                    for index, each in enumerate(samplings)
+                    tasks.create_task(self._generate_choice(answer, index, prompt_token_ids, choice_sampling))
+                    for index, choice_sampling in enumerate(samplings)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -275,8 +275,8 @@ async def stream_text(
         raise ChatFailed(400, "refused_by_engine", f"the engine refuses the request: {error}") from error
 
 
-def too_long(what: str, limit: int) -> ChatFailed:
-    message = f"{what}, the context has {limit} tokens; shorten the messages or lower max_tokens"
+def too_long(length: str, limit: int) -> ChatFailed:
+    message = f"{length}, the context has {limit} tokens; shorten the messages or lower max_tokens"
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 

@@ -22,10 +22,10 @@ class StopFilter:
         if self.is_hit:
             return ""
         self._held += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if matches:
             self.is_hit = True
-            return self._release(min(found)[1], keep_rest=False)
+            return self._release(min(matches)[1], keep_rest=False)
         return self._release(len(self._held) - self._num_suspicious())
 
     def rest(self) -> str:

@@ -49,7 +49,7 @@ class ChildProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         self.pid = process.pid
-        self._name = name  # in messages
+        self._name = name  # name in messages
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._num_printed = 0  # bytes, since the last answer
         self._stderr_tail = b""
@@ -140,5 +140,5 @@ class ChildProcess:
 
 def name_of_signal(number: int) -> str:
     """Return its name; real-time signals have none."""
-    names = {each.value: each.name for each in signal.Signals}
+    names = {known.value: known.name for known in signal.Signals}
     return names.get(number, f"signal {number}")

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-IMPORTING = threading.Lock()  # in two threads, circular imports meet half-made modules and fail
+IMPORTING = threading.Lock()  # circular imports in two threads meet half-made modules and fail
 
 
 @contextmanager

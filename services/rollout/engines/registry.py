@@ -102,12 +102,12 @@ def known_options(function: Callable[..., Any], options: dict[str, Any]) -> dict
     return {name: value for name, value in options.items() if name in known}
 
 
-async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, what: str, setting: str) -> None:
+async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, work_name: str, setting: str) -> None:
     """Wait until it is done, successful or not. Raises EngineBroken, naming the setting, after the deadline."""
     try:
         await asyncio.wait({work}, timeout=deadline_s)
         if not work.done():
-            raise EngineBroken(f"{what} did not end within {deadline_s:.0f} s ({setting})")
+            raise EngineBroken(f"{work_name} did not end within {deadline_s:.0f} s ({setting})")
     finally:
         await give_up(work)
 

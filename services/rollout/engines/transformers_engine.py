@@ -33,7 +33,7 @@ from services.rollout.engines.interface import (
 )
 from services.tokenizer import load_tokenizer
 
-GREEDY_BELOW = 1e-5  # below this temperature a chat takes the likeliest token
+GREEDY_BELOW = 1e-5  # a chat at a lower temperature takes the likeliest token
 
 
 @dataclass

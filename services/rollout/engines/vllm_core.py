@@ -44,7 +44,7 @@ class ForkedCore(ForkProcess):
 
     def _fork(self) -> None:
         resource_tracker.ensure_running()
-        with IMPORTING:  # in the child, a module that another thread is importing would stay locked
+        with IMPORTING:  # a module that another thread is importing would stay locked in the child
             super().start()
 
     def run(self) -> None:
@@ -77,7 +77,7 @@ def let_go_of_descriptors() -> None:
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {*STANDARD_STREAMS, nothing}:
-        with suppress(OSError):  # that of the listing itself is closed
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)

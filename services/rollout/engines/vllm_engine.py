@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 
 MAX_SHUTDOWNS = 3
 CORE_CHECK_S = 0.5  # vLLM's engine core is looked at this often while it owes an answer
-MIN_TEMPERATURE = 0.01  # below this vLLM samples at another temperature than the one asked for
+MIN_TEMPERATURE = 0.01  # vLLM replaces temperatures that are lower, except 0
 
 
 class VllmEngine:

@@ -82,7 +82,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._share_packed_embedding()
         self._file = None
-        give_back_if_scarce()  # what the load took, and at first what vLLM took to start
+        give_back_if_scarce()  # memory of the load, and at first of vLLM's start
 
     def _take_expert_kernels(self) -> dict[Any, Any]:
         """Take the kernels away and return them. On the CPU vLLM packs experts' weights when it makes their kernel,

@@ -42,11 +42,11 @@ from services.rollout.children.numbers import InvalidReward, check_numbers
 from services.rollout.rewards.outcome import RewardRequest, Score
 from services.rollout.rewards.pool import RewardPool
 
-MAX_OPEN_FILES = 4096  # each episode has connections
+MAX_OPEN_FILES = 4096  # connections of each episode count
 MAX_PLACE = 100  # characters
 MAX_OUTCOME_BYTES = MAX_ANSWER_BYTES // 2
 NUM_THREADS = 64  # methods that do not await, at a time
-REWARD_S = 30.0  # for an installed reward of an answer
+REWARD_S = 30.0  # time for an installed reward of an answer
 
 
 class EpisodeTimeout(Exception):
@@ -89,7 +89,7 @@ class Threads(ThreadPoolExecutor):
 
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads)
-        self.calls: set[Future[Any]] = set()  # that have not returned
+        self.calls: set[Future[Any]] = set()  # calls that have not returned
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         call = super().submit(*args, **kwargs)
@@ -116,7 +116,7 @@ async def play(environment: Environment, task: Task, session: Session, limit_s: 
             outcome = await running
     finally:
         await session.close()
-        if limit.expired():  # whatever the environment made of it
+        if limit.expired():  # the time is over, even if the environment caught the exception
             raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s")
     return check_outcome(outcome)
 
@@ -151,7 +151,7 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
     match error:
         case MemoryError():
             kind, message = "memory", "the memory limit was reached"
-        case RuntimeError() if str(error) == "can't start new thread":  # each needs address space for its stack
+        case RuntimeError() if str(error) == "can't start new thread":  # the thread's stack needs address space
             kind, message = "memory", f"{error}: memory_limit_mb, or a limit of the system, was reached"
         case EpisodeTimeout():
             kind, message = "timeout", str(error)
@@ -165,14 +165,16 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
 
 def place_of(error: BaseException) -> str:
     """Return the place in the environment's own code that an error comes from, in brackets; '' if there is none."""
-    found = [(frame.f_globals.get("__name__", ""), frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    if not found or not is_ours(found[0][0]):  # an error of several at once, which was raised elsewhere
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if not frames or not is_ours(frames[0][0]):  # an error of several at once, which was raised elsewhere
         return ""
-    foreign = [(name.partition(".")[0], code, line) for name, code, line in found if not is_ours(name)]
-    own = [(code, line) for package, code, line in foreign if package == foreign[0][0]]  # not what that calls
-    if not own:
+    foreign = [(name.partition(".")[0], code, line) for name, code, line in frames if not is_ours(name)]
+    frames_of_package = [
+        (code, line) for package, code, line in foreign if package == foreign[0][0]
+    ]  # not what that calls
+    if not frames_of_package:
         return ""
-    code, line = own[-1]
+    code, line = frames_of_package[-1]
     return f" ({os.path.basename(code.co_filename)}, line {line}, in {code.co_name})"[:MAX_PLACE]
 
 

@@ -17,7 +17,7 @@ from services.rollout.rewards.outcome import Number
 
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
 SPOILING = (Kind.TIMEOUT, Kind.MEMORY)  # after these a process may have threads that hang: it is not used again
-CODE = "the environment"  # in messages
+CODE = "the environment"  # subject of messages
 BLOCKED = "code that does not await holds up all episodes of a group"
 
 
@@ -81,7 +81,7 @@ class EnvironmentProcess:
         if failure is not None:
             return [results.get(episode, failure) for episode in range(len(request.access))]
         failures = [result for result in results.values() if isinstance(result, EpisodeFailure)]
-        self._is_spoilt |= any(each.kind in SPOILING for each in failures)
+        self._is_spoilt |= any(ended.kind in SPOILING for ended in failures)
         return [results[episode] for episode in sorted(results)]
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> EpisodeFailure | None:

@@ -120,7 +120,7 @@ def parse_body(kind: type[B], content: bytes) -> B:
         return kind.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        deepest = max(errors, key=lambda found: len(found["loc"]))  # a list of parts is no wrong text
+        deepest = max(errors, key=lambda details: len(details["loc"]))  # a list of parts is no wrong text
         field = ".".join(map(str, deepest["loc"])) or None
         message = f"{field or 'the body'}: {deepest['msg']}"
         raise ChatFailed(400, "invalid_request", message, field) from error

@@ -42,7 +42,7 @@ class GroupContext:
     """The part that all episodes of a group share."""
 
     task: PromptTask
-    messages: Sequence[Message]  # of the task
+    messages: Sequence[Message]  # messages of the task
     generate: Generate
     encoder: PromptEncoder
     renderer: Renderer
@@ -53,7 +53,7 @@ class GroupContext:
 @dataclass(frozen=True)
 class AnsweredCall:
     call: Call
-    message: dict[str, Any]  # in OpenAI's form
+    message: dict[str, Any]  # message in OpenAI's form
 
 
 class Episode:
@@ -72,7 +72,7 @@ class Episode:
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
-        self._tools_called: list[str] = []  # by the last answer, as far as there are such tools
+        self._tools_called: list[str] = []  # tools that the last answer called, as far as there are such tools
         self._is_over = False
         self._began_at: float | None = None  # None: the environment is being loaded
         self._waits_since = time.monotonic()
@@ -99,17 +99,19 @@ class Episode:
 
     def wait(self, environment: str, timeout_s: float) -> EpisodeWait:
         """Describe its wait for its environment, which has this name and this time limit."""
-        what = f"environment {environment} "
+        awaited = f"environment {environment} "
         if self._tools_called:
             names = (f"`{name[:MAX_NAME]}`" for name in self._tools_called[:MAX_NAMES])
-            what = f"tool{'s' * (len(self._tools_called) > 1)} {', '.join(names)}"
+            awaited = f"tool{'s' * (len(self._tools_called) > 1)} {', '.join(names)}"
         elif self._began_at is None:
-            what += "(being loaded)"
+            awaited += "(being loaded)"
         else:
-            what += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
+            awaited += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
         left_s = None if self._began_at is None else max(0.0, self._began_at + timeout_s - time.monotonic())
         group_id = self._group.task.group_id
-        return EpisodeWait(group_id=group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s)
+        return EpisodeWait(
+            group_id=group_id, episode=self.index, waits_for=awaited, waited_s=self.waited_s, left_s=left_s
+        )
 
     def end(self) -> None:
         """Refuse further calls, and cancel those in flight."""
@@ -142,7 +144,7 @@ class Episode:
         content, tool_calls = renderer.parse_calls(generated) if tools else (generated.text, [])
         message = to_message(call.call_id, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
-        self._tools_called = [each.name for each in tool_calls if each.name in offered]
+        self._tools_called = [tool_call.name for tool_call in tool_calls if tool_call.name in offered]
         self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(message)))
         return AnsweredCall(call, message)
 
@@ -249,16 +251,16 @@ def is_over() -> ChatFailed:
     return ChatFailed(401, "episode_over", "this episode has ended: its key is no longer valid")
 
 
-def too_long(what: str, limit: int) -> ChatFailed:
-    message = f"{what}, the context has {limit} tokens; shorten the conversation or end the episode"
+def too_long(length: str, limit: int) -> ChatFailed:
+    message = f"{length}, the context has {limit} tokens; shorten the conversation or end the episode"
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
 def to_message(call_id: str, content: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
     """Return the answer of a call in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    for index, each in enumerate(tool_calls):
-        function = {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)}
+    for index, call in enumerate(tool_calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
         called = {"id": tool_call_id(call_id, index), "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(called)
     return message

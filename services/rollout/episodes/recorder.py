@@ -21,12 +21,12 @@ from services.rollout.engines.interface import GeneratedResponse
 class Call:
     """One call of the policy that was answered."""
 
-    number: int  # in the order in which the episode's calls began; a cancelled call leaves a gap
+    number: int  # number in the order in which the episode's calls began; a cancelled call leaves a gap
     call_id: str
     prompt_token_ids: list[int]  # as the engine got them
     generated: GeneratedResponse
     token_lengths: list[int]  # [T], or empty
-    extends: "Call | None"  # its prompt and sample are the beginning of this prompt; None: rendered afresh
+    extends: "Call | None"  # the call whose prompt and sample begin this prompt; None: rendered afresh
     messages_json: str  # the messages that are new
     waited_s: float
     generate_s: float
@@ -83,7 +83,9 @@ def to_response(calls: Sequence[Call], prompt_token_ids: Sequence[int], outcome:
         reward=outcome.reward,
         reward_parts=outcome.parts,
         text="".join(call.generated.text for call in calls),
-        turns=[to_turn(call, *each, outcome.turn_rewards) for call, each in zip(calls, shared, strict=True)],
+        turns=[
+            to_turn(call, *shared_parts, outcome.turn_rewards) for call, shared_parts in zip(calls, shared, strict=True)
+        ],
     )
     if all(len(call.token_lengths) == len(call.generated.token_ids) for call in calls):
         response.token_lengths.extend(length for call in calls for length in call.token_lengths)

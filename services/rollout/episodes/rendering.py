@@ -84,8 +84,8 @@ class Renderer:
         if call.generated.finish_reason != "stop":
             return end + new
         sampled = self._tokenizer.decode([call.generated.token_ids[-1]], skip_special_tokens=False)
-        _, found, rest = end.partition(sampled)
-        return rest + new if found else (end + new).removeprefix(sampled)
+        _, separator, rest = end.partition(sampled)
+        return rest + new if separator else (end + new).removeprefix(sampled)
 
     def _encode_after(self, token_id: int, text: str) -> list[int]:
         """Tokenise text that follows this token: some tokenizers treat the beginning of a text differently."""
@@ -105,7 +105,7 @@ class Conversations:
 
     def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
         self._renderer = renderer
-        self._known = set(digests_of(begun))  # of all beginnings of all histories
+        self._known = set(digests_of(begun))  # digests of all beginnings of all histories
         # By the tools, and the digest of the history that the call's answer ends.
         self._answered: dict[tuple[bytes, bytes], Call] = {}
 

@@ -62,12 +62,12 @@ class GroupPlay:
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
         self._started = time.monotonic()
-        self._note = ""  # what is said of it instead of its wait
+        self._note = ""  # text that replaces the wait in reports
 
     @property
     def wait(self) -> EpisodeWait | None:
         """The wait of the episode that waits longest for its environment; None when none waits for long."""
-        episode = max(self._playing, key=lambda each: each.waited_s, default=None)
+        episode = max(self._playing, key=lambda playing: playing.waited_s, default=None)
         if episode is None or episode.waited_s < SHOWN_WAIT_S:
             return None
         return episode.wait(self._request.program.name, self._request.timeout_s)
@@ -133,14 +133,14 @@ class GroupPlay:
             self._note = self.doing
             raise
         finally:  # this may have been cancelled
-            for each in access:
-                server.close(each)
+            for episode_access in access:
+                server.close(episode_access)
             playing.cancel()
             await asyncio.wait({playing})
             await asyncio.gather(*(episode.close() for episode in self._playing))
         failures = [self._settle(episode, result) for episode, result in zip(self._playing, results, strict=True)]
-        found = [failure for failure in failures if failure is not None]
-        return min(found, key=lambda failure: failure.kind is Kind.UNREACHABLE, default=None)
+        reported = [failure for failure in failures if failure is not None]
+        return min(reported, key=lambda failure: failure.kind is Kind.UNREACHABLE, default=None)
 
     def _begin(self) -> None:
         for episode in self._playing:

@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 MAX_BODY_BYTES = 4 * 1024 * 1024
-MAX_DRAINED_BYTES = 16 * MAX_BODY_BYTES  # of a longer body are read, so that the client reads the refusal
+MAX_DRAINED_BYTES = 16 * MAX_BODY_BYTES  # bytes of a longer body are read, so that the client reads the refusal
 BODY_DEADLINE_S = 30.0
 KEEP_ALIVE_S = 86_400  # environments may be silent for long between two calls
 STOP_DEADLINE_S = 5.0
 FIRST_REQUEST_S = 30.0
-MAX_SHARE = 0.5  # of the files that this process may have open are connections
+MAX_SHARE = 0.5  # share of the files of this process that may be connections
 BACKLOG = 64  # asyncio tries as many at once, and logs each one that fails
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class SessionServer:
     """The sessions of all episodes that this rollout plays now."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}  # by their keys
+        self._episodes: dict[str, Episode] = {}  # episodes by their keys
 
     async def start(self) -> None:
         """Listen on a free port, until `stop`. Clients may connect from now on."""

@@ -73,8 +73,8 @@ class ChatTemplate:
             text = self.render([*messages, {"role": "assistant", "content": SENTINEL}], tools, is_prompt=False)
         except TemplateRefusal:
             return None
-        _, found, end = text.rpartition(SENTINEL)
-        return end if found else None
+        _, separator, end = text.rpartition(SENTINEL)
+        return end if separator else None
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
         from jinja2.exceptions import TemplateError
@@ -103,7 +103,7 @@ class ChatTemplate:
         answer = text.removeprefix(asked).partition(self._tokenizer.eos_token or RESULT)[0]
         shown = (text, answer, answer)  # calls of Hermes may stand anywhere
         probe = toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT})
-        forms = (form for form, found in zip(toolcalls.FORMS, shown, strict=True) if probe in form(found)[1])
+        forms = (form for form, example in zip(toolcalls.FORMS, shown, strict=True) if probe in form(example)[1])
         return next(forms, None) if TOOL_PURPOSE in text and RESULT in text else None
 
     @cached_property

@@ -27,7 +27,7 @@ class RewardRequest:
     timeout_s: float  # hard limit for one response
     memory_limit_mb: int  # hard limit of the process, address space
     max_attempts: int  # tries per response
-    weight: float = 1.0  # in the sum of several rewards
+    weight: float = 1.0  # weight in the sum of several rewards
     part: str = ""  # name of its part there; '' of the only reward
 
 

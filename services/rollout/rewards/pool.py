@@ -16,7 +16,7 @@ from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
-CODE = "the reward"  # in messages
+CODE = "the reward"  # subject of messages
 
 
 class Scored(Answer):
@@ -134,7 +134,7 @@ class RewardPool:
                     await process.child.kill()
 
     async def _take(self, limits: Limits) -> RewardProcess:
-        for process in [each for each in self._idle if not each.child.is_alive]:
+        for process in [idle for idle in self._idle if not idle.child.is_alive]:
             self._idle.remove(process)
             await process.child.kill()
         for process in reversed(self._idle):

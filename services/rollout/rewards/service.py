@@ -24,7 +24,7 @@ from services.rollout.settings import RewardServiceSettings
 
 CONNECT_S = 5.0
 MAX_RETRY_AFTER_S = 60.0  # a longer Retry-After is cut to this
-PAST_PROXIES = dict.fromkeys(("all://", "http://", "https://"))  # for services on this machine
+PAST_PROXIES = dict.fromkeys(("all://", "http://", "https://"))  # services on this machine need no proxy
 BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the request
 
 
@@ -128,7 +128,7 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
         answer = ServiceAnswer.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        deepest = max(errors, key=lambda found: len(found["loc"]))  # the error inside a mapping
+        deepest = max(errors, key=lambda details: len(details["loc"]))  # the error inside a mapping
         where = ".".join(map(str, ("answer", *deepest["loc"])))
         raise RewardRefused("invalid", f"service {service}: {where}: {deepest['msg']}") from error
     if len(answer.scores) != num_responses:

@@ -38,7 +38,7 @@ class FlexPlan:
     ) -> torch.Tensor:
         padding = (0, 0, 0, self.num_padding)
         inputs = (query_HTD[None], key_KTD[None], value_KTD[None])
-        query, key, value = (torch.nn.functional.pad(each, padding).contiguous() for each in inputs)
+        query, key, value = (torch.nn.functional.pad(tensor, padding).contiguous() for tensor in inputs)
         is_grouped = len(query_HTD) != len(key_KTD)
         attend = compiled(flex_attention) if query_HTD.is_cuda else flex_attention
         attended_BHTD = attend(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)

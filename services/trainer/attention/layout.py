@@ -60,7 +60,7 @@ class Segment:
     start: int
     length: int
     parent: int  # index into the row's segments; -1: nothing comes before
-    position: int  # of its first place
+    position: int  # position of the first place
 
     @property
     def end(self) -> int:
@@ -90,7 +90,7 @@ class GroupSpan:
 @dataclass(frozen=True)
 class PackedLayout:
     groups: tuple[GroupSpan, ...]
-    segments: tuple[Segment, ...]  # of the whole row, in pre-order
+    segments: tuple[Segment, ...]  # segments of the whole row, in pre-order
     position_ids: torch.Tensor  # [T] int64
     logit_index: torch.Tensor  # [N] int64: the place whose logits predict target n
     prefix_length: int = 0
@@ -114,10 +114,10 @@ class PackedLayout:
 
     def path(self, index: int) -> list[Segment]:
         """Return the ancestors of a segment, from the first place of the row's prefix or prompt on."""
-        found: list[Segment] = []
+        path: list[Segment] = []
         while (index := self.segments[index].parent) >= 0:
-            found.append(self.segments[index])
-        return found[::-1]
+            path.append(self.segments[index])
+        return path[::-1]
 
 
 def build_layout(
@@ -144,7 +144,7 @@ def build_layout(
         add(prefix_length, -1)
     for prompt_length, responses in groups:
         own_length = prompt_length - prefix_length
-        trees = tuple(Tree.chain(each) if isinstance(each, int) else each for each in responses)
+        trees = tuple(Tree.chain(response) if isinstance(response, int) else response for response in responses)
         if own_length < 1 or not trees or not all(len(tree.predictors) for tree in trees):
             raise ValueError(
                 f"a group needs a prompt longer than the prefix and non-empty responses, got {prompt_length} tokens, "
@@ -159,7 +159,7 @@ def build_layout(
             places = segments[first].start + tree.predictors
             logit_index.append(torch.where(tree.predictors < 0, segments[prompt].end - 1, places))
         spans.append(GroupSpan(segments[prompt], tuple(segments[prompt + 1 :]), trees))
-    positions = [torch.arange(each.position, each.position + each.length) for each in segments]
+    positions = [torch.arange(segment.position, segment.position + segment.length) for segment in segments]
     position_ids, logit_index_N = torch.cat(positions).to(device), torch.cat(logit_index).to(device)
     return PackedLayout(tuple(spans), tuple(segments), position_ids, logit_index_N, prefix_length)
 
@@ -168,8 +168,8 @@ def dense_mask(layout: PackedLayout) -> torch.Tensor:
     """Return the reference mask [T, T] bool, true where a query (row) may see a key (column). Quadratic; for checks."""
     mask = torch.zeros(layout.num_places, layout.num_places, dtype=torch.bool)
     for index, segment in enumerate(layout.segments):
-        own = slice(segment.start, segment.end)
-        mask[own, own] = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+        places = slice(segment.start, segment.end)
+        mask[places, places] = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
         for ancestor in layout.path(index):
-            mask[own, ancestor.start : ancestor.end] = True
+            mask[places, ancestor.start : ancestor.end] = True
     return mask

@@ -63,7 +63,7 @@ def plan_npu(layout: PackedLayout) -> NpuPlan:
     for index, segment in enumerate(layout.segments):
         if segment.length > 0:
             query_ends.append(segment.end)
-            keys.append(torch.cat([torch.arange(each.start, each.end) for each in (*layout.path(index), segment)]))
+            keys.append(torch.cat([torch.arange(part.start, part.end) for part in (*layout.path(index), segment)]))
     if len(query_ends) > MAX_SEQUENCES:
         raise ValueError(
             f"{len(query_ends)} prompts and responses in a micro-batch, but the fused attention takes "

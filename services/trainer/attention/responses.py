@@ -29,7 +29,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 class Batch:
     """Responses that are computed together: a map between their places `part` of N and G rows of R."""
 
-    part: slice  # of N
+    part: slice  # a part of N
     place_GR: torch.Tensor  # index into the part; 0 where padded
     is_padded_GR: torch.Tensor
     real: torch.Tensor  # index into G * R, for each place of the part
@@ -45,10 +45,10 @@ class Batch:
 
     def pad(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pad the part's places of [H, N, ...] to [G, H, R, ...]."""
-        own = tensor[:, self.part]
+        rows = tensor[:, self.part]
         if len(self.place_GR) == 1:
-            return own[None]
-        return own.index_select(1, self.place_GR.flatten()).unflatten(1, self.place_GR.shape).transpose(0, 1)
+            return rows[None]
+        return rows.index_select(1, self.place_GR.flatten()).unflatten(1, self.place_GR.shape).transpose(0, 1)
 
     def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the real places of [G, H, R, ...] as [H, places of the part, ...]."""
@@ -108,8 +108,8 @@ class Inputs:
 
     def over_own(self, batch: Batch, scale: float | None) -> Call:
         dtype, num_heads = kernel_dtype(self.query_HND.dtype, batch.place_GR.shape[1]), len(self.query_HND)
-        own = (batch.pad(tensor.to(dtype)) for tensor in (self.query_HND, self.key_KND, self.value_KND))
-        query, key, value = (for_query_heads(tensor, num_heads) for tensor in own)
+        tensors = (batch.pad(tensor.to(dtype)) for tensor in (self.query_HND, self.key_KND, self.value_KND))
+        query, key, value = (for_query_heads(tensor, num_heads) for tensor in tensors)
         return Call(query, key, value, is_causal=True, scale=scale)
 
 
@@ -133,8 +133,8 @@ class ResponseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         *tensors, out_HND, lse_HN = ctx.saved_tensors
-        found = response_gradients(Inputs(*tensors), grads[0], out_HND, lse_HN, ctx.batches, ctx.scale)
-        return *(tensor.to(out_HND.dtype) for tensor in found), None, None
+        gradients = response_gradients(Inputs(*tensors), grads[0], out_HND, lse_HN, ctx.batches, ctx.scale)
+        return *(tensor.to(out_HND.dtype) for tensor in gradients), None, None
 
 
 def attend_responses(
@@ -144,8 +144,8 @@ def attend_responses(
     query_HND = inputs.query_HND
     prompt_out, prompt_lse = inputs.over_prompt(scale).attend()
     prompt_lse = prompt_lse.reshape(query_HND.shape[:2])
-    own = [map(batch.unpad, inputs.over_own(batch, scale).attend()) for batch in batches]
-    own_out, own_lse = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
+    results = [map(batch.unpad, inputs.over_own(batch, scale).attend()) for batch in batches]
+    own_out, own_lse = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
     lse_HN = torch.logaddexp(prompt_lse, own_lse)
     prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
     own_out = own_out * (own_lse - lse_HN).exp_()[..., None]
@@ -165,13 +165,13 @@ def response_gradients(
     grad, out, lse = (as_rows(tensor, num_keys) for tensor in (grad_HND, out_HND, lse_HN))
     grad_query, *grad_prompt = inputs.over_prompt(scale).gradients(grad, out, lse)
 
-    own = []
+    results = []
     for batch in batches:
         # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
         lse = batch.pad(lse_HN).masked_fill_(batch.is_padded_GR[:, None], float("inf"))
-        found = inputs.over_own(batch, scale).gradients(batch.pad(grad_HND), batch.pad(out_HND), lse)
-        own.append(map(batch.unpad, found))
-    own_query, *grad_own = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
+        gradients = inputs.over_own(batch, scale).gradients(batch.pad(grad_HND), batch.pad(out_HND), lse)
+        results.append(map(batch.unpad, gradients))
+    own_query, *grad_own = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
     grad_query = grad_query.reshape(inputs.query_HND.shape) + own_query
     grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1) for tensor in grad_own]
     return [grad_query, *grad_own, *(tensor[0] for tensor in grad_prompt)]

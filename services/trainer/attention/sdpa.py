@@ -25,7 +25,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    prefix: slice  # of the row
+    prefix: slice  # a part of the row
     groups: tuple[GroupPlan, ...]
 
     def attend(
@@ -35,7 +35,7 @@ class SdpaPlan:
         # The prefix is in float32, so the gradients of all groups are summed in float32.
         precise = torch.promote_types(key.dtype, torch.float32)
         prefix = [tensor[:, self.prefix].to(precise) for tensor in (key, value)]
-        parts_HXD = []  # in the order of the row
+        parts_HXD = []  # the order of the row
         for group in self.groups:
             prompt_query, prompt_key, prompt_value = (tensor[:, group.prompt] for tensor in (query, key, value))
             if group.prompt_batches is None:

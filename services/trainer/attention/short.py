@@ -62,8 +62,8 @@ class Rows:
 class GroupSet:
     prompts: Rows
     responses: Rows | None  # None: no response has an input
-    query_places: slice  # of T * H
-    key_places: slice  # of T * K
+    query_places: slice  # a part of T * H
+    key_places: slice  # a part of T * K
     row_of_query: torch.Tensor  # [places * H], into the prompt's rows and then the responses'
     row_of_key: torch.Tensor  # [places * K], into the keys of prefix and prompts and then the responses' own
     row_of_prefix_NF: torch.Tensor  # [N, F * K], into the same; no columns for the prefix itself
@@ -76,7 +76,7 @@ class GroupSet:
 class ShortPlan:
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
-        self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # by heads: the same for every layer
+        self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # sets by heads: the same for every layer
 
     def attend(
         self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
@@ -107,8 +107,8 @@ class ShortAttention(torch.autograd.Function):
         for groups in sets:
             attended = []
             for rows in groups.parts:
-                own = query.index_select(0, rows.index_X).to(precise)
-                weights = torch.cat([scores(own, keys, scaled_key) for keys in rows.key_sets], dim=1).softmax(-1)
+                query_XD = query.index_select(0, rows.index_X).to(precise)
+                weights = torch.cat([scores(query_XD, keys, scaled_key) for keys in rows.key_sets], dim=1).softmax(-1)
                 probabilities.append(weights.to(value.dtype))
                 attended.append(
                     sum_of_products((part, keys.take(value)) for keys, part in rows.split(probabilities[-1]))
@@ -131,16 +131,16 @@ class ShortAttention(torch.autograd.Function):
             key_factors: list[tuple[torch.Tensor, torch.Tensor]] = []
             value_factors: list[tuple[torch.Tensor, torch.Tensor]] = []
             for rows in groups.parts:
-                own = query.index_select(0, rows.index_X)
+                query_XD = query.index_select(0, rows.index_X)
                 grad = grads[0].index_select(0, rows.index_X).masked_fill_(rows.is_padded_X1, 0.0)
                 weights = next(saved)
                 grad_scores = score_gradients(grad, weights, rows, precise_value).mul_(ctx.scale).to(query.dtype)
                 of_queries.append(sum_of_products((part, keys.take(key)) for keys, part in rows.split(grad_scores)))
-                key_factors += [(part.mT, keys.per_product(own)) for keys, part in rows.split(grad_scores)]
+                key_factors += [(part.mT, keys.per_product(query_XD)) for keys, part in rows.split(grad_scores)]
                 value_factors += [(part.mT, keys.per_product(grad)) for keys, part in rows.split(weights)]
             grad_query[groups.query_places] = torch.cat(of_queries).index_select(0, groups.row_of_query)
-            found = by_key(key_factors), by_key(value_factors)
-            for of_keys, into, into_prefix in zip(found, (grad_key, grad_value), prefix_grads, strict=True):
+            gradients = by_key(key_factors), by_key(value_factors)
+            for of_keys, into, into_prefix in zip(gradients, (grad_key, grad_value), prefix_grads, strict=True):
                 into[groups.key_places] = of_keys.index_select(0, groups.row_of_key)
                 if groups.row_of_prefix_NF.numel():
                     into_prefix += of_keys[groups.row_of_prefix_NF].sum(0, dtype=into_prefix.dtype)
@@ -151,10 +151,10 @@ class ShortAttention(torch.autograd.Function):
 
 def scores(query_XD: torch.Tensor, keys: Keys, key: torch.Tensor) -> torch.Tensor:
     """Return the scores [X, S], minus infinity where hidden."""
-    found = keys.per_product(query_XD) @ keys.take(key).mT
+    scores = keys.per_product(query_XD) @ keys.take(key).mT
     if keys.is_hidden is not None:
-        found.masked_fill_(keys.is_hidden, float("-inf"))
-    return found.flatten(0, 1)
+        scores.masked_fill_(keys.is_hidden, float("-inf"))
+    return scores.flatten(0, 1)
 
 
 def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, value: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
     for group in layout.spans:
         together = [*sets[-1], group] if sets else [group]
         is_behind_prefix = together[0].prompt.start >= layout.prefix_length
-        most = min(MAX_ROWS, MAX_PADDED * sum(num_rows([each]) for each in together))
+        most = min(MAX_ROWS, MAX_PADDED * sum(num_rows([span]) for span in together))
         if sets and is_behind_prefix and num_rows(together) <= most:
             sets[-1] = together
         else:
@@ -224,8 +224,8 @@ def plan_groups(groups: list[GroupSpan], layout: PackedLayout, num_heads: int, n
     responses = None
     if key_KNGR.shape[-1]:
         is_hidden_B1S = is_padded_NS.repeat(num_keys, 1)[:, None] if is_padded_NS.any() else None
-        own = Keys(key_KNGR.flatten(0, 2), causal(key_KNGR.shape[-1], shared))
-        key_sets = (Keys(prompt_key_BS, is_hidden_B1S), own)
+        response_keys = Keys(key_KNGR.flatten(0, 2), causal(key_KNGR.shape[-1], shared))
+        key_sets = (Keys(prompt_key_BS, is_hidden_B1S), response_keys)
         responses = Rows(query_KNGQR.flatten(), is_padded_KNGQR.flatten()[:, None], key_sets)
 
     queries, keys = (slice(groups[0].prompt.start * heads, groups[-1].end * heads) for heads in (num_heads, num_keys))
@@ -245,15 +245,17 @@ def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
     Padding holds some place of the groups.
     """
     num_responses = max(len(group.segment_lengths) for group in groups)
-    spans = [[(each.start, each.length) for each in group.segments] for group in groups]
-    filled = torch.tensor([[*own, *[(0, 0)] * (num_responses - len(own))] for own in spans])  # [N, G, 2]
-    found = []
+    spans = [[(segment.start, segment.length) for segment in group.segments] for group in groups]
+    filled = torch.tensor(
+        [[*group_spans, *[(0, 0)] * (num_responses - len(group_spans))] for group_spans in spans]
+    )  # [N, G, 2]
+    places = []
     prompts = torch.tensor([(group.prompt.start, group.prompt.length) for group in groups]).unbind(1)
     for start, length in (prompts, filled.unbind(2)):
         step = torch.arange(int(length.max()))
         is_padded = step >= length[..., None]
-        found += [(start[..., None] + step).masked_fill(is_padded, groups[0].prompt.start), is_padded]
-    return tuple(found)
+        places += [(start[..., None] + step).masked_fill(is_padded, groups[0].prompt.start), is_padded]
+    return tuple(places)
 
 
 def causal(length: int, shared: int, before: int = 0) -> torch.Tensor:

@@ -57,7 +57,7 @@ class TreePlan:
 
 def plan_tree(layout: PackedLayout) -> TreePlan:
     """Prepare everything that depends on the layout only, once per micro-batch."""
-    families: dict[int, list[int]] = {}  # by a number for what they share: the parent, or nothing
+    families: dict[int, list[int]] = {}  # segments by a number for the shared part: the parent, or nothing
     for index, segment in enumerate(layout.segments):
         if segment.length > 0:
             families.setdefault(segment.parent if segment.parent >= 0 else -1 - index, []).append(index)
@@ -106,13 +106,13 @@ class TreeAttention(torch.autograd.Function):
             inputs = siblings.take(query, key, value)
             grad, out, lse = (tensor.index_select(1, siblings.places_N) for tensor in (grad_HTD, out_HTD, lse_HT))
             if len(siblings.path_P):
-                found = response_gradients(inputs, grad, out, lse, siblings.batches, ctx.scale)
+                gradients = response_gradients(inputs, grad, out, lse, siblings.batches, ctx.scale)
             else:
-                found = alone(inputs, ctx.scale).gradients(grad[None], out[None], lse[None])
-                of_query, *of_keys = (tensor[0] for tensor in found)
-                found = [of_query, *(tensor.unflatten(0, (len(key), -1)).sum(1) for tensor in of_keys)]
-            grad_query.index_copy_(1, siblings.places_N, found[0].to(query.dtype))
-            for places, parts in ((siblings.places_N, found[1:3]), (siblings.path_P, found[3:])):
+                gradients = alone(inputs, ctx.scale).gradients(grad[None], out[None], lse[None])
+                of_query, *of_keys = (tensor[0] for tensor in gradients)
+                gradients = [of_query, *(tensor.unflatten(0, (len(key), -1)).sum(1) for tensor in of_keys)]
+            grad_query.index_copy_(1, siblings.places_N, gradients[0].to(query.dtype))
+            for places, parts in ((siblings.places_N, gradients[1:3]), (siblings.path_P, gradients[3:])):
                 for total, part in zip((grad_key, grad_value), parts, strict=False):
                     total.index_add_(1, places, part.to(total.dtype))
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None

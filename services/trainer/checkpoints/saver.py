@@ -48,7 +48,7 @@ class CheckpointSaver:
             self._store.wait()
         except NotWritten as error:
             self._go_on_without(error)
-        self.report_finished()  # from here on all ranks agree on the previous checkpoint
+        self.report_finished()  # all ranks agree on the previous checkpoint now
         self._save(state, newest)
         if self._has_failed and self._durable_until == config.first_iteration:  # the disk may be too small for any
             self._insist(state, newest, "the first one")
@@ -101,7 +101,7 @@ class CheckpointSaver:
         since = f"until the next one the groups from iteration {self._durable_until} on stay in Redis"
         self._report_failure(f"{error}; training goes on without it, {since}")
 
-    def _insist(self, state: TrainState, newest: Snapshot, which: str) -> None:
+    def _insist(self, state: TrainState, newest: Snapshot, which_one: str) -> None:
         """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
         for num_tries in range(1, NUM_TRIES + 1):
             self._job.status.wait_for_checkpoint(state.next_iteration)
@@ -111,14 +111,16 @@ class CheckpointSaver:
             except NotWritten as error:
                 if num_tries == NUM_TRIES:
                     raise
-                self._wait_for_space(error, num_tries, which)
+                self._wait_for_space(error, num_tries, which_one)
                 self._save(state, newest)
         self.report_finished()
 
-    def _wait_for_space(self, error: NotWritten, num_tries: int, which: str) -> None:
+    def _wait_for_space(self, error: NotWritten, num_tries: int, which_one: str) -> None:
         """Wait before the next try. Raises what `job.check` does: the job may be cancelled or have another trainer."""
         if num_tries == 1:
-            self._report_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
+            self._report_failure(
+                f"{error}; it is {which_one} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes"
+            )
         self._job.status.wait_for_disk_space(error, num_tries + 1, NUM_TRIES, RETRY_S)
         deadline = time.monotonic() + RETRY_S
         while (left_s := deadline - time.monotonic()) > 0:
@@ -153,6 +155,6 @@ def shortage_warning(checkpoints: CheckpointStore, policy: Policy, config: JobCo
     there = sum(
         file.stat().st_size for folder in checkpoints.complete() for file in folder.rglob("*") if file.is_file()
     )
-    what = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
-    problem = shortage(checkpoints.folder, max(0, num_folders * size - there), what)
+    content = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
+    problem = shortage(checkpoints.folder, max(0, num_folders * size - there), content)
     return f"{problem}; free disk space, or checkpoints cannot be written" if problem else ""

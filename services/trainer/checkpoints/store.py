@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's folder
-NAME = re.compile(r"iteration-\d{6,}")  # of a checkpoint's folder; a copy beside it has another name
+NAME = re.compile(r"iteration-\d{6,}")  # name of a checkpoint's folder; a copy beside it has another name
 
 
 class NotWritten(JobFailed):
@@ -55,14 +55,14 @@ class TrainState:
     policy_version: int = 0
     published_version: int = 0  # the newest that rollouts know; older than policy_version when a transfer was skipped
     num_steps: int = 0
-    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `iteration`
-    reward_parts: list[str] = field(default_factory=list)  # that the job has curves of, as they were found
-    num_without_signal: int = 0  # of the last iterations in a row
+    first_mismatch: float | None = None  # mismatch of the job's first iteration, nats per token; see `iteration`
+    reward_parts: list[str] = field(default_factory=list)  # parts that have curves, in the order in which they came
+    num_without_signal: int = 0  # number of the last iterations in a row
 
     def forked(self, job_id: str) -> "TrainState":
         """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
-        own = replace(self, job_id=job_id, published_version=self.policy_version)
-        return replace(own, first_mismatch=None, reward_parts=[], num_without_signal=0)
+        forked = replace(self, job_id=job_id, published_version=self.policy_version)
+        return replace(forked, first_mismatch=None, reward_parts=[], num_without_signal=0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Content:
 
     state: TrainState
     shards: HostShards
-    files: Mapping[str, bytes]  # on rank 0 only
+    files: Mapping[str, bytes]  # files of rank 0
     holders: Mapping[str, int] | None  # the rank that writes each of the weights; None: rank 0 all of them
     weights: Tensors = field(default_factory=dict)
     policies: Mapping[int, Tensors] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class CheckpointStore:
         lease, a number. `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
         self.timeout_s, self._while_waiting = timeout_s, while_waiting
         self.folder, self._keep, self._world, self._writer = folder, keep, world, writer
-        self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
+        self._channel = self._world.side_channel  # channel of the writing threads, beside the messages of the training
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
         self._is_read = threading.Event()  # writing does not need the live tensors any more
@@ -178,7 +178,7 @@ class CheckpointStore:
             self._together(lambda: prepare(partial) if self._world.is_main else None)
             files = self._together(lambda: write_content(partial, content, self._world, self._is_read.set))
             self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else None)
-        except OSError:  # on every rank: no rank writes there any more
+        except OSError:  # an error on one rank is raised on all, so that none writes there any more
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # the written part takes the disk space that is missing
             raise

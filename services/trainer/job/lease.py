@@ -37,7 +37,7 @@ class ClaimedJob:
     config: JobConfig
     lease_s: float
     rank: int = 0
-    num_replicas: int = 1  # of the whole model; 1 if it is sharded over the ranks
+    num_replicas: int = 1  # copies of the whole model; 1 if it is sharded over the ranks
 
 
 class Lease:
@@ -140,5 +140,7 @@ async def is_trainer_wanted(ledger: Ledger, pool: str) -> bool:
     if await ledger.lists.num_waiting(pool):
         return True
     started, now = await existing_jobs(ledger, await ledger.lists.started()), await ledger.now()
-    running = [of for of in started.values() if of.get("pool") == pool and of["state"] == JobState.RUNNING]
-    return any(float(of.get("lease_until", "0")) < now for of in running)
+    running = [
+        fields for fields in started.values() if fields.get("pool") == pool and fields["state"] == JobState.RUNNING
+    ]
+    return any(float(fields.get("lease_until", "0")) < now for fields in running)

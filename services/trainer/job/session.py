@@ -130,10 +130,10 @@ class JobSession:
                 raise CannotServe(f"job {self.job_id} is left to another trainer: {of_rank.decode()}")
         self._server = server
         self._address = join_address(reachable_host(settings.weights_host, settings.weights_advertise), bound)
-        own = Peer(
+        peer = Peer(
             worker_id=settings.trainer_id, address=self._address, host_id=host_id(), zone=settings.zone
         ).SerializeToString()
-        roots = [Peer.FromString(message) for message in shards.all_gather_bytes(own)]
+        roots = [Peer.FromString(message) for message in shards.all_gather_bytes(peer)]
         server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
 
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:

@@ -74,10 +74,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_gguf(folder: Path, file_name: str) -> Path:
-    found = sorted(folder.rglob(file_name)) or sorted(folder.rglob("*.gguf"))
-    if not found:
+    files = sorted(folder.rglob(file_name)) or sorted(folder.rglob("*.gguf"))
+    if not files:
         raise ValueError(f"no GGUF file in {folder}; reinstall its package with `make setup`")
-    return found[0]
+    return files[0]
 
 
 def convert_gguf(file: Path, target: Path) -> None:

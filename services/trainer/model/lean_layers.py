@@ -25,8 +25,8 @@ from torch.nn.utils import skip_init
 
 from services.trainer.model.errors import TRIAL_ERRORS
 
-WIDTH = 16  # of the small copies
-SCALES = (1e-2, 1.0, 1e2, 1e4)  # of the rows of their input; some layers clamp large values
+WIDTH = 16  # width of the small copies
+SCALES = (1e-2, 1.0, 1e2, 1e4)  # scales of the rows of their input; some layers clamp large values
 
 
 class LeanRMSNorm(torch.autograd.Function):
@@ -125,16 +125,16 @@ class LeanEmbedding(nn.Embedding):
         return EmbeddingRows.apply(self.weight, input, self.padding_idx)
 
 
-def lean_norm(own: type[Any]) -> type[Any]:
-    class LeanNorm(own):
+def lean_norm(base: type[Any]) -> type[Any]:
+    class LeanNorm(base):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return LeanRMSNorm.apply(x, self.weight, self.variance_epsilon)
 
     return LeanNorm
 
 
-def lean_mlp(own: type[Any]) -> type[Any]:
-    class LeanMLP(own):
+def lean_mlp(base: type[Any]) -> type[Any]:
+    class LeanMLP(base):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if type(self.down_proj) is not nn.Linear:  # it was given an adapter after `use_lean_layers`
                 return super().forward(x)
@@ -153,9 +153,9 @@ def small_norm(module: Any) -> Any | None:
 def small_mlp(module: Any) -> Any | None:
     """Return a narrow copy, on the CPU, of a module that looks like a gated MLP whose last projection has no bias."""
     projections: dict[str, Any] = {name: getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
-    if not all(type(each) is nn.Linear for each in projections.values()):
+    if not all(type(projection) is nn.Linear for projection in projections.values()):
         return None
-    has_bias = {name: each.bias is not None for name, each in projections.items()}
+    has_bias = {name: projection.bias is not None for name, projection in projections.items()}
     if has_bias["down_proj"] or len(tensors_of(module)) > len(projections) + sum(has_bias.values()):
         return None
     return copy_with(module, **{name: skip_init(nn.Linear, WIDTH, WIDTH, bias=has_bias[name]) for name in has_bias})
@@ -177,8 +177,8 @@ def copy_with(module: nn.Module, **parts: Any) -> Any:
 @torch.no_grad()
 def has_same_results(module: Any, lean: type[Any]) -> bool:
     """Compare the results of both classes, bit for bit, for a random input. The module's parameters are overwritten."""
-    own = type(module)
-    if len(inspect.signature(own.forward).parameters) != 2:  # self and x
+    layer_type = type(module)
+    if len(inspect.signature(layer_type.forward).parameters) != 2:  # self and x
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, len(SCALES), WIDTH, generator=generator) * torch.tensor(SCALES)[:, None]
@@ -187,9 +187,9 @@ def has_same_results(module: Any, lean: type[Any]) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         module.to(dtype)
         try:
-            expected, found = own.forward(module, x.to(dtype)), lean.forward(module, x.to(dtype))
+            expected, computed = layer_type.forward(module, x.to(dtype)), lean.forward(module, x.to(dtype))
         except TRIAL_ERRORS:  # it only looked like one of these
             return False
-        if found.dtype != expected.dtype or not torch.equal(found, expected):
+        if computed.dtype != expected.dtype or not torch.equal(computed, expected):
             return False
     return True

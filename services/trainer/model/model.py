@@ -189,7 +189,7 @@ def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tupl
     return target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
 
 
-Hidden = list[torch.Tensor]  # of each pass, [rows, T, ...]
+Hidden = list[torch.Tensor]  # states of each pass, [rows, T, ...]
 Prepared = tuple[list[dict[str, Any]], Callable[[Hidden], torch.Tensor]]  # inputs; select the targets' rows, [N, ...]
 
 

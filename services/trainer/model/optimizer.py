@@ -27,7 +27,7 @@ from services.trainer.world import buckets
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_BYTES = 32 << 20  # of masters stepped together
+BUCKET_BYTES = 32 << 20  # bytes of masters stepped together
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,6 @@ def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup
 def state_tensor(tensors: dict[str, torch.Tensor], key: str, master: torch.Tensor) -> torch.Tensor:
     stored = tensors.get(key)
     if stored is None or stored.shape != master.shape:
-        found = "nothing" if stored is None else f"shape {tuple(stored.shape)}"
-        raise ValueError(f"the checkpoint is of another model: {key} needs {tuple(master.shape)}, has {found}")
+        stored_shape = "nothing" if stored is None else f"shape {tuple(stored.shape)}"
+        raise ValueError(f"the checkpoint is of another model: {key} needs {tuple(master.shape)}, has {stored_shape}")
     return stored

@@ -42,7 +42,7 @@ def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWe
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use ONBEAT_PARALLELISM=ddp")
     mesh = init_device_mesh(world.device.type, (world.size,))
-    sum_dtype = torch.promote_types(compute_dtype, torch.float32)  # of gradients: float64 for a float64 model
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)  # sums of gradients: float64 for a float64 model
     precision = MixedPrecisionPolicy(compute_dtype, sum_dtype, cast_forward_inputs=False)
     names = {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:
@@ -92,10 +92,10 @@ def gather_full(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], holders: dict[str, int]) -> None:
     """Overwrite a sharded model with whole weights by name, each from the rank that holds it. All must call it."""
     model.reshard()  # a pass without a backward leaves the root's parameters whole
-    own = dict(tensors)
+    by_name = dict(tensors)
     for name, parameter in model.named_parameters():
-        if name in own:
-            sent = own[name].to(parameter.device, parameter.dtype)
+        if name in by_name:
+            sent = by_name[name].to(parameter.device, parameter.dtype)
         else:
             sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         mesh, placements = parameter.device_mesh, parameter.placements

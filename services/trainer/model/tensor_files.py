@@ -99,8 +99,8 @@ def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
         if like is None:
             targets[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
         elif like.shape != stored.size:
-            found, wanted = tuple(stored.size), tuple(like.shape)
-            raise ValueError(f"the checkpoint is of another model: {key} needs {wanted}, has shape {found}")
+            stored_shape, wanted = tuple(stored.size), tuple(like.shape)
+            raise ValueError(f"the checkpoint is of another model: {key} needs {wanted}, has shape {stored_shape}")
         else:
             targets[key] = torch.empty_like(like, dtype=stored.properties.dtype)
     try:

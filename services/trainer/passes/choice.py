@@ -76,10 +76,10 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     mask = dense_mask(layout).to(device)
     expected = scaled_dot_product_attention(exact_query, exact_key, exact_value, mask, enable_gqa=True).transpose(1, 2)
     try:
-        found, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout))
-        gradients = torch.autograd.grad(found.float().square().sum(), inputs)
+        out, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout))
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     except TRIAL_ERRORS as error:
         return f"the attention kernel of {device} fails: {type(error).__name__}: {error}"
-    pairs = zip((found, *gradients), (expected, *torch.autograd.grad(expected.square().sum(), exact)), strict=True)
+    pairs = zip((out, *gradients), (expected, *torch.autograd.grad(expected.square().sum(), exact)), strict=True)
     gap = max(((left.float() - right).abs().mean() / right.abs().mean()).item() for left, right in pairs)
     return "" if gap <= KERNEL_TOLERANCE else f"the attention kernel of {device} is off by {gap:.2g} of the mean value"

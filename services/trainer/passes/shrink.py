@@ -16,7 +16,7 @@ import torch
 MAX_PARAMETERS = 500_000_000  # the largest model that is tried: 2 GB, several times
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
 REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
-CAP = 2.0  # of logits: low enough to have an effect
+CAP = 2.0  # limit of logits: low enough to have an effect
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(
@@ -50,7 +50,7 @@ def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, i
         if part is not None and part is not small.get_text_config():
             shrink_depth(part, 1)
     text = small.get_text_config()
-    for holder in {id(each): each for each in (small, text)}.values():
+    for holder in {id(config_part): config_part for config_part in (small, text)}.values():
         replace_numbers(holder, SPECIAL_TOKEN, lambda value: value % VOCAB_SIZE)
         replace_numbers(holder, MEDIA_TOKEN, lambda value: value % VOCAB_SIZE + VOCAB_SIZE)
     shrink_depth(text, num_layers if has_pattern(text) else 2)
@@ -101,7 +101,7 @@ def shrink_depth(config: Any, num_layers: int) -> None:
         if isinstance(value, list | tuple) and len(value) == depth:
             setattr(config, name, value[:num_layers])
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
-            setattr(config, name, {key: each for key, each in value.items() if int(key) < num_layers})
+            setattr(config, name, {key: item for key, item in value.items() if int(key) < num_layers})
     replace_numbers(config, LAYERS, lambda value: max(1, value * num_layers // depth))
     overrides = getattr(config, "_heterogeneity_spec", None)  # Gemma 4's, by layer
     config.num_hidden_layers = num_layers
@@ -138,8 +138,8 @@ def shrink_width(config: Any) -> None:
     for name, value in vars(config).items():
         if name in fields:
             setattr(config, name, narrowed(name, value))
-        elif isinstance(value, list) and value and all(type(each) is int for each in value):
-            setattr(config, name, [narrowed(name.removesuffix("_per_layer"), each) for each in value])
+        elif isinstance(value, list) and value and all(type(item) is int for item in value):
+            setattr(config, name, [narrowed(name.removesuffix("_per_layer"), item) for item in value])
     for rope in rope_tables(config):
         for name in ("short_factor", "long_factor"):
             if name in rope:

@@ -31,12 +31,12 @@ from services.trainer.weights.store import SAFETENSORS_DTYPES
 PREFIX = 16  # tokens that all prompts begin with
 GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses
 FORKING = (20, 6)  # tokens of the rest of the prompts whose response is an episode that forks
-TURNS = (  # of it: the turn before, how many tokens of its path after the prompt are kept, observed, sampled
+TURNS = (  # turns: the turn before, how many tokens of its path after the prompt are kept, observed, sampled
     (None, 0, 0, 5),
     (0, 5, 3, 4),
     (1, 12, 4, 6),
-    (1, 9, 2, 3),  # behind the first token that turn 1 sampled
-    (0, 2, 0, 7),  # behind the second token of turn 0
+    (1, 9, 2, 3),  # a branch behind the first token that turn 1 sampled
+    (0, 2, 0, 7),  # a branch behind the second token of turn 0
     (None, 0, 2, 1),
 )
 TOLERANCE = 1e-3  # greatest gap of logprobs, in nats, and of the gradient, relative to its norm
@@ -137,7 +137,7 @@ def change_with_prompt(reference: Reference) -> float:
 def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatch]) -> str:
     """Compare the passes over all of the reference's groups with it. Returns what is wrong with them, or ''."""
     kind = "packed rows" if passes.is_packed else f"{'padded' if passes.is_padded else 'separate'} rows"
-    what = f"{kind} with {passes.attention} attention" if not passes.is_packed else kind
+    tried = f"{kind} with {passes.attention} attention" if not passes.is_packed else kind
     try:
         model = random_model(reference.config, passes.attention)  # some classes choose their attention when built
         model.load_state_dict(reference.model.state_dict())
@@ -145,11 +145,11 @@ def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatc
         logprobs = torch.cat([response_logprobs(model, batch, 1.0)[0] for batch in batches])
         gradient_gap = gap_of_gradients(gradients_of(model, logprobs), reference.gradients)
     except TRIAL_ERRORS as error:
-        return f"{what} fail: {describe(error)}"
+        return f"{tried} fail: {describe(error)}"
     gap = (logprobs - reference.logprobs).abs().max().item()
     if gap <= TOLERANCE and gradient_gap <= TOLERANCE:  # false for NaN as well
         return ""
-    return f"{what} differ by {gap:.2g} nats and by {gradient_gap:.2g} of the gradient"
+    return f"{tried} differ by {gap:.2g} nats and by {gradient_gap:.2g} of the gradient"
 
 
 @torch.no_grad()
@@ -187,8 +187,8 @@ def is_head_plain(model: Any) -> bool:
         try:
             weight.mul_(HEAD_GAIN)
             hidden = model.get_decoder()(token_ids, use_cache=False).last_hidden_state
-            expected, found = model(token_ids, use_cache=False).logits, hidden @ weight.T
-            return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+            expected, computed = model(token_ids, use_cache=False).logits, hidden @ weight.T
+            return bool((computed - expected).norm() <= TOLERANCE * expected.norm())
         finally:
             weight.copy_(kept)
     except TRIAL_ERRORS:
@@ -220,11 +220,11 @@ def gradients_of(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def gap_of_gradients(computed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the norm of the difference over all parameters, relative to the expected norm; no gradient counts as 0."""
     difference = total = 0.0
-    for name in found.keys() | expected.keys():
-        left, right = found.get(name, torch.zeros(())), expected.get(name, torch.zeros(()))
+    for name in computed.keys() | expected.keys():
+        left, right = computed.get(name, torch.zeros(())), expected.get(name, torch.zeros(()))
         difference += (left - right).square().sum().item()
         total += right.square().sum().item()
     return (difference / total) ** 0.5

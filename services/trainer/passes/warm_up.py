@@ -15,7 +15,7 @@ from services.trainer.model.model import response_logprobs
 
 NUM_GROUPS = (4, 8)  # two lengths: for the second one the compiler makes kernels that take any
 PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 40, 20, 2
-NUM_TOKENS = 256  # of the vocabulary are used: the last ones of some models stand for no text
+NUM_TOKENS = 256  # tokens of the vocabulary in use: the last ones of some models stand for no text
 
 
 def warm_up(model: Any, device: torch.device) -> Iterator[None]:

@@ -33,7 +33,7 @@ from services.trainer.world import PeerLost
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 300
-LOOK_S = 2.0  # between looks into the ledger
+LOOK_S = 2.0  # time between looks into the ledger
 RETRY_S = 60.0  # after an error of a tracker
 CLOSE_S = 10.0  # all trackers together, at the end of the job
 

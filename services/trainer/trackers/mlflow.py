@@ -18,9 +18,9 @@ class Run:
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(tracker.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
-        found = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'", max_results=1)
-        if found:
-            self._run_id = found[0].info.run_id
+        runs = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'", max_results=1)
+        if runs:
+            self._run_id = runs[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
         run = self._client.create_run(experiment_id, run_name=job_id, tags={JOB_TAG: job_id})

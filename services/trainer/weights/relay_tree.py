@@ -15,7 +15,7 @@ from functools import lru_cache
 from onbeat.process.network import host_of, is_loopback
 from onbeat.weights.wire import PayloadKey, Peer
 
-UNSPECIFIED = ("0.0.0.0", "::")  # what a server that listens everywhere may report
+UNSPECIFIED = ("0.0.0.0", "::")  # addresses of a server that listens everywhere
 SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
 FORGET_S = 3600.0  # a worker that has asked for nothing for this long is no longer a source
 ROOT = ""  # the trainer, among worker ids
@@ -44,10 +44,10 @@ class Sources:
     other machines at a time for each shard; `fanout`: the same for a rollout."""
 
     def __init__(self, roots: list[Peer], egress: int = 1, fanout: int = 1) -> None:
-        self._roots = roots  # by shard
+        self._roots = roots  # roots by shard
         self._egress, self._fanout = egress, fanout
         self._holders: dict[str, Holder] = {}
-        self._slots: dict[tuple[str, int], Slot] = {}  # by puller and shard
+        self._slots: dict[tuple[str, int], Slot] = {}  # slots by puller and shard
 
     @property
     def num_shards(self) -> int:
@@ -117,9 +117,9 @@ class Sources:
                 children.setdefault(slot.source, []).append(worker_id)
         fed, waiting = {ancestor}, [ancestor]
         while waiting:
-            found = children.get(waiting.pop(), [])
-            fed.update(found)
-            waiting += found
+            pullers = children.get(waiting.pop(), [])
+            fed.update(pullers)
+            waiting += pullers
         return fed
 
     def _loads(self, shard: int) -> Counter[str]:

@@ -34,7 +34,7 @@ class HostMemory:
     of its size: writing into new memory takes several times as long."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # free buffers by bytes
 
     def copy(self, tensor: torch.Tensor) -> memoryview:
         """Return a copy of the tensor's bytes, row-major, little-endian."""
@@ -59,7 +59,7 @@ class Snapshot:
     delta: Payload | None = None  # the delta from `delta.key.base_version`
     encode_s: float = 0.0  # seconds of all threads together for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
-    memory: HostMemory = field(default_factory=HostMemory, repr=False, compare=False)  # for the next version's copies
+    memory: HostMemory = field(default_factory=HostMemory, repr=False, compare=False)  # buffers for the next version
 
     @property
     def policy_version(self) -> int:
@@ -95,7 +95,7 @@ class Encoded:
 
     entry: Tensor
     buffer: memoryview
-    encoding: delta.Encoding  # of the delta
+    encoding: delta.Encoding  # encoding of the delta
     change: memoryview
     seconds: float
 
@@ -145,15 +145,15 @@ class SnapshotWriter:
         """
         encoded = [self._encoded[name].result() for name in (self._encoded if order is None else order)]
         self._threads.shutdown()
-        manifest = join_shards(self._version, [each.entry for each in encoded], world)
+        manifest = join_shards(self._version, [tensor.entry for tensor in encoded], world)
         change = None
         if self._base is not None and self._base.manifest.layout == manifest.layout:
             key = PayloadKey(self._version, self._base.policy_version, world.rank)
             indexed = enumerate(encoded, manifest.shards[world.rank].start)
-            changed = [(index, each) for index, each in indexed if each.encoding is not delta.Encoding.UNCHANGED]
-            plan = Plan.of((index, each.encoding, len(each.change)) for index, each in changed)
-            change = Payload(key, plan, [each.change for _, each in changed])
-        buffers, encode_s = tuple(each.buffer for each in encoded), sum(each.seconds for each in encoded)
+            changed = [(index, tensor) for index, tensor in indexed if tensor.encoding is not delta.Encoding.UNCHANGED]
+            plan = Plan.of((index, tensor.encoding, len(tensor.change)) for index, tensor in changed)
+            change = Payload(key, plan, [tensor.change for _, tensor in changed])
+        buffers, encode_s = tuple(tensor.buffer for tensor in encoded), sum(tensor.seconds for tensor in encoded)
         return Snapshot(manifest, buffers, world.rank, change, encode_s, self._started_at, self._memory)
 
     def _encode(self, entry: Tensor, buffer: memoryview, item_bytes: int) -> Encoded:
@@ -172,8 +172,8 @@ class SnapshotWriter:
 
 def join_shards(version: int, entries: list[Tensor], world: World) -> Manifest:
     """Join the entries of all ranks into one manifest."""
-    own = GetManifestResponse(tensors=entries).SerializeToString()
-    shards = [GetManifestResponse.FromString(message).tensors for message in world.all_gather_bytes(own)]
+    entries_of_rank = GetManifestResponse(tensors=entries).SerializeToString()
+    shards = [GetManifestResponse.FromString(message).tensors for message in world.all_gather_bytes(entries_of_rank)]
     *starts, _ = accumulate(len(shard) for shard in shards)
     return Manifest(version, tuple(tensor for shard in shards for tensor in shard), tuple(starts))
 
@@ -223,7 +223,7 @@ class WeightStore:
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
-        self._deltas: dict[int, tuple[Step, Payload]] = {}  # by the version that they lead to; of this shard
+        self._deltas: dict[int, tuple[Step, Payload]] = {}  # deltas of this shard, by the version that they lead to
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:

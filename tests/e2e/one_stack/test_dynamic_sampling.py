@@ -28,4 +28,4 @@ def test_equal_groups_are_replaced_and_the_bits_replay(stack, folder):
         assert record.num_responses == 2 * record.num_groups
     assert sum(record.num_replaced for record in records) > 0
     assert stack.client.jobs.audit(job_id).is_clean
-    assert replay(stack, job_id, 2)["bits_agree"]  # from the beginning
+    assert replay(stack, job_id, 2)["bits_agree"]  # a replay from the beginning

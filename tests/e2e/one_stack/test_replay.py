@@ -20,7 +20,7 @@ from tests.e2e.stack import RunningStack, replay
 
 @contextmanager
 def changed_reward(stack: RunningStack, job_id: str, iteration: int) -> Iterator[None]:
-    """Behind everybody's back: the ledger points to a group with another reward."""
+    """Change a reward without a report: the ledger points to a group with another reward."""
     redis, keys = stack.redis, JobKeys(job_id)
     group_id, state = next(iter(redis.hgetall(keys.groups(iteration)).items()))
     entry = state.decode().removeprefix("accepted:")

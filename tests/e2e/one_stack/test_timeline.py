@@ -7,7 +7,7 @@ import pytest
 from onbeat.terminal.report import make_report
 
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
-ROUNDING_S = 0.01  # of the trainer's spans
+ROUNDING_S = 0.01  # rounding of the trainer's spans
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +19,16 @@ def test_trainer_works_between_commits_on_groups_that_arrived(stack, finished, t
     records = stack.client.jobs.iterations(finished.id)
     assert timeline.iterations == list(range(finished.num_iterations))
     for record in records:
-        own = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
+        spans = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
         before = record.committed_at - record.wall_s
-        assert all(before - SLACK_S <= s.start <= s.end <= record.committed_at + SLACK_S for s in own)
-        assert all(earlier.end <= later.start + ROUNDING_S for earlier, later in pairwise(own))
-        steps = [kind for kind, _ in groupby(s.kind for s in own if s.kind != "wait")]
+        assert all(before - SLACK_S <= s.start <= s.end <= record.committed_at + SLACK_S for s in spans)
+        assert all(earlier.end <= later.start + ROUNDING_S for earlier, later in pairwise(spans))
+        steps = [kind for kind, _ in groupby(s.kind for s in spans if s.kind != "wait")]
         assert steps == ["checkpoint"] * (record.iteration > 0) + ["micro_batch", "optimizer", "publish"]
-        assert "wait" in {s.kind for s in own}
-        first_trained = min(s.start for s in own if s.kind == "micro_batch")
+        assert "wait" in {s.kind for s in spans}
+        first_trained = min(s.start for s in spans if s.kind == "micro_batch")
         assert first_trained >= record.first_accepted_at - SLACK_S
-        trained_s = sum(s.end - s.start for s in own if s.kind in ("micro_batch", "optimizer"))
+        trained_s = sum(s.end - s.start for s in spans if s.kind in ("micro_batch", "optimizer"))
         measured_s = record.metrics["train/micro_batches_s"] + record.metrics["train/step_s"]  # around the spans
         assert measured_s - 0.2 <= trained_s <= measured_s + ROUNDING_S
 

@@ -49,7 +49,7 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker):
     assert response.status_code == 201
     assert response.headers["location"] == f"/v1/jobs/{record['id']}"
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 3, 0)
-    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # with the defaults that it will run with
+    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # the defaults that it will run with are filled in
     assert (await broker.get(response.headers["location"])).json() == record
 
 
@@ -178,8 +178,8 @@ async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, w
         assert answer.status_code == 200, (path, answer.text)
         assert good in answer.text or path == "/v1/pools/default", path
     await Retention(ledger, 1).step()
-    found = [found async for found in candidates(ledger, "default")]
-    assert good in dict(found)
+    listed = [listed async for listed in candidates(ledger, "default")]
+    assert good in dict(listed)
     await world.wait_open(good, 0)
 
 
@@ -366,14 +366,14 @@ async def test_events_are_those_after_the_cursor(broker, ledger):
 
 
 async def test_what_a_pool_has_to_do(broker, ledger, world):
-    """What an autoscaler asks: prompts of running jobs, and who is alive."""
+    """An autoscaler asks for the prompts of running jobs, and for the live workers."""
 
     async def status(pool):
         answer = await broker.get(f"/v1/pools/{pool}")
         assert answer.status_code == 200
-        found: dict[str, Any] = answer.json()
-        assert found.pop("pool") == pool
-        return found
+        load: dict[str, Any] = answer.json()
+        assert load.pop("pool") == pool
+        return load
 
     nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
     assert await status("scaled") == nothing
@@ -427,9 +427,9 @@ async def test_health_and_prometheus(broker, ledger, world, monkeypatch):
     assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
     read = metrics.read_outcomes
 
-    async def read_slowly(*of):
+    async def read_slowly(*arguments):
         await asyncio.sleep(0.01)
-        return await read(*of)
+        return await read(*arguments)
 
     monkeypatch.setattr(metrics, "read_outcomes", read_slowly)
     for iteration in (1, 2):  # counts stay when iterations settle, however many scrape at once
@@ -528,7 +528,7 @@ async def test_named_sets_have_scores_series_and_samples(broker, world):
 
 @pytest_asyncio.fixture
 async def unreachable() -> AsyncIterator[Ledger]:
-    """A ledger whose Redis is away."""
+    """Yield a ledger whose Redis is away."""
     client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
     yield Ledger(client)
     await client.aclose()

@@ -115,7 +115,7 @@ async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger, wo
 
 
 async def wait_claimable(ledger: Ledger, job_id: str) -> list[Claim]:
-    """What is or becomes free to claim."""
+    """Wait for groups that are free to claim, and return their claims."""
     claims: list[Claim] = await eventually("prompts", lambda: World(ledger).claim_all(job_id))
     return claims
 
@@ -135,8 +135,8 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger, world)
     for iteration in range(3):
         await world.commit(job_id, epoch, iteration)
         claims = await wait_claimable(ledger, job_id)
-        found = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
-        assert found == {(iteration + 3, iteration + 1)}
+        versions = {(claim.task.iteration, claim.task.policy_version) for claim in claims}
+        assert versions == {(iteration + 3, iteration + 1)}
         await world.submit_groups(job_id, claims)
     for iteration in (3, 4, 5):
         await world.commit(job_id, epoch, iteration)
@@ -256,8 +256,8 @@ async def test_broker_without_the_file_fails_no_open_evaluation(ledger, world, p
     job_id, _ = await world.started_job(evaluation=HELD_OUT)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     fields = await ledger.jobs.fields(job_id)  # as both brokers saw them
-    for each in (process, process_without):
-        evaluator = Evaluator(ledger, each, job_id)
+    for data_process in (process, process_without):
+        evaluator = Evaluator(ledger, data_process, job_id)
         evaluator.prepare(config := JobConfig.of_job(fields))
         assert evaluator._reading is not None
         await asyncio.wait({evaluator._reading})
@@ -276,10 +276,10 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger, world, tmp
     await world.commit(job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
     assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
-    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # the trainer can still end it
     assert await world.claim_all(job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
-    await asyncio.sleep(1.5)  # its trainer writes the last checkpoint
+    await asyncio.sleep(1.5)  # the trainer writes the last checkpoint meanwhile
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     await ledger.redis.hset(JobKeys(job_id).job, "lease_until", 0)
     fields = await reaches(ledger, job_id, JobState.FAILED)
@@ -411,7 +411,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(ledger, world, proces
     conductor = Conductor(ledger, process, timeout_s=10)
     for _ in range(MAX_CRASHES - 1):
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
-    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago
+    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # all crashes are long ago now
     await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
     assert await ledger.jobs.state(job_id) is JobState.PENDING
     monkeypatch.undo()
@@ -444,7 +444,7 @@ async def test_cancelled_job_without_a_trainer_is_ended(ledger, world):
 async def test_final_job_is_taken_off_the_active_list(ledger, world):
     job_id = await world.create_job()
     await ledger.jobs.move(job_id, JobState.CANCELLED)
-    await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
+    await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # the mover died half way
 
     async def is_retired():
         return job_id not in await unfinished(ledger)
@@ -525,9 +525,9 @@ async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(ledger, worl
 @pytest.mark.parametrize("name", ["prompts", "rollouts"])
 async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger, world, name):
     job_id, other = await world.create_job(), await world.create_job()
-    for each in (job_id, other):
-        await world.start_training(each)
-        await world.wait_open(each, 0)
+    for started_id in (job_id, other):
+        await world.start_training(started_id)
+        await world.wait_open(started_id, 0)
     await ledger.redis.delete(getattr(JobKeys(job_id), name))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")

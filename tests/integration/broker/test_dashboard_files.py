@@ -21,7 +21,7 @@ from tests.integration.broker.test_security import broker_with
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "services" / "broker" / "dashboard"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
-NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # that are served
+NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # the files that are served
 ASSETS = [name for name in NAMES if name != "index.html"]
 OURS = [name for name in NAMES if not name.startswith("vendor/")]
 # sha256 of what others wrote, as their packages on npm ship it: vendor/README.md
@@ -215,7 +215,7 @@ def test_files_are_in_the_wheel(tmp_path):
 
 
 def copy_of_package(folder: Path) -> Path:
-    """Without the rest of the house: a build leaves folders behind."""
+    """Copy the package without the rest of the repository: a build leaves folders behind."""
     for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
@@ -230,8 +230,8 @@ def test_quick_start_of_the_editor_is_the_example():
 
 
 def test_vendored_modules_are_as_their_packages_ship_them():
-    found = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
-    readme = found.pop("README.md").decode()
-    licences = {name: found.pop(name) for name in sorted(found) if name.startswith("LICENSE.")}
-    assert {name: hashlib.sha256(body).hexdigest() for name, body in found.items()} == VENDORED
+    contents = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
+    readme = contents.pop("README.md").decode()
+    licences = {name: contents.pop(name) for name in sorted(contents) if name.startswith("LICENSE.")}
+    assert {name: hashlib.sha256(body).hexdigest() for name, body in contents.items()} == VENDORED
     assert all(f"`{name}`" in readme for name in [*VENDORED, *licences])

@@ -72,7 +72,7 @@ async def test_uploaded_file_never_changes(broker, tmp_path):
     assert other.status_code == 409
     assert "take another name" in other.json()["detail"]
     assert (tmp_path / "datasets" / "sums.jsonl").read_bytes() == ROWS
-    (tmp_path / "datasets" / "copied.jsonl").write_bytes(ROWS)  # by its operator
+    (tmp_path / "datasets" / "copied.jsonl").write_bytes(ROWS)  # a copy by the broker's operator
     assert (await broker.put("/v1/datasets/copied.jsonl", content=ROWS)).status_code == 200
     assert (await broker.put("/v1/datasets/copied.jsonl", content=b"{}")).status_code == 409
 
@@ -152,7 +152,7 @@ async def test_client_uploads_a_file_once(client, broker, tmp_path):
     record = await client.datasets.push(source)
     assert record.path == f"datasets/my-sums-{hashlib.sha256(ROWS).hexdigest()[:16]}.jsonl"
     assert await client.datasets.push(source) == record
-    assert [found.name for found in await client.datasets.list()] == [record.name]
+    assert [listed.name for listed in await client.datasets.list()] == [record.name]
     with pytest.raises(ApiError, match="take another name"):
         await client.datasets.push(tmp_path / "prompts.jsonl", name=record.name)
     source.write_bytes(b" " * (MAX_BYTES + 1))

@@ -16,7 +16,7 @@ async def start(ledger: Ledger, dispatch: str) -> tuple[str, str]:
 
 
 async def on_stream(ledger: Ledger, job_id: str) -> list[PromptTask]:
-    """The prompts that are out, in the order in which rollouts get them."""
+    """Return the prompts on the stream, in the order in which rollouts get them."""
     return [decode_task(fields[b"task"]) for _, fields in await ledger.redis.xrange(JobKeys(job_id).prompts)]
 
 
@@ -68,7 +68,7 @@ async def test_prompt_that_is_not_known_counts_as_average(broker, ledger, world)
     await world.commit(job_id, epoch, 0)
     await world.wait_open(job_id, 1)
     order = [prompt(task) for task in await on_stream(ledger, job_id)]
-    assert (order[:2], order[4]) == (["say 1", "say 3"], "say 0")  # their mean is 22.7
+    assert (order[:2], order[4]) == (["say 1", "say 3"], "say 0")  # the mean of the known ones is 22.7
     assert set(order[2:4]) == {"say 2", "say 4"}
 
 

@@ -30,7 +30,7 @@ from tests.world import World, failed_group, make_group, tasks_for
 
 pytestmark = pytest.mark.slow
 
-LATER_S = 30.0  # in which a slow machine gets anywhere
+LATER_S = 30.0  # long enough for a slow machine
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
@@ -47,7 +47,7 @@ async def open_iteration(ledger: Ledger, job_id: str, num_groups: int = 8) -> No
 
 
 def sentence_of(finding: Finding) -> str:
-    """With N in place of whole seconds: a machine may be slow."""
+    """Return the doctor's sentence with N in place of whole seconds: a machine may be slow."""
     return re.sub(r"\b\d+ s\b", "N s", finding.sentence)
 
 
@@ -94,10 +94,10 @@ async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, world, pool, br
     await ledger.redis.delete(JobKeys(job_id).prompts)
     (finding,) = (await broker.get(f"/v1/jobs/{job_id}:explain")).json()["findings"]
     assert finding["sentence"].startswith(f"Redis refuses to read the streams of {job_id} (NOGROUP No such key ")
-    found = (await broker.get("/v1/doctor")).json()["findings"]
-    assert [each for each in found if each["job_id"] == job_id] == [finding]
-    assert f"streams of {other}: 0 prompts" in str(found)
-    assert "does not answer" not in str(found)
+    findings = (await broker.get("/v1/doctor")).json()["findings"]
+    assert [shown for shown in findings if shown["job_id"] == job_id] == [finding]
+    assert f"streams of {other}: 0 prompts" in str(findings)
+    assert "does not answer" not in str(findings)
 
 
 # ---- running -----------------------------------------------------------------------------------------------------
@@ -177,16 +177,16 @@ async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger, world, 
     elsewhere = EpisodeWait(**place, waits_for="tool `other`", waited_s=99.0)
     await beat_rollout(ledger, pool, "rollout-c", "generating", job_id="another", waiting_episode=elsewhere)
     findings = await explain_job(ledger, job_id)
-    (found,) = [finding for finding in findings if finding.who == "rollout-a"]
+    (of_tool,) = [finding for finding in findings if finding.who == "rollout-a"]
     assert re.fullmatch(
         r"group 0-5: rollout-a waits for tool `search` of episode 5 for 4[1-9] s; "
         r"the episode is given up in 1\d s \(environment.timeout_s\)",
-        found.sentence,
+        of_tool.sentence,
     )
-    assert (found.waits_for, found.next, found.is_problem) == ("tool `search`", "the episode is given up", False)
-    assert found.since_s is not None
-    assert found.deadline_s is not None
-    assert found.since_s + found.deadline_s == pytest.approx(60.0)
+    assert (of_tool.waits_for, of_tool.next, of_tool.is_problem) == ("tool `search`", "the episode is given up", False)
+    assert of_tool.since_s is not None
+    assert of_tool.deadline_s is not None
+    assert of_tool.since_s + of_tool.deadline_s == pytest.approx(60.0)
     text = text_of(findings)
     assert "group 0-5: rollout-b waits for environment shop (being loaded) of episode 5 for N s\n" in text
     assert "in other words" not in text
@@ -233,16 +233,16 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger, world, pool):
 
 async def test_machine_without_memory_is_named_to_its_job(ledger, world, pool):
     job_id, _ = await world.started_job(pool=pool)
-    for worker, state, of in (
+    for worker, state, served in (
         ("rollout-a", "generating", job_id),
         ("rollout-b", "generating", "job-x"),
         ("c", "idle", None),
     ):
         host = HostMemory(name=f"box of {worker}", available_bytes=200_000_000, total_bytes=8_000_000_000)
-        await beat_rollout(ledger, pool, worker, state, job_id=of, host=host)
-    (low,) = [each for each in problems(await explain_job(ledger, job_id)) if "memory left" in each]
+        await beat_rollout(ledger, pool, worker, state, job_id=served, host=host)
+    (low,) = [sentence for sentence in problems(await explain_job(ledger, job_id)) if "memory left" in sentence]
     assert low.startswith("box of rollout-a has 0.2 of 8.0 GB of memory left, so rollout-a may become very slow")
-    (low,) = [each for each in problems(await examine_pools(ledger)) if "memory left" in each]
+    (low,) = [sentence for sentence in problems(await examine_pools(ledger)) if "memory left" in sentence]
     assert low.startswith("box of c has")
 
 
@@ -272,12 +272,12 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, wor
     await ledger.evaluations.fail(job_id, 0, 1, "no prompts")
     assert not await ledger.evaluations.open(job_id, 1, 1, 2, tasks)
     await ledger.trainer.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
-    found = text_of(await explain_job(ledger, job_id))
-    assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in found
-    assert "waiting for the last evaluation, for N s" in found
-    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
-    assert "evaluation 1 is given up in N s if nothing arrives" in found
-    assert "the job fails" not in found
+    text = text_of(await explain_job(ledger, job_id))
+    assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in text
+    assert "waiting for the last evaluation, for N s" in text
+    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in text
+    assert "evaluation 1 is given up in N s if nothing arrives" in text
+    assert "the job fails" not in text
     await ledger.evaluations.fail(job_id, 1, 1, "given up")
     assert "if nothing arrives" not in text_of(await explain_job(ledger, job_id))  # the last checkpoint may take long
     await ledger.trainer.renew_job(job_id, epoch, -ARRIVAL_S)
@@ -287,15 +287,15 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, wor
 async def test_lost_trainer_is_named_with_who_takes_over(ledger, world, pool):
     job_id = await world.create_job(pool=pool)
     await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
-    found = problems(await explain_job(ledger, job_id))[0]
+    sentence = problems(await explain_job(ledger, job_id))[0]
     lost = f"trainer-dead stopped, died or lost its connection: its lease of {job_id} ran out N s ago; no trainer"
-    assert found.startswith(lost)
+    assert sentence.startswith(lost)
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
     await beat_trainer(ledger, pool, "trainer-b", "training", "job-0")
-    found = text_of(await explain_job(ledger, job_id))
-    assert "; the first one that is free takes over: trainer-b trains job-0" in found
-    assert "the job fails in" not in found  # it waits its turn
+    text = text_of(await explain_job(ledger, job_id))
+    assert "; the first one that is free takes over: trainer-b trains job-0" in text
+    assert "the job fails in" not in text  # it waits its turn
     await beat_trainer(ledger, pool, "trainer-dead", "training", "job-0")
     left = f"trainer-dead has left the job: its lease of {job_id} ran out N s ago; the first one that is free"
     assert left in text_of(await explain_job(ledger, job_id))
@@ -326,9 +326,9 @@ async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger, world,
     pending = await world.create_job(pool=pool, schedule={"start_deadline_s": 2000})
     await ledger.redis.hset(JobKeys(pending).job, "created_at", await ledger.now() - 50_000)
     for job_id, within_s, words in ((running, 1000.0, "nothing arrives"), (pending, ARRIVAL_S, "no trainer comes")):
-        (found,) = [finding for finding in await explain_job(ledger, job_id) if finding.next == "the job fails"]
-        assert f"the job fails within {within_s:.0f} s if {words}" in found.sentence
-        assert found.deadline_s == within_s
+        (deadline,) = [finding for finding in await explain_job(ledger, job_id) if finding.next == "the job fails"]
+        assert f"the job fails within {within_s:.0f} s if {words}" in deadline.sentence
+        assert deadline.deadline_s == within_s
 
 
 # ---- paused, ending, ended ---------------------------------------------------------------------------------------
@@ -363,9 +363,9 @@ async def test_api_explains_one_job_and_the_whole_installation(world, pool, brok
     assert answer["is_healthy"] is False
     assert answer["findings"][0]["job_id"] == job_id
     assert (await broker.get("/v1/jobs/job-none:explain")).status_code == 404
-    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
-    found = (await broker.get("/v1/doctor")).json()
-    sentences = "\n".join(finding["sentence"] for finding in found["findings"])
+    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # the route of a job is still its own
+    report = (await broker.get("/v1/doctor")).json()
+    sentences = "\n".join(finding["sentence"] for finding in report["findings"])
     for expected in (
         "the broker answers, and its control loop runs",
         "the clocks of broker and Redis differ by 0.0 s",
@@ -375,7 +375,7 @@ async def test_api_explains_one_job_and_the_whole_installation(world, pool, brok
         f"no trainer of pool {pool} has asked for jobs",
     ):
         assert expected in sentences
-    order = [finding["is_problem"] for finding in found["findings"]]
+    order = [finding["is_problem"] for finding in report["findings"]]
     assert order == sorted(order, reverse=True)
 
 
@@ -431,7 +431,7 @@ async def test_password_that_was_changed_is_named_as_such(tmp_path):
 
 
 async def test_job_that_cannot_learn_is_a_problem(ledger, world, pool):
-    """Its groups all had equal rewards, and its responses were all cut."""
+    """The job's groups all had equal rewards, and all its responses were cut."""
     job_id, epoch = await world.started_job(pool=pool, schedule={"num_iterations": 5})
     dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
     for iteration in range(5):
@@ -439,24 +439,24 @@ async def test_job_that_cannot_learn_is_a_problem(ledger, world, pool):
     for has_ended in (False, True):
         if has_ended:
             await ledger.jobs.move(job_id, JobState.SUCCEEDED)
-        found = "\n".join(problems(await explain_job(ledger, job_id)))
-        assert f"{job_id} learns nothing: in the last 5 iterations" in found
-        assert "raise rollout.max_response_tokens above 8" in found
+        text = "\n".join(problems(await explain_job(ledger, job_id)))
+        assert f"{job_id} learns nothing: in the last 5 iterations" in text
+        assert "raise rollout.max_response_tokens above 8" in text
 
 
 # ---- what trainers tell --------------------------------------------------------------------------------------
 
 
 async def connect_to(redis_url: str) -> Ledger:
-    """On the loop that is to use it."""
+    """Connect on the loop that is to use the ledger."""
     return Ledger(connect(redis_url))
 
 
 async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, world, redis_url, pool):
     await world.beat(pool, TrainerRecord(id="trainer-old", state="idle"), ago_s=2 * 86400)
     background = LoopThread("trainer")
-    own = background.run(connect_to(redis_url))
-    presence = Presence(background, own, pool, "trainer-a")
+    ledger_of_thread = background.run(connect_to(redis_url))
+    presence = Presence(background, ledger_of_thread, pool, "trainer-a")
 
     async def trainers():
         return [(trainer.id, trainer.state) for trainer in await ledger.trainers.records(pool)]
@@ -466,15 +466,15 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, worl
     await eventually("training", trainers, [("trainer-a", "training")], LATER_S)
     await asyncio.to_thread(presence.close)
     assert await trainers() == [("trainer-a", "stopped")]
-    background.close(own.redis.aclose())
+    background.close(ledger_of_thread.redis.aclose())
 
 
 async def test_trainer_reports_what_it_does_with_its_lease(ledger, world, redis_url, pool):
     job_id, epoch = await world.started_job(pool=pool)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = LoopThread("trainer"), threading.Event()
-    own = background.run(connect_to(redis_url))
-    job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
+    ledger_of_thread = background.run(connect_to(redis_url))
+    job = JobSession(Lease(background, ledger_of_thread, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
     async def doing():
         return (await ledger.jobs.fields(job_id)).get("doing")
@@ -489,9 +489,9 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, world, redis_
         num_groups = len(await micro_batch)
         await eventually("it trains", doing, f"training a micro-batch of {num_groups} groups of iteration 0", LATER_S)
     finally:
-        stop.set()  # whoever still waits for groups ends by this
+        stop.set()  # every waiter for groups ends by this
         await asyncio.to_thread(job.close)
-        background.close(own.redis.aclose())
+        background.close(ledger_of_thread.redis.aclose())
 
 
 async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger, world, pool):

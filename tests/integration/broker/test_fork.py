@@ -14,7 +14,7 @@ FIRST = 2
 
 
 async def parent_of(broker: httpx.AsyncClient, ledger: Ledger, folder: Path, *kept: int) -> str:
-    """A running job that has written checkpoints and keeps these."""
+    """Start a job that has written checkpoints and keeps them, and return its id."""
     job_id = str((await broker.post("/v1/jobs", json=job_body())).json()["id"])
     epoch = await World(ledger).start_training(job_id)
     for number in kept:
@@ -30,7 +30,7 @@ def fork_body(parent: str, iteration: int = FIRST, **sections: object) -> dict[s
 
 
 async def refusal(broker: httpx.AsyncClient, body: dict[str, object]) -> tuple[str, str]:
-    """The field and the message of the only one."""
+    """Return the field and the message of the only refusal."""
     answer = await broker.post("/v1/jobs", json=body)
     assert answer.status_code == 422, answer.text
     (error,) = answer.json()["errors"]
@@ -49,10 +49,10 @@ async def test_refused_fork_names_the_reason_and_the_remedy(broker, ledger, tmp_
         (fork_body(without), "fork.iteration", f"job {without} has no checkpoint after 2 iterations; it has none yet"),
         (fork_body(parent, lora={"rank": 4}), "model.path", f"trains the model of job {parent}, bundled:smollm2"),
         (fork_body(parent, schedule={"num_iterations": 2}), "schedule.num_iterations", "already has 2 iterations"),
-        (fork_body(parent, 9), "fork.iteration", too_late),  # its own end, 4 iterations, is not what is wrong
+        (fork_body(parent, 9), "fork.iteration", too_late),  # the parent's own end, 4 iterations, is not the error
     ):
-        found, message = await refusal(broker, body)
-        assert (found, reason in message) == (field, True), message
+        wrong_field, message = await refusal(broker, body)
+        assert (wrong_field, reason in message) == (field, True), message
 
 
 async def test_unseen_disk_is_left_to_the_trainer(broker, ledger, tmp_path):
@@ -83,10 +83,10 @@ async def test_fork_counts_on_and_is_read_from_there(broker, ledger, world, tmp_
         assert await world.commit(job_id, epoch, iteration, reward_mean=0.5)
     record = (await broker.get(url)).json()
     assert (record["first_iteration"], record["next_iteration"], record["num_iterations"]) == (2, 4, 4)
-    found = {path: (await broker.get(f"{url}/{path}")).json() for path in ("iterations", "metrics", "timeline")}
-    assert [each["iteration"] for each in found["iterations"]["iterations"]] == [2, 3]
-    assert [step for step, _ in found["metrics"]["metrics"]["iteration/reward_mean"]] == [2, 3]
-    assert found["timeline"]["iterations"] == [2, 3]
+    answers = {path: (await broker.get(f"{url}/{path}")).json() for path in ("iterations", "metrics", "timeline")}
+    assert [record["iteration"] for record in answers["iterations"]["iterations"]] == [2, 3]
+    assert [step for step, _ in answers["metrics"]["metrics"]["iteration/reward_mean"]] == [2, 3]
+    assert answers["timeline"]["iterations"] == [2, 3]
     evaluations = (await broker.get(f"{url}/evaluations")).json()["evaluations"]
     assert evaluations[0]["evaluation"] == FIRST
     report = await run_audit(ledger, job_id)

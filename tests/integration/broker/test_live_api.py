@@ -43,7 +43,7 @@ from tests.waiting import eventually
 from tests.world import make_group
 
 LIMIT_S = 30.0
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading the authorities takes its time for each client
 
 
 @pytest_asyncio.fixture
@@ -60,7 +60,7 @@ class Sent:
 
 
 async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
-    """By the rules of the format alone, without our client."""
+    """Listen by the rules of the format alone, without our client."""
     path = f"{url}/v1/jobs/{job_id}/stream"
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=LIMIT_S))
@@ -79,7 +79,7 @@ async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
 
 
 async def take(sent: list[Sent], url: str, job_id: str, **headers: str) -> list[Sent]:
-    """All messages, into `sent`."""
+    """Append all messages to `sent`."""
     async with asyncio.timeout(LIMIT_S):
         async for message in listen(url, job_id, **headers):
             sent.append(message)
@@ -91,7 +91,7 @@ async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Sent]:
 
 
 async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Sent]]:
-    """Returns when it has heard something."""
+    """Begin to listen, and return after the first message."""
     sent: list[Sent] = []
     listening = asyncio.create_task(take(sent, broker.url, job_id, **headers))
 
@@ -145,7 +145,7 @@ async def test_stream_continues_after_the_last_event_without_gaps(broker, ledger
         training = asyncio.create_task(world.train(job_id, epoch, range(2)))
         async for message in messages:
             first.append(message)
-            if len(events_of(first)) == 5:  # in the middle of it all
+            if len(events_of(first)) == 5:  # training goes on meanwhile
                 break
     await training
     await world.train(job_id, epoch, range(2, 6))  # nobody listens
@@ -245,7 +245,7 @@ async def test_stopping_broker_ends_its_streams(ledger, world, tmp_path):
     async with serving(ledger, tmp_path) as broker:
         listening = await begin_to_listen(broker, job_id)
         broker.server.should_exit = True
-        async with asyncio.timeout(4.0):  # below the server's own deadline
+        async with asyncio.timeout(4.0):  # a limit below the server's own deadline
             assert (await listening)[-1].data == {"reason": "stopping"}
 
 
@@ -297,7 +297,7 @@ async def test_watcher_that_takes_nothing_is_hung_up_on(ledger, world, tmp_path,
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
             reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            sent: list[Sent] = []  # to one that is quick
+            sent: list[Sent] = []  # messages for a quick client
             listening = asyncio.create_task(take(sent, broker.url, job_id))
 
             await eventually("both listen", lambda: broker.num_watchers == 2)
@@ -397,9 +397,9 @@ async def test_client_returns_all_events_however_many_they_are(broker, ledger, w
     for number in range(live.EVENTS_AT_ONCE + 1):
         await ledger.event_log.emit(job_id, "job.warning", str(number))
     async with AsyncClient(broker.url) as client:
-        found = await client.jobs.events(job_id)
-        assert [event.message for event in found[1:]] == [str(number) for number in range(live.EVENTS_AT_ONCE + 1)]
-        assert await client.jobs.events(job_id, found[-2].id) == found[-1:]
+        events = await client.jobs.events(job_id)
+        assert [event.message for event in events[1:]] == [str(number) for number in range(live.EVENTS_AT_ONCE + 1)]
+        assert await client.jobs.events(job_id, events[-2].id) == events[-1:]
 
 
 async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger, world):
@@ -412,7 +412,7 @@ async def test_odd_ends_of_lines_are_escaped_in_messages(broker, ledger, world):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 async def test_client_takes_lines_by_the_rules_of_the_format(end):
-    """Of any broker, and in whatever pieces they come."""
+    """The client works with any broker, and with lines that come in arbitrary pieces."""
     event = Event(id="1-0", time=1.0, kind="test.odd", message=ODD_TEXT, data={})
     lines = ["event: event", f"data: {event.model_dump_json()}", "id: 1-0", ""]
     lines += ["event: end", 'data: {"reason":"over"}', ""]
@@ -456,7 +456,7 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, le
     group.timings.generate_s, group.timings.score_s = 0.3, 0.1
     await ledger.rollout.submit(job_id, first.entry_id, group)
     accepted_at = int((await ledger.iterations.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
-    open_one = await get_timeline(broker, job_id)  # what is accepted shows before the rest
+    open_one = await get_timeline(broker, job_id)  # accepted groups show before the rest
     of_groups = {(s.lane, s.kind, s.group_id) for s in open_one.spans if s.group_id}
     assert of_groups == {("w1", "generate", "0-0"), ("w1", "score", "0-0")}
     failed = make_group(second.task)
@@ -513,7 +513,7 @@ async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
 
 
 async def test_timeline_of_a_job_that_reports_less(broker, ledger, world):
-    """Of an older trainer and older rollouts: groups have their place all the same."""
+    """An older trainer and older rollouts report less; the groups have their place in the timeline all the same."""
     job_id, epoch = await world.started_job()
     await world.wait_open(job_id, 0)
     update = WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1)
@@ -580,4 +580,4 @@ async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker, le
     timelines = Timelines(ledger)
     await timelines.read(job_id, 1)
     shown = (await timelines.read(job_id, 1)).spans
-    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # each once
+    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # one span for each group

@@ -1,4 +1,4 @@
-"""What is refused before a job is created: rewards, trackers and models that cannot work."""
+"""Refusals before a job is created: rewards, trackers and models that cannot work."""
 
 import asyncio
 import json
@@ -147,7 +147,7 @@ async def test_body_with_many_wrong_sections_is_refused(broker):
 async def test_misspelt_key_hides_what_it_may_have_meant(broker):
     errors = await refusals(broker, data={"answr_field": "level", "answer_field": "x"}, reward={"name": "exactly"})
     assert {error["field"] for error in errors} == {"data.answr_field", "reward.name"}
-    options = {"name": "regex", "options": "x"}  # whether a pattern is missing is not known
+    options = {"name": "regex", "options": "x"}  # nobody knows whether a pattern is missing
     assert [error["field"] for error in await refusals(broker, reward=options)] == ["reward.options"]
 
 
@@ -156,7 +156,7 @@ async def test_misspelt_key_hides_what_it_may_have_meant(broker):
 
 @pytest.fixture
 def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with rewards of a user, which this process and those that it starts see as installed."""
+    """Install a package with rewards of a user, visible to this process and to those that it starts."""
     site = tmp_path / "site"
     code = (
         "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"
@@ -270,7 +270,7 @@ async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, m
     answer = await broker.post("/v1/jobs", json=job_body(**slow))
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert "busy for 0.3 s with checks of other jobs" in answer.json()["detail"]
-    (error,) = await refusals(broker, **slow, seed="x")  # what is wrong in any case
+    (error,) = await refusals(broker, **slow, seed="x")  # the seed is wrong in any case
     assert error["field"] == "seed"
     for other in others:
         other.cancel()
@@ -357,6 +357,6 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
             assert (refused.status_code, "is read-only" in refused.json()["detail"]) == (403, True)
         assert (await broker.get("/readyz")).status_code == 200
         assert (await broker.get("/v1/jobs")).status_code == 200
-        found = (await broker.get("/v1/doctor")).json()["findings"]
-        assert "the broker answers, and only shows what was recorded" in [each["sentence"] for each in found]
+        findings = (await broker.get("/v1/doctor")).json()["findings"]
+        assert "the broker answers, and only shows what was recorded" in [finding["sentence"] for finding in findings]
         assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]

@@ -129,7 +129,7 @@ async def test_outdated_look_at_a_resumed_job_is_put_right(ledger, world):
     await ledger.jobs.move(job_id, JobState.FAILED, "no model")
     before = {job_id: await ledger.jobs.fields(job_id)}
     await ledger.jobs.resume(job_id, JobState.FAILED)
-    await ledger.lists.file(before)  # by a broker that is late
+    await ledger.lists.file(before)  # a late broker does this
     await Retention(ledger, 0).step()
     assert await ledger.redis.zscore(keys.ended_jobs(JobState.FAILED), job_id) is None
     assert await ledger.redis.zscore(keys.WAITING_JOBS, job_id) is not None

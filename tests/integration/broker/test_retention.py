@@ -1,4 +1,4 @@
-"""What goes, and what stays: deleted jobs, contents of old iterations. On a real Redis."""
+"""Retention on a real Redis: deleted jobs and the contents of old iterations go, all else stays."""
 
 import asyncio
 import contextlib
@@ -35,13 +35,13 @@ UPDATE = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.0)
 
 
 async def keys_of(ledger: Ledger, job_id: str) -> set[str]:
-    """Without their common prefix."""
+    """Return the job's keys without their common prefix."""
     prefix = f"onbeat:{{{job_id}}}:"
     return {key.decode().removeprefix(prefix) async for key in ledger.redis.scan_iter(f"{prefix}*", count=10_000)}
 
 
 async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> tuple[str, str]:
-    """A job that has used every key there is, all iterations committed; returns (job id, epoch)."""
+    """Run a job that uses every key, to its last commit; return (job id, epoch)."""
     job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await ledger.versions.announce(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)
@@ -152,7 +152,7 @@ async def test_interrupted_deletion_shows_no_half_job_and_is_finished(ledger, tm
         with pytest.raises(ConnectionError):
             await ledger.jobs.delete(job_id)
     assert job_id in await ledger.jobs.ids()
-    async with running_broker(ledger, tmp_path) as broker:  # its first look finishes it
+    async with running_broker(ledger, tmp_path) as broker:  # the broker's first look finishes it
         assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 404
         assert job_id not in [job["id"] for job in (await broker.get("/v1/jobs?limit=500")).json()["jobs"]]
 
@@ -183,7 +183,7 @@ async def test_jobs_are_deleted_while_redis_is_full(tmp_path):
             with pytest.raises(OutOfMemoryError):
                 await redis.set("anything", "1")
             await Retention(ledger, 1.0).step()
-            with pytest.raises(OutOfMemoryError):  # at the mark, which is the last step
+            with pytest.raises(OutOfMemoryError):  # the last step, which sets the mark, fails
                 await ledger.jobs.delete(by_hand)
             for job_id in (by_hand, *by_age):
                 assert not await redis.exists(*JobKeys(job_id).of_job)

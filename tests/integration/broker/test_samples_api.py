@@ -1,4 +1,4 @@
-"""What a policy says, over REST on a whole broker: samples by reward, and groups token by token."""
+"""Samples of a policy over REST on a whole broker: by reward, and groups token by token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def no_change(group: RolloutGroup) -> None:
 
 
 async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGroup], None] = no_change) -> None:
-    """Whatever is there to be claimed, each group with the text of its prompt."""
+    """Claim and submit all prompts, each group with the text of its prompt."""
     for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         group = make_group(claim.task)
         group.prompt_text = claim.task.messages[0].content if claim.task.messages else claim.task.text
@@ -41,7 +41,7 @@ async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGrou
 
 
 async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -> tuple[str, str]:
-    """A job that no broker goes on with: its iterations have these prompts. Returns (job id, epoch)."""
+    """Run a job, without a broker, whose iterations have these prompts; return (job id, epoch)."""
     sections.setdefault("schedule", {"num_iterations": len(prompts)})
     job_id, epoch = await World(ledger).started_job(**sections)
     for iteration, texts in enumerate(prompts):
@@ -68,7 +68,7 @@ async def test_samples_have_their_place_and_advantages_once_trained(broker, worl
         ("0-0", 1, None),
         ("0-1", 1, None),
     ]
-    await world.commit(job_id, epoch, 0)  # which tells reward - 0.5
+    await world.commit(job_id, epoch, 0)  # the commit reports reward - 0.5
     after = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
     assert {(s["iteration"], s["policy_version"]) for s in after} == {(0, 0)}
@@ -79,8 +79,8 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     job_id, _ = await run_alone(ledger, [["a", "b", "c"]])
 
     async def chosen(query):
-        found = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
-        return [(sample["group_id"], sample["index"]) for sample in found]
+        samples = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
+        return [(sample["group_id"], sample["index"]) for sample in samples]
 
     ones = [("0-0", 1), ("0-1", 1), ("0-2", 1)]
     zeros = [("0-0", 0), ("0-1", 0), ("0-2", 0)]
@@ -105,7 +105,7 @@ async def test_range_of_rewards_that_is_none_is_refused(broker, world):
 
 
 def with_tokens(group: RolloutGroup) -> None:
-    """The first response has text for each token, the second does not know."""
+    """Give the first response the text of each token; the second one has no such texts."""
     for response in group.responses:
         response.text = TEXT
         response.token_ids[:] = range(10, 16)

@@ -1,4 +1,4 @@
-"""Who may call the broker, over the whole application on a real Redis and over real TLS; and what is noted of it."""
+"""Permissions to call the broker, over the whole application on a real Redis and over real TLS; and the access log."""
 
 import asyncio
 import contextlib
@@ -55,15 +55,15 @@ async def broker_with(keys: Keys, ledger: Ledger, **settings: Any) -> AsyncItera
 
 
 def every_route() -> list[tuple[str, str]]:
-    """Of the real application, so that a route of tomorrow is here without being told."""
+    """Return every route of the real application, so that routes of tomorrow are included."""
     app = create_app(Settings(), Ledger(connect("redis://127.0.0.1:1")))
-    found = []
+    routes = []
     for route in app.routes:
         while hasattr(route, "original_route"):
             route = route.original_route
         assert isinstance(route, Route), f"{route} is no plain route; decide who may use it"
-        found += [(method, route.path) for method in sorted(route.methods or {"GET"})]
-    return found
+        routes += [(method, route.path) for method in sorted(route.methods or {"GET"})]
+    return routes
 
 
 DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
@@ -74,7 +74,7 @@ UNKNOWN = [("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v
 
 
 def role_for(method: str, path: str) -> Role | None:
-    """What the documentation promises."""
+    """Return the role that the documentation promises."""
     if (method, path) in OPEN:
         return None
     if method in ("GET", "HEAD"):
@@ -184,7 +184,7 @@ def make_due(ring: KeyRing) -> None:
 
 
 def test_keys_of_a_swapped_link_are_read(tmp_path):
-    """As Kubernetes does it: keys.json -> ..data/keys.json, ..data -> a folder that is replaced."""
+    """Kubernetes swaps links: keys.json -> ..data/keys.json, ..data -> a folder that is replaced."""
     pairs = [new_key(name, Role.READ) for name in ("a", "b")]
     for number, (_, entry) in enumerate(pairs):
         (tmp_path / f"v{number}").mkdir()
@@ -293,7 +293,7 @@ def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle():
     now = 100.0
     limit = RateLimit(rate_per_s=2.0, burst=3, clock=lambda: now)
     assert [limit.wait_s("a") for _ in range(4)] == [0, 0, 0, 0.5]
-    assert limit.wait_s("b") == 0  # to each its own
+    assert limit.wait_s("b") == 0  # clients have separate limits
     now += 0.25
     assert limit.wait_s("a") == 0.25  # asking too early costs nothing
     now += 0.25
@@ -455,7 +455,7 @@ def test_broker_without_protection_or_secrets_does_not_start(tmp_path, monkeypat
 
 @pytest.fixture
 def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority) -> Iterator[str]:
-    """The URL of a broker process with TLS and keys."""
+    """Yield the URL of a broker process with TLS and keys."""
     cert, key = authority.issue("localhost", "127.0.0.1")
     files = {"TLS_CERT": str(cert), "TLS_KEY": str(key), "API_KEYS_FILE": str(keys.path)}
     trusted = ssl.create_default_context(cafile=authority.cert)
@@ -537,17 +537,17 @@ def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path, monkeypatch)
         monkeypatch.delenv(name)
     for name in ("API_KEY", "API_KEYS_FILE", "TLS_KEY", "REDIS_PASSWORD_FILE", "REDIS_RETRY_S"):
         monkeypatch.setenv(f"ONBEAT_{name}", "of-the-shell")
-    found = tmp_path / "found"
+    report = tmp_path / "found"
     code = "import os, sys, time; open(sys.argv[1], 'w').write(' '.join(os.environ) + ' END'); time.sleep(300)"
-    command = [sys.executable, "-c", code, str(found)]
+    command = [sys.executable, "-c", code, str(report)]
 
     def missing():
-        return "" if found.exists() and "END" in found.read_text() else "nothing found yet"
+        return "" if report.exists() and "END" in report.read_text() else "nothing found yet"
 
     supervisor = Supervisor(tmp_path, print, [], tmp_path / "scratch")
     try:
         supervisor.start([ServiceSpec("spy", command, 0, missing=missing, ready_deadline_s=DEADLINE_S)])
     finally:
         supervisor.stop()
-    names = found.read_text().split()
+    names = report.read_text().split()
     assert [name for name in names if name.startswith("ONBEAT_")] == ["ONBEAT_REDIS_RETRY_S"]

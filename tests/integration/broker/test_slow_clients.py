@@ -21,7 +21,7 @@ HEADERS = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length:
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[int]:
-    """Of a broker that is not patient."""
+    """Yield the port of a broker with short timeouts."""
     folder = tmp_path_factory.mktemp("broker")
     with broker_process(folder, redis_url, REQUEST_TIMEOUT_S=str(TIMEOUT_S)) as (url, _):
         yield int(url.rpartition(":")[2])
@@ -84,7 +84,7 @@ def test_client_with_an_unread_body_is_disconnected_after_answer(port):
 
 @pytest.fixture
 def slow_answer(port: int) -> Iterator[str]:
-    """The path of a stream that ends after 2.5 s."""
+    """Return the path of a stream that ends after 2.5 s."""
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         job_id = client.post("/v1/jobs", json=job_body()).json()["id"]
         cancelling = threading.Timer(2.5, client.post, [f"/v1/jobs/{job_id}:cancel"])

@@ -34,7 +34,7 @@ from tests.world import World, failed_group, make_group, tasks_for
 
 LIMIT_S = 30.0
 QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
-ODD_SPANS = (["micro_batch", "yesterday", 1], ["publish", 1e300, 1])  # of a trainer that is not ours
+ODD_SPANS = (["micro_batch", "yesterday", 1], ["publish", 1e300, 1])  # spans of a trainer that is not ours
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def redis_url(redis_url: str) -> str:
-    """A database of its own: a tracer exports the jobs of all tests that share one."""
+    """Return the URL of a separate database: a tracer exports the jobs of all tests that share one."""
     return f"{redis_url}/1"
 
 
@@ -56,7 +56,7 @@ async def alone(ledger: Ledger) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracer asks an unavailable collector again at once."""
+    """Let the tracer ask an unavailable collector again at once."""
     monkeypatch.setattr(tracing, "LOOK_S", 0.02)
     monkeypatch.setattr(tracing, "RETRY_S", 0.02)
 
@@ -90,7 +90,7 @@ until = functools.partial(eventually, timeout_s=LIMIT_S)
 
 
 async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
-    """Without a trainer's spans: for tests of what is exported when."""
+    """Run a job without a trainer's spans, for tests of the time at which traces are exported."""
     job_id, epoch = await World(ledger).started_job(schedule={"num_iterations": num_iterations}, **sections)
     for iteration in range(num_iterations):
         await World(ledger).run_iteration(job_id, epoch, iteration)
@@ -98,12 +98,12 @@ async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
 
 
 def sha256_hex(text: str, digits: int) -> str:
-    """As the document says, and as anybody can compute it."""
+    """Compute the hash as the document describes it."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def exported(receiver: Receiver, job_id: str) -> list[int]:
-    """The iterations whose root came, in order of arrival."""
+    """Return the iterations whose root span came, in order of arrival."""
     return [
         span.attributes["onbeat.iteration"]
         for span in list(receiver.spans)
@@ -158,8 +158,8 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
     opened_at, committed_at, told = float(record["opened_at"]), float(record["committed_at"]), moments["told"]
 
     def span(path):
-        (found,) = [each for each in trace if each.id == sha256_hex(f"{job_id}/1/{path}", 16)]
-        return found
+        (exported,) = [candidate for candidate in trace if candidate.id == sha256_hex(f"{job_id}/1/{path}", 16)]
+        return exported
 
     root, optimizer = span("iteration"), span("optimizer/0")
     assert (root.name, root.parent_id, root.service, root.error) == ("iteration", "", "onbeat-broker", "")
@@ -172,13 +172,13 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
         assert (group.parent_id, group.name, group.service) == (root.id, "group", "onbeat-broker")
         assert group.start == pytest.approx(opened_at, abs=1e-5)
         assert group.end == optimizer.end
-        children = sorted((each for each in trace if each.parent_id == group.id), key=lambda each: each.start)
+        children = sorted((child for child in trace if child.parent_id == group.id), key=lambda child: child.start)
         failed = group_id == "1-2"
         generated = [] if failed else ["generate", "score"]
-        assert [each.name for each in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
+        assert [child.name for child in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
         assert children[0].start == group.start
-        for one, following in pairwise(children):
-            assert one.end == pytest.approx(following.start, abs=1e-5)
+        for child, following in pairwise(children):
+            assert child.end == pytest.approx(following.start, abs=1e-5)
         batch = children[-1]
         assert (batch.start, batch.end) == pytest.approx((told + batch_start, told + batch_end), abs=1e-3)
         assert (batch.service, batch.instance) == ("onbeat-trainer", "trainer-a")
@@ -188,22 +188,22 @@ async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, rec
         assert group.error == ("reward_failed: it raised" if failed else "")
     generate, score = span("group/1-1/generate"), span("group/1-1/score")
     assert (generate.end - generate.start, score.end - score.start) == pytest.approx((0.1, 0.1), abs=1e-3)
-    assert {(each.service, each.instance) for each in (generate, score)} == {("onbeat-rollout", "w2")}
+    assert {(part.service, part.instance) for part in (generate, score)} == {("onbeat-rollout", "w2")}
     entry = (await ledger.iterations.groups(job_id, 1))["1-1"].removeprefix("accepted:")
     assert score.end == pytest.approx(int(entry.partition("-")[0]) / 1000, abs=1e-5)
     assert span("group/1-0").attributes["onbeat.response_tokens"] == 4
-    steps = {each.name: each for each in trace if each.parent_id == root.id and each.service == "onbeat-trainer"}
+    steps = {step.name: step for step in trace if step.parent_id == root.id and step.service == "onbeat-trainer"}
     assert steps.keys() == {"checkpoint", "optimizer", "publish"}
     assert (steps["publish"].start, steps["publish"].end) == pytest.approx((told + 0.1, told + 0.13), abs=1e-3)
     published = (sha256_hex(f"{job_id}/0", 32), sha256_hex(f"{job_id}/0/publish", 16))
     for kind, (start, end) in {"pull": (0.04, 0.03), "load": (0.02, 0.0)}.items():
-        (one,) = [each for each in trace if each.name == kind]
-        assert moments["before"] - 1e-3 <= one.start + start <= moments["ready"] + 1e-3
-        assert one.end - one.start == pytest.approx(start - end, abs=1e-3)
-        assert (one.instance, one.parent_id, one.links) == ("w1", root.id, (published,))
-    assert all(root.start <= each.start <= each.end <= root.end for each in trace)
+        (weight_span,) = [candidate for candidate in trace if candidate.name == kind]
+        assert moments["before"] - 1e-3 <= weight_span.start + start <= moments["ready"] + 1e-3
+        assert weight_span.end - weight_span.start == pytest.approx(start - end, abs=1e-3)
+        assert (weight_span.instance, weight_span.parent_id, weight_span.links) == ("w1", root.id, (published,))
+    assert all(root.start <= part.start <= part.end <= root.end for part in trace)
     assert len(trace) == 1 + (1 + 5) * 2 + (1 + 3) + 3 + 2
-    assert not [each for each in trace if "prompt of" in repr(each) or "response 0" in repr(each)]  # texts stay here
+    assert not [part for part in trace if "prompt of" in repr(part) or "response 0" in repr(part)]  # texts stay here
 
 
 async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world, receiver):
@@ -219,20 +219,20 @@ async def test_replacing_group_waits_since_the_other_was_accepted(ledger, world,
     assert await world.commit(job_id, epoch, 0)
     async with exporting(ledger, receiver.url):
         await until("it is there", lambda: exported(receiver, job_id) == [0])
-    found = {span.id: span for span in receiver.spans}
+    spans = {span.id: span for span in receiver.spans}
     whole, replaced, replacing = (
-        found[sha256_hex(f"{job_id}/0/{path}", 16)] for path in ("iteration", "group/0-1", "group/0-2")
+        spans[sha256_hex(f"{job_id}/0/{path}", 16)] for path in ("iteration", "group/0-1", "group/0-2")
     )
     accepted = (await ledger.iterations.groups(job_id, 0))["0-1"].removeprefix("accepted:")
     assert whole.attributes["onbeat.num_replaced"] == 1
     assert replaced.start == pytest.approx(float((await ledger.iterations.fields(job_id, 0))["opened_at"]), abs=1e-5)
     assert replacing.start == pytest.approx(int(accepted.partition("-")[0]) / 1000, abs=1e-5)
-    (waited,) = [span for span in found.values() if (span.name, span.parent_id) == ("wait_for_rollout", replacing.id)]
+    (waited,) = [span for span in spans.values() if (span.name, span.parent_id) == ("wait_for_rollout", replacing.id)]
     assert waited.start == replacing.start < waited.end
 
 
 async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger, world, receiver):
-    """In `bounded` two iterations may have one version: each load is in one trace."""
+    """Two iterations may have one version in the mode `bounded`: each load is in one trace."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
     job_id, epoch = await world.started_job(schedule=bounded)
     update = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.01)
@@ -264,7 +264,7 @@ async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger, world,
         }
         for iteration in range(2)
     }
-    assert trainers == {0: {""}, 1: {"trainer-b"}}  # who it was before, the ledger does not say
+    assert trainers == {0: {""}, 1: {"trainer-b"}}  # the ledger does not record the trainer before
 
 
 async def test_large_iteration_goes_in_several_requests(ledger, world, receiver):
@@ -456,7 +456,7 @@ async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger, tm
 
 @asynccontextmanager
 async def trickling() -> AsyncIterator[str]:
-    """A server that answers one byte at a time, for ever: no single read takes long."""
+    """Serve an answer one byte at a time, for ever: no single read takes long."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

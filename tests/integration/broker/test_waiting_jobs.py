@@ -33,7 +33,7 @@ HARDWARE = Hardware("a test's processor", "", "native")
 
 @pytest_asyncio.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
-    """A Redis where nobody else counts."""
+    """Yield the ledger of a Redis that has no other jobs."""
     with own_redis(tmp_path) as url:
         async with connect(url, retry_s=5) as redis:
             yield Ledger(redis)
@@ -43,7 +43,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 
 async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
-    app = create_app(Settings(data_dir=tmp_path), alone)  # without the conductor: nobody else sends commands
+    app = create_app(Settings(data_dir=tmp_path), alone)  # no conductor runs: nobody else sends commands
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     first = await World(alone).create_job()
     paths = ["/metrics", "/v1/pools/default", "/v1/doctor", "/v1/models", "/v1/jobs?limit=5", "/v1/jobs?state=FAILED"]
@@ -53,7 +53,9 @@ async def test_no_read_costs_more_when_more_jobs_wait(alone, tmp_path):
         await alone.redis.config_resetstat()
         assert (await client.get(path)).status_code == 200
         stats = await alone.redis.info("commandstats")
-        return sum(each["calls"] for name, each in stats.items() if name not in ("cmdstat_config", "cmdstat_ping"))
+        return sum(
+            command["calls"] for name, command in stats.items() if name not in ("cmdstat_config", "cmdstat_ping")
+        )
 
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         counts: list[dict[str, int]] = []
@@ -86,7 +88,7 @@ async def test_conductor_watches_only_the_jobs_that_are_next(alone, tmp_path):
 async def lists_of(ledger: Ledger, job_id: str, pool: str) -> set[str]:
     names = {"started": keys.ACTIVE_JOBS, "waiting": keys.WAITING_JOBS, "queue": keys.waiting_in(pool)}
     names |= {state: keys.ended_jobs(state) for state in JobState if state.is_final}
-    return {what for what, name in names.items() if await ledger.redis.zscore(name, job_id) is not None}
+    return {set_name for set_name, name in names.items() if await ledger.redis.zscore(name, job_id) is not None}
 
 
 async def test_lists_follow_the_states(ledger, world, pool):
@@ -137,8 +139,8 @@ async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, wor
         await ledger.redis.zadd(keys.waiting_in(pool), {job_id: 1.0})
     claimed = []
     for index in range(4):
-        found = await claim_next(TrainerSettings(pool=pool, trainer_id=f"trainer-{index}"), ledger, HARDWARE)
-        claimed += [found[0]] if found else []
+        claim = await claim_next(TrainerSettings(pool=pool, trainer_id=f"trainer-{index}"), ledger, HARDWARE)
+        claimed += [claim[0]] if claim else []
     assert claimed == [job_ids[0], job_ids[2], job_ids[3]]
     assert await ledger.lists.num_waiting(pool) == 0
 
@@ -158,9 +160,9 @@ async def test_job_is_listed_once_while_others_are_created(ledger, world, tmp_pa
     newest = ledger.lists.newest
 
     async def newest_of_more(*args):
-        found = await newest(*args)
+        job_ids = await newest(*args)
         await world.create_job()
-        return found
+        return job_ids
 
     monkeypatch.setattr("services.broker.api.jobs.JOBS_AT_ONCE", 2)
     monkeypatch.setattr(ledger.lists, "newest", newest_of_more)

@@ -91,7 +91,7 @@ def played(config):
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """The Python of a virtual environment with verifiers, made once, and the taskset."""
+    """Return the Python of a virtual environment with verifiers and the taskset, which is made once."""
     folder = ROOT / ".venv" / f"verifiers-{hashlib.sha256(' '.join(REQUIREMENTS).encode()).hexdigest()[:12]}"
     interpreter = folder / "bin/python"
     if not (folder / "complete").exists():

@@ -37,4 +37,4 @@ async def test_tool_calls_of_a_class_become_turns(tmp_path, monkeypatch):
     first, second = (rig.text(prompt) for prompt, _, _ in rig.engine.seen)
     assert "Add two numbers." in first
     assert "<tool_response>\n4\n</tool_response>" in second
-    assert second.startswith(first + CALL)  # what was sampled is kept
+    assert second.startswith(first + CALL)  # the sampled text is kept

@@ -29,7 +29,7 @@ TASK = Task([{"role": "user", "content": "Speak."}], "Speak.", "", seed=4)
 
 @pytest.fixture(scope="module")
 def packages() -> Path:
-    """The folder with the packages of the lock, installed once for each lock, also by tests that run side by side."""
+    """Return the folder with the lock's packages, installed once for each lock, also by tests that run side by side."""
     folder = Path(sys.prefix) / f"openenv-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
     with FileLock(folder.with_suffix(".lock"), timeout=300):
         if not folder.exists():
@@ -57,7 +57,7 @@ def serving(program: Path, packages: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(packages: Path) -> Iterator[str]:
-    """A server that has room for two episodes."""
+    """Run a server that holds at most two episodes, and yield its URL."""
     with serving(Path(__file__).with_name("openenv_server.py"), packages) as url:
         yield url
 
@@ -111,7 +111,7 @@ async def test_server_that_is_not_there_is_a_failure():
 
 @asynccontextmanager
 async def game_on(step: Callable[[ServerConnection], Awaitable[None]]) -> AsyncIterator[OpenEnvGame]:
-    """A game of long messages on a server that has answered `reset`, and does something else at the first step."""
+    """Yield a game of long messages on a server that has answered `reset`, and misbehaves at the first step."""
 
     async def answer(connection: ServerConnection) -> None:
         await connection.recv()

@@ -155,7 +155,7 @@ score by ringing = onbeat_test_environments:ring
 
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own environments, on the path of child processes."""
+    """Put a user's own environments on the path of child processes."""
     name = "onbeat_test_environments"
     site = install(tmp_path / "site", name, ENTRIES, **{name: ENVIRONMENTS})
     monkeypatch.setenv("PYTHONPATH", str(site))
@@ -194,8 +194,8 @@ async def test_outcomes_come_back_in_order_and_side_by_side(processes):
     on = {"on_begin": lambda: begun.append(len(ended)), "on_end": ended.append}
     results = await processes.play(request("nap", "a", "nap", options={"level": 2}, **on))
     assert kinds(results) == ["ended"] * 3
-    for each in results:
-        assert (each.reward, each.parts["level"], each.turn_rewards) == (1.0, 2, {"call-1": 0.5})
+    for result in results:
+        assert (result.reward, result.parts["level"], result.turn_rewards) == (1.0, 2, {"call-1": 0.5})
     assert (begun, ended[0]) == ([0], 1)
     assert sorted(ended) == [0, 1, 2]
 
@@ -325,7 +325,7 @@ async def test_rewards_of_answers_have_a_process_of_their_own(processes):
     (refused,) = await processes.play(request("score by ringing"))
     assert refused.kind == "raised"
     assert "RewardRefused: response 0: options: TypeError: missing a required argument: 'level'" in refused.message
-    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid_of(first)}/stat"))  # its environment was replaced
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid_of(first)}/stat"))  # the environment was replaced
 
 
 @pytest.mark.parametrize("key", ["block", "deaf"])
@@ -374,12 +374,12 @@ async def test_environment_that_cannot_be_built_or_run_fails_all(processes, chan
 
 async def test_limits_are_set_and_settings_are_hidden(processes):
     (outcome,) = await processes.play(request("limits", memory_limit_mb=900))
-    found = outcome.parts
-    assert (found["AS"], found["CORE"], found["FSIZE"]) == (900, 0, 256)
-    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
+    limits = outcome.parts
+    assert (limits["AS"], limits["CORE"], limits["FSIZE"]) == (900, 0, 256)
+    assert (limits["NOFILE"], limits["nice"], limits["secret"]) == (MAX_OPEN_FILES, min(19, os.nice(0) + 5), 0)
 
 
-@pytest.mark.parametrize("key", ["child", "leash"])  # in the process's group; out of it, but on a leash
+@pytest.mark.parametrize("key", ["child", "leash"])  # the process's group; another group, but on a leash
 async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     marker = tmp_path / "pid"
     playing = asyncio.create_task(processes.play(request(key, timeout_s=600, metadata={"place": str(marker)})))
@@ -424,4 +424,4 @@ asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest(Program("behave", "{}
     parent.kill()
     parent.wait()
     wait_until_gone(environment)
-    os.kill(int(marker.read_text()), signal.SIGKILL)  # what it forked has no parent that could tell it
+    os.kill(int(marker.read_text()), signal.SIGKILL)  # the orphaned child has no parent that could stop it

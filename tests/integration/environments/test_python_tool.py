@@ -127,7 +127,7 @@ async def test_daemon_of_a_program_ends_with_it():
 
 
 def own_sleepers() -> set[str]:
-    found = set()
+    names = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
@@ -135,5 +135,5 @@ def own_sleepers() -> set[str]:
             except OSError:
                 continue
             if "os.setsid()" in command and folder.name != str(os.getpid()):
-                found.add(folder.name)
-    return found
+                names.add(folder.name)
+    return names

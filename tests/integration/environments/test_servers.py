@@ -81,7 +81,7 @@ async def test_mcp_server_that_is_not_there_is_a_failure():
 
 
 async def failure_of(environment: McpEnvironment, *answers: Message, session: ScriptedSession | None = None) -> str:
-    """What the first error says of those that the episode raised at once."""
+    """Return the message of the first of the errors that the episode raised at once."""
     try:
         outcome = await environment.run(TASK, session or ScriptedSession(*answers))
     except Exception as raised:

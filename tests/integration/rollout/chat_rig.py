@@ -59,7 +59,7 @@ class ChatRig(Rig):
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60.0)
 
     async def ask(self, **fields: Any) -> Any:
-        """The answer of the official client, or what it raises."""
+        """Return the answer of the official client, or the exception that it raises."""
         async with self.client() as client:
             return await client.chat.completions.create(**self.request(**fields))
 
@@ -67,7 +67,7 @@ class ChatRig(Rig):
         return {"model": self.job_id, "messages": HELLO, "max_tokens": 12, "seed": 5} | fields
 
     def prompt_token_ids(self) -> list[int]:
-        """Of `HELLO`."""
+        """Return the prompt's token ids of `HELLO`."""
         tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
         return list(tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=True)["input_ids"])
 
@@ -82,7 +82,7 @@ class ChatRig(Rig):
         await self.until(is_serving, timeout_s=60)
 
     async def train(self, iteration: int) -> None:
-        """An iteration by the rollouts, and the next version is published."""
+        """Run an iteration with the rollouts, and publish the next version."""
         await self.open(iteration, self.task(iteration, 0))
         await self.drained(iteration, timeout_s=60)
         await self.commit(iteration)
@@ -90,7 +90,7 @@ class ChatRig(Rig):
 
 @asynccontextmanager
 async def chatting(ledger: Ledger, folder: Path, **settings: Any) -> AsyncIterator[ChatRig]:
-    """A job with a real tiny model and a broker; no rollout yet."""
+    """Run a job with a real tiny model and a broker, but no rollout yet."""
     rig = ChatRig(ledger)
     async with serving_model(rig, folder) as rig.model_dir, rig.broker(folder, **settings):
         rig.connect = WeightsClient

@@ -13,7 +13,7 @@ from tests.integration.rollout.rollout_rig import Rig
 
 @pytest.fixture(autouse=True, scope="module")
 def environment_of_vllm() -> Iterator[None]:
-    """An engine sets variables for vLLM, such as OMP_PROC_BIND. Processes of later tests do not get them."""
+    """Keep variables that an engine sets for vLLM, such as OMP_PROC_BIND, from processes of later tests."""
     with patch.dict(os.environ):
         yield
 

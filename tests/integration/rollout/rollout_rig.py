@@ -96,7 +96,7 @@ class Rig:
         assert await self.ledger.iterations.open(self.job_id, iteration, version, list(tasks)) == ""
 
     async def skip(self, iteration: int) -> None:
-        """Its one group has failed and it is committed."""
+        """Open an iteration whose only group fails, and commit it."""
         await self.open(iteration, self.task(iteration, 0))
         await self.fail_and_commit(iteration)
 
@@ -126,13 +126,13 @@ class Rig:
         return PromptTask(**(defaults | fields))
 
     async def commit(self, iteration: int) -> None:
-        """The step is done: publish the next version."""
+        """Finish the step: publish the next version."""
         await self.trainer.publish(iteration + 1)
         place = (self.job_id, self.epoch, iteration, iteration + 1)
         assert await self.ledger.trainer.commit(*place, "digest", {}, "used")
 
     async def restart_trainer_behind(self, num_iterations: int) -> None:
-        """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
+        """Restart a trainer that serves version 0 again and has yet to replay the rest of the job."""
         for iteration in range(num_iterations):
             await self.skip(iteration)
         self.trainer.newest = 0
@@ -208,7 +208,7 @@ class Rig:
 
 @asynccontextmanager
 async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
-    """The weights of the rig's job are those of a real tiny model, over real gRPC, and each version has others."""
+    """Serve the weights of a real tiny model over real gRPC; each version has different ones."""
     from safetensors.torch import load_file
 
     from services.trainer.weights.relay_tree import Sources

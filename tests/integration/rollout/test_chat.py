@@ -40,13 +40,13 @@ async def rig(ledger: Ledger, tmp_path: Path) -> AsyncIterator[ChatRig]:
 
 @pytest_asyncio.fixture
 async def impatient(ledger: Ledger, tmp_path: Path) -> AsyncIterator[ChatRig]:
-    """The broker waits only 3 s for a rollout."""
+    """Run a broker that waits only 3 s for a rollout."""
     async with chatting(ledger, tmp_path, chat_take_s=3.0) as rig:
         yield rig
 
 
 async def start(rig: ChatRig, engine: Any = None, **settings: Any) -> Any:
-    """A rollout that serves the job."""
+    """Start a rollout that serves the job."""
     engine = engine or PacedEngine()
     rig.start_worker(engine, **settings)
     await rig.until_serving()
@@ -54,7 +54,7 @@ async def start(rig: ChatRig, engine: Any = None, **settings: Any) -> Any:
 
 
 async def refused(rig: ChatRig, status: int, code: str, **fields: Any) -> str:
-    """A chat is refused with this status and code, and with the message that is returned."""
+    """Assert that a chat is refused with this status and code, and return the message."""
     with pytest.raises(openai.APIStatusError) as caught:
         await rig.ask(**fields)
     assert (caught.value.status_code, caught.value.code) == (status, code), caught.value
@@ -81,7 +81,7 @@ async def test_official_client_gets_the_sampled_text_with_true_counts(rig: ChatR
     assert completion.usage.prompt_tokens == len(encoded)
     expected = [(await engine.generate(encoded, 1, Sampling(12, 0.7, 5 + index), 0))[0] for index in range(2)]
     assert [choice.message.content for choice in completion.choices] == [response.text for response in expected]
-    assert [choice.finish_reason for choice in completion.choices] == [each.finish_reason for each in expected]
+    assert [choice.finish_reason for choice in completion.choices] == [choice.finish_reason for choice in expected]
     assert completion.usage.completion_tokens == sum(len(response.token_ids) for response in expected)
     assert completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
 
@@ -213,7 +213,7 @@ async def test_unstreamed_answer_is_restarted_on_the_new_version(rig: ChatRig) -
     answer = await asking
     assert answer.system_fingerprint == f"{rig.job_id}@1"
     again = await rig.ask(n=2, max_tokens=40)
-    assert [each.message.content for each in answer.choices] == [each.message.content for each in again.choices]
+    assert [choice.message.content for choice in answer.choices] == [choice.message.content for choice in again.choices]
     assert answer.usage == again.usage  # nothing of the first try counts
 
 
@@ -270,12 +270,12 @@ async def test_job_keeps_no_trace_of_a_chat(rig: ChatRig) -> None:
 
 
 async def contents(rig: ChatRig) -> dict[bytes, bytes]:
-    """Every key of the job, but for the empty queue of chats, which goes by itself."""
+    """Return every key of the job, except the empty queue of chats, which goes by itself."""
     job = JobKeys(rig.job_id)
     redis = rig.ledger.redis
     assert await redis.xlen(job.chats) == 0
-    found = [key async for key in redis.scan_iter(f"onbeat:{{{rig.job_id}}}:*", count=10_000)]
-    return {key: await redis.dump(key) for key in found if key != job.chats.encode()}
+    all_keys = [key async for key in redis.scan_iter(f"onbeat:{{{rig.job_id}}}:*", count=10_000)]
+    return {key: await redis.dump(key) for key in all_keys if key != job.chats.encode()}
 
 
 # ---- ends ----------------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ async def test_request_whose_broker_has_died_is_forgotten(rig: ChatRig) -> None:
     assert await chats.ask("chatcmpl-1", request, max_waiting=1)
     assert 0 < await rig.ledger.redis.ttl(job.chat("chatcmpl-1")) <= 30
     assert 0 < await rig.ledger.redis.ttl(job.chats) <= 60
-    await rig.ledger.redis.unlink(job.chat("chatcmpl-1"))  # that time has passed
+    await rig.ledger.redis.unlink(job.chat("chatcmpl-1"))  # the lifetime of the answer has passed
     assert await chats.take(1.0) is None
     assert not await chats.say("chatcmpl-1", Reply(policy_version=0, body="4"))
     assert await chats.ask("chatcmpl-2", request, max_waiting=1)
@@ -429,15 +429,15 @@ async def test_each_request_is_taken_by_one_rollout(rig: ChatRig) -> None:
     chats, request = Chats(rig.ledger.redis, rig.job_id), CompletionRequest.model_validate(rig.request())
     for number in range(20):
         await chats.ask(f"chatcmpl-{number}", request, max_waiting=20)
-    found: list[str] = []
+    taken_ids: list[str] = []
 
     async def take() -> None:
-        while len(found) < 20:
+        while len(taken_ids) < 20:
             if (taken := await chats.take(0.05)) is not None:
-                found.append(taken[0])
+                taken_ids.append(taken[0])
 
     await asyncio.gather(*(take() for _ in range(5)))
-    assert sorted(found) == sorted(f"chatcmpl-{number}" for number in range(20))
+    assert sorted(taken_ids) == sorted(f"chatcmpl-{number}" for number in range(20))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ async def test_vllm_answers_streams_stops_and_makes_way(ledger, tmp_path):
 
         assert engine._llm is not None
         processor = engine._llm.output_processor
-        assert not processor.has_unfinished_requests()  # what a stop string has cut off, too
+        assert not processor.has_unfinished_requests()  # requests that a stop string has cut off have ended, too
         engine.may_go_on.clear()
         asking = asyncio.create_task(rig.ask(max_tokens=450))
         await rig.until(lambda: engine.num_in_flight == 1)

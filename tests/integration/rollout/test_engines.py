@@ -54,7 +54,7 @@ LONG_PROMPT = [(7 * index) % 251 for index in range(300)]
 PROBE_PROMPTS = (SHORT_PROMPT, LONG_PROMPT, SHORT_PROMPT[:5])
 FIRST_VERSION = 3
 FRESH_VERSION = 9
-OWN_DTYPE = "bfloat16" if read_processor().bfloat16 == "native" else "float32"  # of jobs with model.dtype = "auto"
+OWN_DTYPE = "bfloat16" if read_processor().bfloat16 == "native" else "float32"  # jobs with model.dtype = "auto" have it
 CORE_DEATH_DEADLINE_S = 30.0  # far below the minutes after which an engine without an answer is given up
 NOISE = {"bfloat16": (0.05, 0.2), "float32": (1e-4, 1e-3)}  # nats per token, mean and largest
 
@@ -64,15 +64,15 @@ class Subject:
     """An engine that tests share and load as they like; `next_version` counts so that versions only grow."""
 
     engine: Engine
-    first_weights: Path  # what the engine was started on
+    first_weights: Path  # weights at the engine's start
     second_weights: Path
     second_model_dir: Path  # a whole model with `second_weights`
     dtype: str
-    fresh_probe: list[GeneratedResponse]  # of an engine started on `second_weights`, in a file without a name
+    fresh_probe: list[GeneratedResponse]  # responses of an engine started on `second_weights`, in a file without a name
     next_version: int = FIRST_VERSION
 
     async def load(self, weights_file: Path, batches: Iterable[Sequence[str]] | None = None) -> int:
-        """`batches` of names that arrive; None is all of them at once."""
+        """Load weights whose names arrive in these `batches`; None is all of them at once."""
         arrivals = arriving([self.names()] if batches is None else batches)
         self.next_version += 1
         await self.engine.load(self.next_version, weights_file, arrivals)
@@ -84,7 +84,7 @@ class Subject:
 
 @contextmanager
 def file_without_a_name(content: bytes) -> Iterator[Path]:
-    """A file in memory, as other processes reach it: the link does not lead to a name in any folder."""
+    """Make a file in memory that other processes reach by a link, which leads to no name in any folder."""
     fd = os.memfd_create("weights")
     try:
         os.truncate(fd, len(content))
@@ -138,7 +138,7 @@ async def open_subject(tmp_path: Path, model_dir: Path, create_engine, dtype: st
 
 
 def subject_of(name: str, write_model, create_engine, dtype: str):
-    """A fixture."""
+    """Make a fixture that opens the subject."""
 
     @pytest_asyncio.fixture(scope="module", loop_scope="module", name=name)
     async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -195,7 +195,7 @@ async def test_experts_follow_every_update_in_vllm(tmp_path: Path) -> None:
 def assert_logprobs_are_the_models(
     model_dir: Path, responses: list[GeneratedResponse], dtype: str, temperature: float = 1.0
 ) -> None:
-    """To the rounding of the engine's dtype. `responses` are of a probe."""
+    """Assert that the logprobs of a probe's `responses` are the model's, up to the rounding of the engine's dtype."""
     mean, largest = NOISE[dtype]
     for prompt, response in zip(PROBE_PROMPTS, responses, strict=True):
         expected = teacher_forced_logprobs(model_dir, prompt, response.token_ids, torch.float32, temperature)
@@ -210,7 +210,7 @@ async def test_rollout_logprobs_are_the_models_own_to_rounding(subject: Subject,
     assert_logprobs_are_the_models(subject.second_model_dir, responses, subject.dtype, temperature)
 
 
-RUBBISH = float("nan")  # in a file where a tensor may not be read: it would spoil every response
+RUBBISH = float("nan")  # a value where no tensor may be read: it would spoil every response
 
 
 @pytest.mark.parametrize("seed", [0, 1])

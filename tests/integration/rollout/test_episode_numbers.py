@@ -77,16 +77,16 @@ async def test_generation_that_is_cancelled_computes_no_further(model_dir):
         asyncio.create_task(engine.generate([1, 2, 3], 1, Sampling(400, 1.0, seed), VERSION)) for seed in range(3)
     ]
     await until(lambda: num_passes >= 2)
-    for each in given_up:
-        each.cancel()
+    for request in given_up:
+        request.cancel()
     await engine.generate([1, 2, 3], 1, Sampling(1, 1.0, 7), VERSION)  # the model is free only behind the others
-    assert num_passes < 600  # of 1200
+    assert num_passes < 600  # half of the 1200 calls
     await engine.stop()
 
 
 @torch.inference_mode()
 def fresh(model, prompt, sampled):
-    """The logprobs of the sampled tokens, [T], by one pass over prompt and sample."""
+    """Return the logprobs of the sampled tokens, [T], by one pass over prompt and sample."""
     logits_TV = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
     logprobs_TV = torch.log_softmax(logits_TV.float() / TEMPERATURE, dim=-1)
     return logprobs_TV.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()

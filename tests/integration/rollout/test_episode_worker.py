@@ -53,7 +53,7 @@ async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatc
 
 @pytest.mark.parametrize("timeout_s", [0.5, 30.0])
 async def test_engine_that_owes_all_answers_ends_the_process(rig, monkeypatch, timeout_s):
-    """Whether the environment's time is over first, or that of the group."""
+    """Either the environment's time is over first, or that of the group."""
     monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 2)
 

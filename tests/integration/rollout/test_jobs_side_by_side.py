@@ -31,11 +31,11 @@ async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker, ledg
 
     async def places() -> list[int | None]:
         listed = {job["id"]: job["queue_position"] for job in (await broker.get("/v1/jobs")).json()["jobs"]}
-        one_by_one = [(await broker.get(f"/v1/jobs/{job_id}")).json()["queue_position"] for job_id in mine]
-        assert one_by_one == [listed[job_id] for job_id in mine]
+        one_by_one = [(await broker.get(f"/v1/jobs/{job_id}")).json()["queue_position"] for job_id in job_ids]
+        assert one_by_one == [listed[job_id] for job_id in job_ids]
         return one_by_one
 
-    mine = [first, second, third, elsewhere]
+    job_ids = [first, second, third, elsewhere]
     assert await places() == [1, 2, 3, 1]
     await ledger.trainer.claim_job(first, "trainer-a", 30)
     assert await places() == [None, 1, 2, 1]
@@ -59,7 +59,7 @@ MOVES = {
 
 async def bring_to(ledger: Ledger, job_id: str, state: str) -> None:
     if state not in ("PENDING", "FAILED"):
-        await ledger.trainer.claim_job(job_id, "trainer-a", 300)  # its lease: nobody ends what is CANCELLING
+        await ledger.trainer.claim_job(job_id, "trainer-a", 300)  # the lease keeps others from ending a CANCELLING job
     if state == "CANCELLED":
         await ledger.jobs.move(job_id, JobState.CANCELLING)
     if state not in ("PENDING", "RUNNING"):

@@ -112,7 +112,7 @@ def behave(response, context, **options):
 
 @pytest.fixture(autouse=True)
 def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own reward, on the path of child processes."""
+    """Put a user's own reward on the path of child processes."""
     entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n"
     site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(site))
@@ -228,8 +228,8 @@ async def test_settings_of_the_service_are_hidden_from_rewards(scorer):
 async def test_rewards_with_other_limits_keep_their_processes(scorer):
     pids = []
     for timeout_s in (50, 60, 50, 60):
-        (found,) = await score(scorer, request("a", timeout_s=timeout_s))
-        pids.append(found.parts["pid"])
+        (outcome,) = await score(scorer, request("a", timeout_s=timeout_s))
+        pids.append(outcome.parts["pid"])
     assert pids[:2] == pids[2:]
     assert pids[0] != pids[1]
 
@@ -283,11 +283,11 @@ async def test_every_limit_is_set_before_the_reward_runs(scorer):
         "FSIZE": MAX_FILE_BYTES >> 20,
         "NOFILE": MAX_OPEN_FILES,
     }
-    found = outcome.parts
-    assert {kind: found[f"{kind}_soft"] for kind in expected} == expected
-    assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
-    assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
-    assert (found["nice"], found["expendable"]) == (min(19, os.nice(0) + NICENESS), 1000)
+    limits = outcome.parts
+    assert {kind: limits[f"{kind}_soft"] for kind in expected} == expected
+    assert {kind: limits[f"{kind}_hard"] for kind in expected} == expected
+    assert 31 <= limits["CPU_soft"] <= 40  # the seconds used before, the response's 30 s and one more
+    assert (limits["nice"], limits["expendable"]) == (min(19, os.nice(0) + NICENESS), 1000)
 
 
 def test_unwatched_spinning_reward_runs_out_of_cpu_time():

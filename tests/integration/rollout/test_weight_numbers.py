@@ -1,4 +1,4 @@
-"""What a rollout tells of each move to a policy version: to the ledger, and to Prometheus."""
+"""Reports of a rollout about each move to a policy version: to the ledger, and to Prometheus."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

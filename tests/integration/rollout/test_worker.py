@@ -107,7 +107,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
     assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
     assert chat.worker_id == "w0"
-    assert {(each.text, *each.token_lengths) for each in chat.responses} == {("!!!", 1, 1, 1)}
+    assert {(response.text, *response.token_lengths) for response in chat.responses} == {("!!!", 1, 1, 1)}
     assert (chat.data_row, plain.HasField("data_row")) == (7, False)
     assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
     assert 0.2 <= chat.timings.generate_s < time.monotonic() - started
@@ -509,7 +509,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.3])
 async def test_group_not_ready_in_the_drain_time_is_handed_back(rig, drain_s):
-    """That is no attempt at it."""
+    """The return does not count as an attempt."""
     await rig.replace_job(max_group_attempts=1)
     engine = FakeEngine()
     engine.may_finish.clear()
@@ -527,7 +527,7 @@ async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypa
     monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)
     await rig.replace_job(max_group_attempts=1)
     engine = FakeEngine()
-    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # of both at once; the first ends the process
+    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # both requests fail; the first ends the process
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0), rig.task(0, 1))
     await rig.broken()
@@ -571,7 +571,7 @@ class Process:
 
 @pytest.fixture
 async def served_rig(ledger, tmp_path):
-    """A job whose weights come from a real model over real gRPC."""
+    """Run a job whose weights come from a real model over real gRPC."""
     rig = Rig(ledger)
     async with serving_model(rig, tmp_path):
         yield rig

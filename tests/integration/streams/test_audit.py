@@ -67,7 +67,7 @@ async def cut_the_log(ledger: Ledger, job: JobKeys) -> None:
 
 
 async def change_a_group(ledger: Ledger, job: JobKeys) -> None:
-    """Its reward, in the place of the one that was accepted: the stream ends there, so that the entry's id is free."""
+    """Change the reward of the accepted group, at its place: the stream ends there, so that the entry's id is free."""
     entries = await ledger.redis.xrange(job.rollouts)
     last, fields = entries[-1]
     group = (await ledger.iterations.accepted_groups(job.job_id, 2))[-1]
@@ -123,7 +123,7 @@ async def test_rewritten_log_does_not_contain_a_head_kept_earlier(ledger: Ledger
 
 
 async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Ledger, world: World) -> None:
-    """By calling the script itself: its argument says version 0, its tokens say 7."""
+    """The test calls the script itself: the argument names version 0, the tokens version 7."""
     job_id = await world.create_job()
     job = JobKeys(job_id)
     await world.start_training(job_id)

@@ -132,7 +132,7 @@ async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
 
 
 async def test_each_iteration_has_its_own_prompts(broker, ledger, world):
-    """Of five rows, iteration 0 has the first four, iteration 1 the fifth and the first three; two are spare."""
+    """Iteration 0 has the first four of five rows, iteration 1 the fifth and the first three; two are spare."""
     job_id = await world.create_job(rollout=ROLLOUT, data={"shuffle": False})
     epoch = await world.start_training(job_id)
     seen = {}

@@ -82,7 +82,7 @@ async def test_job_that_is_over_commits_nothing(ledger: Ledger, world: World) ->
 
 
 async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
-    """A running job of that bound, nothing open yet; returns (job id, epoch)."""
+    """Start a job with that bound and no open iteration; return (job id, epoch)."""
     return await World(ledger).started_job(schedule={"mode": "bounded", "max_staleness": max_staleness})
 
 
@@ -173,7 +173,7 @@ async def test_one_token_of_another_version_makes_a_group_stale(ledger: Ledger, 
     assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.STALE
     assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
     assert await ledger.iterations.accepted_groups(job_id, 0) == []
-    (again,) = await world.claim_all(job_id, "w2")  # at once, though the first lease had time left
+    (again,) = await world.claim_all(job_id, "w2")  # no wait, though the first lease had time left
     assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
     assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
     assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED
@@ -207,8 +207,8 @@ async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger, wor
     assert len(await ledger.rollout.claim(job_id, "alive", 29, lease_s=30)) == 29
     (last,) = await ledger.rollout.claim(job_id, "leaving", 1, lease_s=30)
     await ledger.rollout.release(job_id, "leaving", [last.entry_id])
-    (found,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
-    assert found.entry_id == last.entry_id
+    (claim,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
+    assert claim.entry_id == last.entry_id
 
 
 async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger, world: World) -> None:
@@ -367,7 +367,7 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
 
 
 async def test_silent_redis_is_given_up_in_time() -> None:
-    """Its health checks are retried within each retry of a command: without a limit the tries would multiply."""
+    """The health checks are retried within each retry of a command: without a limit the tries would multiply."""
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
     client = connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?socket_timeout=0.2", retry_s=4)
     started = time.monotonic()

@@ -33,7 +33,7 @@ DEADLINE_S = 30.0
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[int]:
-    """A Redis with the users of the example, as docs/security.md says to make them."""
+    """Run a Redis with the users of the example, made as docs/security.md describes, and yield its port."""
     rules = EXAMPLE.read_text()
     for name, password in (("ADMIN_PASSWORD", ADMIN_PASSWORD), ("PASSWORD", PASSWORD)):
         rules = rules.replace(f"SHA256_OF_THE_{name}", hashlib.sha256(password.encode()).hexdigest())
@@ -115,16 +115,16 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
 
 
 def commands_in_use() -> set[str]:
-    """Of the Lua scripts and of the calls of redis-py in Onbeat: also those that no test here comes by."""
+    """Return the commands of the Lua scripts and of our calls of redis-py, also of those that no test here makes."""
     scripts = "".join(path.read_text() for path in (ROOT / "onbeat" / "streams" / "scripts").glob("*.lua"))
-    found = set(re.findall(r"redis\.p?call\(\s*['\"](\w+)['\"]", scripts))
-    assert len(found) == len(set(re.findall(r"redis\.p?call\(\s*([^,)]+)", scripts))), "a command that is no literal"
+    commands = set(re.findall(r"redis\.p?call\(\s*['\"](\w+)['\"]", scripts))
+    assert len(commands) == len(set(re.findall(r"redis\.p?call\(\s*([^,)]+)", scripts))), "a command that is no literal"
     sources = [path for folder in ("onbeat", "services") for path in (ROOT / folder).rglob("*.py")]
     methods = set(re.findall(r"\bredis\.([a-z_]+)\(", "".join(path.read_text() for path in sources)))
-    methods -= {"aclose", "register_script", "pipeline"}  # of these comes what is in `sent`
+    methods -= {"aclose", "register_script", "pipeline"}  # the commands of these calls are in `sent`
     methods -= {"config_get"}  # the doctor does without: it would tell the passwords, too
     sent = {"evalsha", "script|load", "multi", "exec"}
-    return sent | {name.lower() for name in found} | {method.partition("_")[0] for method in methods}
+    return sent | {name.lower() for name in commands} | {method.partition("_")[0] for method in methods}
 
 
 def test_every_command_of_onbeat_is_allowed(port: int) -> None:
@@ -258,7 +258,7 @@ def test_settings_show_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
 async def tls_in_front_of(
     port: int, authority: Authority, name: str, *, asks_for_certificate: bool
 ) -> AsyncIterator[int]:
-    """The Redis of the tests is built without TLS: this ends it, and passes the bytes on."""
+    """Serve TLS in front of the tests' Redis, which is built without it, and pass the bytes on."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*authority.issue(name))
     if asks_for_certificate:

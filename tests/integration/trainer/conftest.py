@@ -18,13 +18,13 @@ async def lease_of(redis_url: str) -> AsyncIterator[Callable[[ClaimedJob], Lease
         return Ledger(connect(redis_url))
 
     background, leases = LoopThread("trainer"), list[Lease]()
-    own = background.run(connected())
+    ledger_of_thread = background.run(connected())
 
     def hold(job: ClaimedJob) -> Lease:
-        leases.append(Lease(background, own, job, threading.Event()))
+        leases.append(Lease(background, ledger_of_thread, job, threading.Event()))
         return leases[-1]
 
     yield hold
     for lease in leases:
         await asyncio.to_thread(lease.close)
-    background.close(own.redis.aclose())
+    background.close(ledger_of_thread.redis.aclose())

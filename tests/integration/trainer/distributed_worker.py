@@ -1,4 +1,4 @@
-"""What each rank of test_distributed.py runs: `torchrun ... -m tests.integration.trainer.distributed_worker CHECK DIR`.
+"""Checks of each rank: `torchrun ... -m tests.integration.trainer.distributed_worker CHECK DIR` runs them.
 
 A check is a function (world, folder) that asserts; a rank that fails ends the run. Add one, and a test that names it.
 """
@@ -43,20 +43,20 @@ STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=
 def groups(count=5):
     """Unequal ones; the last one has an episode that forks."""
     lengths = [(3, 1, 4), (7, 2), (1, 1, 1), (5, 5, 2, 3)]
-    found = [make_group(f"0-{i}", 2 + 3 * i, response_lengths) for i, response_lengths in enumerate(lengths)]
-    return [*found, make_episodes("0-4", 14, [2, SHAPES["several levels"]])][:count]
+    all_groups = [make_group(f"0-{i}", 2 + 3 * i, response_lengths) for i, response_lengths in enumerate(lengths)]
+    return [*all_groups, make_episodes("0-4", 14, [2, SHAPES["several levels"]])][:count]
 
 
 def backward(model, some_groups, weight=1.0):
-    """The sum over all tokens of weight * (position in the row's tokens + 1) * logprob, over single-group rows."""
+    """Add the gradient of weight * (position in the tokens + 1) * logprob, summed over all tokens, one group a row."""
     for group in some_groups:
         logprobs, _ = response_logprobs(model, pack([group], CPU), 1.0)
         (weight * torch.arange(1, len(logprobs) + 1) * logprobs).sum().backward()
 
 
-def assert_close(found, expected, rtol, name=""):
+def assert_close(computed, expected, rtol, name=""):
     """Relative to the largest element: float order moves all elements by about as much."""
-    gap = (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    gap = (computed.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
     assert gap <= rtol, f"{name}: relative gap {gap:.2e} > {rtol}"
 
 
@@ -87,7 +87,7 @@ def a_lost_peer(world, folder):
 
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
-    capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # its logits are computed in float32
+    capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # the logits are computed in float32
     for config, attention, lora, rtol in [
         (tiny_config(), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
@@ -105,12 +105,12 @@ def sharded_gradients(world, folder):
 
 
 def train_dealt(model, world):
-    """The same number of passes on every rank; rank 1 has fewer groups and makes up for it with weight 0."""
+    """Run the same number of passes on every rank; rank 1 has fewer groups and adds passes of weight 0."""
     shares = deal([100, 1, 1, 1, 90], world.size)
     assert [len(share) for share in shares] == [1, 4]
-    own = [groups()[index] for index in shares[world.rank]]
-    backward(model, own)
-    backward(model, [groups()[0]] * (max(map(len, shares)) - len(own)), weight=0.0)
+    dealt = [groups()[index] for index in shares[world.rank]]
+    backward(model, dealt)
+    backward(model, [groups()[0]] * (max(map(len, shares)) - len(dealt)), weight=0.0)
 
 
 def compare_gradients(model, reference, rtol):
@@ -124,7 +124,7 @@ def compare_gradients(model, reference, rtol):
 
 
 def sharded_copies(world, folder):
-    """A frozen relative takes on weights that only rank 0 holds; what the sharded model computes with is published."""
+    """Check that a frozen copy takes on weights that only rank 0 holds; publish those that a sharded model uses."""
     model = tiny_model(tiny_config(), torch.bfloat16)
     old = copy.deepcopy(model).requires_grad_(False)
     expected = copy.deepcopy(old)
@@ -138,12 +138,12 @@ def sharded_copies(world, folder):
     load_shards(old, tensors.items() if world.is_main else [], dict.fromkeys(tensors, 0))
     batch = pack(groups(2), CPU)
     with torch.no_grad():
-        found, _ = call(response_logprobs, old, batch, 1.0)
-        assert torch.equal(found, response_logprobs(expected, batch, 1.0)[0])
+        computed, _ = call(response_logprobs, old, batch, 1.0)
+        assert torch.equal(computed, response_logprobs(expected, batch, 1.0)[0])
 
 
 def sharded_reading(world, folder):
-    """A model that each rank reads layer by layer has the bits of one that each reads whole; so have its relatives."""
+    """Check that a model and its copies have the same bits when ranks read layer by layer and when each reads all."""
     old_and_reference = {
         "schedule": {"mode": "bounded", "max_staleness": 1, "num_iterations": 2},
         "objective": {"kl": {"coef": 0.1}},
@@ -156,19 +156,19 @@ def sharded_reading(world, folder):
         ]:
             source = write_model(world, folder, tiny_config(tie_word_embeddings=is_tied, attention_bias=True))
             config = job_config(model={"path": source, "dtype": dtype}, **sections)
-            found, _ = load_policy(source, config, world, is_sharded=True)
+            policy, _ = load_policy(source, config, world, is_sharded=True)
             whole = load_model(source, DTYPES[dtype], CPU)
             if config.lora:
                 add_adapters(whole, config.lora, config.seed)
             expected = Policy.create(whole, config, world, is_sharded=True)
-            compare_shards(found.model, expected.model)
+            compare_shards(policy.model, expected.model)
             if "objective" in sections:
-                compare_shards(found.reference, expected.reference)
-                compare_shards(found.old._model, expected.old._model)
+                compare_shards(policy.reference, expected.reference)
+                compare_shards(policy.old._model, expected.old._model)
 
 
 def write_model(world, folder, config):
-    """A random bfloat16 model in several files, written by rank 0; the folder's name."""
+    """Write a random bfloat16 model in several files, on rank 0, and return the folder's name."""
     world.all_gather_bytes(b"read")  # the files of the case before, which this one replaces
     if world.is_main:
         tiny_model(config, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="10KB")
@@ -176,9 +176,9 @@ def write_model(world, folder, config):
     return str(folder / "model")
 
 
-def compare_shards(found, expected):
+def compare_shards(computed, expected):
     kept = dict(expected.named_parameters()) | dict(expected.named_buffers())
-    tensors = dict(found.named_parameters()) | dict(found.named_buffers())
+    tensors = dict(computed.named_parameters()) | dict(computed.named_buffers())
     assert list(tensors) == list(kept)
     for name, tensor in tensors.items():
         assert isinstance(tensor, DTensor) == isinstance(kept[name], DTensor)
@@ -204,14 +204,14 @@ def little_memory(world, folder):
 
 
 def anonymous_bytes():
-    """Without pages of files: the system drops those and reads them again as it likes, so that they prove nothing."""
+    """Return the bytes of memory without files' pages, which the system drops and reads again as it likes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 @contextlib.contextmanager
 def highest(measure):
-    """Yields a list; its only item is the highest value that `measure` returned every millisecond of the block."""
+    """Yield a list of one item, the highest value that `measure` returned every millisecond of the block."""
     values, done = [measure()], threading.Event()
 
     def watch():
@@ -241,15 +241,15 @@ def gradient_control(world, folder):
     alone, shards = GradientControl(config), GradientControl(config, world)
     spread_h, spread_g = spread(copy.deepcopy(h)), spread(copy.deepcopy(g))
     alone.apply(h), shards.apply(spread_h)
-    expected, found = alone.apply(g), shards.apply(spread_g)
-    assert found.action == expected.action == "project"
-    assert abs(found.cosine - expected.cosine) < 1e-6
+    expected, step = alone.apply(g), shards.apply(spread_g)
+    assert step.action == expected.action == "project"
+    assert abs(step.cosine - expected.cosine) < 1e-6
     assert_close(spread_g["sharded"].full_tensor(), g["sharded"], 1e-6)
     assert_close(spread_g["replicated"], g["replicated"], 1e-6)
 
 
 def trained(world, seed=0):
-    """A sharded model after one step, with GAC's history: (optimizer, control, all state)."""
+    """Take one step of a sharded model with GAC's history; return (optimizer, control, all state)."""
     model = tiny_model(tiny_config(initializer_range=0.02 + 0.01 * seed), torch.float32)
     shard(model, world, torch.float32)
     optimizer, control = MasterAdamW(model, OPTIMIZER), GradientControl(GacConfig(mode="metric"), world)
@@ -261,7 +261,7 @@ def trained(world, seed=0):
 
 
 def save_sharded(world, folder):
-    """What two wrote, two read back by their shares, and training goes on from it as it would have."""
+    """Check that two ranks read back their shares of a checkpoint, and that training goes on as without it."""
     optimizer, control, state = trained(world)
     store = CheckpointStore(folder / "checkpoints", keep=1, world=world)
     weights = [(name, gather_full(p, torch.bfloat16)) for name, p in optimizer.parameters.items()]
@@ -269,7 +269,7 @@ def save_sharded(world, folder):
     store.wait()
     assert store.finished() == [(3, store.path(3))]
     whole = {name: tensor.full_tensor() for name, tensor in state.items()}
-    if world.is_main:  # for the process that reads it alone
+    if world.is_main:  # the files for the process that reads them alone
         save_file(whole, folder / "expected.safetensors")
 
     other, other_control, _ = trained(world, seed=1)
@@ -290,7 +290,7 @@ def save_sharded(world, folder):
 
 
 def load_whole(world, folder):
-    """What one process wrote (the test did, before), two read by their shares."""
+    """Check that two ranks read their shares of a checkpoint that the test wrote before, in one process."""
     optimizer, _, _ = trained(world, seed=1)
     store = CheckpointStore(folder / "checkpoints", keep=1, world=world)
     store.restore("job", "tiny", optimizer.load_state_tensors, sharded=optimizer.parameters)
@@ -304,10 +304,13 @@ def load_whole(world, folder):
 
 
 def fail_to_save(world, folder):
-    """A failure on one rank is an error of the save on every rank, and names it; so is a disk that is not shared."""
+    """Check that a failure on one rank fails the save on every rank, by name, and so does a disk that is not shared."""
     state = trained(world)[2]
-    for own, message in [(Path("/proc/nowhere"), "cannot be written: rank 1"), (folder / "own", "rank 0: .*same disk")]:
-        store = CheckpointStore(folder / "checkpoints" if world.is_main else own, keep=1, world=world)
+    for disk, message in [
+        (Path("/proc/nowhere"), "cannot be written: rank 1"),
+        (folder / "own", "rank 0: .*same disk"),
+    ]:
+        store = CheckpointStore(folder / "checkpoints" if world.is_main else disk, keep=1, world=world)
         store.save(STATE, [], state, {})
         with pytest.raises(JobFailed, match=message):
             store.wait()
@@ -332,7 +335,7 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
 
 
 def main() -> None:
-    """What passed is written down after each check, so that the test of an earlier one can pass."""
+    """Run the checks and record each that passed, so that the test of an earlier one can pass."""
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
     world = World.from_environment(CPU, timeout_s=30)

@@ -46,7 +46,7 @@ def train_alone(seed):
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> tuple[Path, str]:
-    """All checks in one launch, for starting takes longer than checking: (their folders, what the ranks wrote)."""
+    """Run all checks in one launch, as starting takes longer than checking; return (folders, the ranks' output)."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "load_whole").mkdir()

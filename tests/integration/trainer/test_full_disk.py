@@ -11,7 +11,7 @@ SIZE_KIB = 700  # two checkpoints of the tiny model, and not a third
 
 
 class CrampedJob(RecordedJob):
-    """Its disk grows when a checkpoint has found no room."""
+    """Checkpoints whose disk grows when a checkpoint has found no room."""
 
     disk: Path
 

@@ -49,7 +49,7 @@ CA = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.cr
 
 @asynccontextmanager
 async def trainer(ledger: Ledger, redis_url: str, folder: Path, instead: str, **settings: str):
-    """A trainer whose training is that function of SCRIPT, with a job: (process, id of the job)."""
+    """Start a trainer with a job whose training is that function of SCRIPT; return (process, id of the job)."""
     pool = f"p{uuid.uuid4().hex[:8]}"
     job_id = await World(ledger).create_job(pool=pool)
     settings |= {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(folder)}
@@ -110,7 +110,7 @@ async def test_stuck_trainer_ends_and_another_one_gets_its_job(ledger: Ledger, r
     assert "in stuck_step" in written.decode()
     (warning,) = await events_of(ledger, job_id, "trainer.stalled")
     assert "while at the barrier of iteration 0: sum over replicas and optimizer step: this process ends" in warning
-    assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
+    assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # the lease was alive to the end
     await eventually("another trainer gets the job", lambda: ledger.trainer.claim_job(job_id, "another", 30))
 
 

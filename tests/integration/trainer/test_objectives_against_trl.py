@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory):
 
 
 def their_loss(model_dir, options, tmp_path, padded, mask):
-    """A real trainer; only its forward pass is replaced, by the given log-probabilities."""
+    """Return the loss of their real trainer, whose forward pass is replaced by the given log-probabilities."""
     config = GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=6,
@@ -80,8 +80,8 @@ def test_loss_and_gradient_equal_trl(name, model_dir, tmp_path):
     trainer = flat(nested).requires_grad_()
     loss = config.objective.loss(batch, Logprobs(trainer, flat(old), flat(ref)))
     most = config.rollout.max_response_tokens
-    found = loss.loss_sum / config.objective.denominator(sum(lengths), len(lengths), 0, most)
-    found_grad = torch.autograd.grad(found, trainer)[0]
+    loss_value = loss.loss_sum / config.objective.denominator(sum(lengths), len(lengths), 0, most)
+    found_grad = torch.autograd.grad(loss_value, trainer)[0]
 
     mask = pad(torch.ones(sum(lengths)), lengths)
     padded = {"trainer": pad(trainer.detach(), lengths).requires_grad_(), "old": pad(flat(old), lengths)}
@@ -91,5 +91,5 @@ def test_loss_and_gradient_equal_trl(name, model_dir, tmp_path):
     expected = their_loss(model_dir, theirs, tmp_path, padded, mask)
     expected_grad = torch.autograd.grad(expected, padded["trainer"])[0][mask.bool()]
 
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss_value, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-6)

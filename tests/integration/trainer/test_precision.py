@@ -67,7 +67,9 @@ async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, d
     assert (await ledger.jobs.fields(pool.job_id))["dtype"] == dtype
     (message,) = await pool.messages("job.dtype")
     assert message.startswith(f"computes in {dtype}: ")
-    slow = [f"rollout-{index}'s {each}" for index, each in enumerate(rollouts) if each.bfloat16 != "native"]
+    slow = [
+        f"rollout-{index}'s {processor}" for index, processor in enumerate(rollouts) if processor.bfloat16 != "native"
+    ]
     assert all(who in message for who in slow)
     assert await pool.messages("job.warning") == []
 

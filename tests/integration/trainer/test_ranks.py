@@ -66,7 +66,7 @@ class Trainer:
 
 
 def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
-    """In float32 unless the sections say otherwise."""
+    """Build a job, in float32 unless the sections have another dtype."""
     sections = sections | {"model": {"path": str(model), **sections.get("model", {})}}
     sections = sections | {"training": {"max_tokens_per_micro_batch": 40, **sections.get("training", {})}}
     base = {"rollout": {"num_prompts_per_iteration": NUM_GROUPS}, "checkpoint": {"every_iterations": 2}}
@@ -79,7 +79,7 @@ def group_of(task: PromptTask):
     rng = random.Random(task.group_id)
     lengths = [rng.randrange(1, 9) for _ in range(3)]
     group = make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
-    group.worker_id = "w"  # which has claimed it
+    group.worker_id = "w"  # the worker that has claimed it
     return group
 
 
@@ -87,7 +87,7 @@ def group_of(task: PromptTask):
 def trainer(
     redis_url: str, folder: Path, num_ranks=1, parallelism="ddp", max_restarts=0, core=CORES[0]
 ) -> Iterator[Trainer]:
-    """A trainer with a pool of its own; ended, with its children, at last."""
+    """Run a trainer with its own pool; at last end it and its children."""
     folder.mkdir()
     pool, log_file = f"ranks-{uuid.uuid4().hex[:8]}", folder / "trainer.log"
     command = [sys.executable, "-m", "services.trainer"]
@@ -125,7 +125,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_
     A trainer with all groups of an iteration goes on to the next version at once: they are held back until the
     iteration is open that needs the version before.
     """
-    claimed = []  # of each iteration
+    claimed = []  # claims of each iteration
 
     async def submit(iteration) -> None:
         for index, claim in enumerate(claimed[iteration]):
@@ -159,7 +159,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_
 
 
 async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_version=None):
-    """The final weights, and which rank trained which micro-batches by iteration."""
+    """Train, and return the final weights and the micro-batches of each rank by iteration."""
     config = build_job(model, trainer.pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
@@ -175,16 +175,16 @@ async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_
 
 
 def exported_weights(checkpoint):
-    """Of a sharded trainer each rank has written a file."""
+    """Return the exported weights: each rank of a sharded trainer has written a file."""
     files = sorted(checkpoint.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same_weights(found, expected):
-    """To the order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
-    assert found.keys() == expected.keys()
+def assert_same_weights(weights, expected):
+    """Assert equal weights up to the order of sums; AdamW's first steps amplify noise where gradients are near zero."""
+    assert weights.keys() == expected.keys()
     is_precise = all(tensor.dtype == torch.float32 for tensor in expected.values())
-    gap = torch.cat([(found[name].float() - expected[name].float()).flatten() for name in expected]).abs()
+    gap = torch.cat([(weights[name].float() - expected[name].float()).flatten() for name in expected]).abs()
     assert gap.mean() < (1e-5 if is_precise else 1e-3)
     assert gap.max() < (1e-2 if is_precise else 5e-2)
 
@@ -202,7 +202,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainers(redis_url, tmp_path_factory) -> Iterator[dict[str, Trainer]]:
-    """One process, and two, with whole models or with shards."""
+    """Run one process, and two, with whole models or with shards."""
     folder, two = tmp_path_factory.mktemp("trainers"), {"num_ranks": 2}
     of_each = {"alone": {}, "ddp": two, "fsdp": two | {"parallelism": "fsdp", "core": CORES[-1]}}
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def trainers(redis_url, tmp_path_factory) -> Iterator[dict[str, Trainer]]:
 
 @pytest.fixture(scope="module")
 def weights_of_one() -> dict[str, dict[str, torch.Tensor]]:
-    """The final weights of one process, by the name of its job."""
+    """Return the final weights of one process, by the name of its job."""
     return {}
 
 
@@ -235,7 +235,7 @@ class Follower:
 
     def __init__(self, ledger):
         self._ledger = ledger
-        self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
+        self.weights, self.sources, self.received = {}, [], []  # tensors, addresses and bytes by version
         self._puller = None
 
     async def __call__(self, job_id, version):
@@ -321,8 +321,11 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
     if name not in weights_of_one:
         weights_of_one[name], _ = await train(ledger, model, trainers["alone"], JOBS[name])
     both = await asyncio.gather(
-        *(train(ledger, model, each, JOBS[name], kill_rank_1(each.process)) for each in restarted_trainers)
+        *(
+            train(ledger, model, restarted, JOBS[name], kill_rank_1(restarted.process))
+            for restarted in restarted_trainers
+        )
     )
-    for found, taken in both:
+    for weights, taken in both:
         assert_each_group_once(taken)
-        assert_same_weights(found, weights_of_one[name])
+        assert_same_weights(weights, weights_of_one[name])

@@ -38,18 +38,18 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
         await asyncio.to_thread(trackers.__enter__)
         for iteration in iterations:
             await train_iteration(ledger, job_id, epoch, iteration)
-        await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
+        await ledger.evaluations.fail(job_id, 0, 10, "no room")  # an evaluation without a score: nothing to draw
         await asyncio.to_thread(trackers.__exit__, None, None, None)
     job = LeasedJob(lease)
     assert await asyncio.to_thread(job.has_succeeded) is None
     await ledger.jobs.move(job_id, JobState.FAILED, "stopped")
     assert await asyncio.to_thread(job.has_succeeded) is False
-    found = curves(tmp_path / "tensorboard")
-    tokens_per_s = found.pop("iteration/tokens_per_s")
+    tracked = curves(tmp_path / "tensorboard")
+    tokens_per_s = tracked.pop("iteration/tokens_per_s")
     series = metric_series(await read_iterations(ledger, job_id, -1, 100))
-    assert found.keys() == series.keys()
+    assert tracked.keys() == series.keys()
     for name, points in series.items():
-        assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name
+        assert tracked[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name
     walls = dict(series["iteration/wall_s"])
     assert [step for step, _ in tokens_per_s] == list(range(5))
     assert abs(tokens_per_s[4][1] * walls[4] / 100 - 1) < 1e-3

@@ -203,7 +203,7 @@ class Life:
             await self.rollouts[number % len(self.rollouts)].pull(min(self.plane.trainer.store.versions()))
 
     async def restart(self, number):
-        """At the same or an older version; now and then its bits are not those of before."""
+        """Restart the trainer at the same or an older version, sometimes with other bits than before."""
         self.version = max(0, self.version - number % 3)
         tensors = self.plane.trainer.tensors[self.version]
         await self.plane.trainer.restart()
@@ -226,7 +226,7 @@ def test_all_versions_are_equal_everywhere_through_all_faults(operations):
 
 
 def edited(edit):
-    """A fault that changes the list of a pull's messages."""
+    """Make a fault that changes the list of a pull's messages."""
 
     async def fault(messages, key):
         for message in edit([message async for message in messages], key):
@@ -242,7 +242,7 @@ def flip_a_bit(messages, key):
 
 
 def spoil_the_start(messages, key):
-    """Of an encoded tensor: what its streams' sizes are."""
+    """Overwrite the sizes of the streams of an encoded tensor."""
     first = read_message(key, messages[1])
     return [messages[0], data_message([memoryview(b"\xff" * 8), first[8:]]), *messages[2:]]
 
@@ -269,7 +269,7 @@ async def silent(messages, key):
     await asyncio.sleep(60)
 
 
-# Which plans and messages are refused is tested in tests/unit/weights.
+# tests/unit/weights tests which plans and messages are refused.
 FAULTS = {
     "flipped bit": (
         edited(flip_a_bit),
@@ -354,7 +354,7 @@ async def held_back(messages, key):
 
 
 async def trickling(messages, key):
-    """The plan, and then a byte at a time, for ever as far as anybody can wait."""
+    """Send the plan, and then a byte at a time, for longer than any test waits."""
     async for message in messages:
         piece = read_message(key, message)
         if not isinstance(piece, memoryview):
@@ -420,7 +420,7 @@ async def test_source_with_another_plan_is_not_mixed_with_the_last(plane, small_
 
 
 async def wrong_then_silent(messages, key):
-    """The plan, two messages of flipped bytes, and after a while the rest."""
+    """Send the plan, two messages of flipped bytes, and after a while the rest."""
     yield await anext(messages)
     for _ in range(2):
         async for message in messages:
@@ -563,7 +563,7 @@ async def test_pull_during_a_step_in_place_ends_with_right_bits(plane, client, s
 
 
 async def test_bytes_that_a_step_tears_are_never_called_a_version(plane, small_messages):
-    """As above, but the server would go on to send: the checksum of each tensor refuses them."""
+    """The situation is as above, but the server would go on to send: the checksum of each tensor refuses the bytes."""
     live = weights(0)
     await plane.trainer.publish_in_place(1, live)
     rollout = await plane.join("r0")
@@ -580,7 +580,7 @@ async def test_bytes_that_a_step_tears_are_never_called_a_version(plane, small_m
 
 
 async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, small_messages):
-    """Whoever loads these tensors has loaded the version, which has to be here by then."""
+    """An engine that loads these tensors has loaded the version, which has to be complete by then."""
     tensors = {name: weights(0)[name] for name in ("half", "big")}
     await plane.trainer.publish(0, tensors)
     rollout, may_end = await plane.join("r0"), asyncio.Event()

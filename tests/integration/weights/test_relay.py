@@ -41,7 +41,7 @@ class Valve:
 
 
 async def join_a_stuck_relay(plane):
-    """A relay that has the beginning of version 0 and gets no more, its pull, and a child near it."""
+    """Add a relay that got the beginning of version 0 and no more; return it, its pull, and a child near it."""
     await plane.trainer.publish(0, weights(0))
     plane.trainer.server.faults = [Valve()]
     relay, child = await plane.join("relay"), await plane.join("child")
@@ -239,7 +239,7 @@ class TwoShards(WeightStore):
 
 
 async def publish_in_two_shards(trainer, version, tensors):
-    """The first tensor is a shard of its own."""
+    """Publish in two shards, of which the first has one tensor."""
     await trainer.publish(version, tensors)
     snapshot = trainer.store.get(version)
     trainer.store.add(replace(snapshot, manifest=Manifest(version, snapshot.manifest.tensors, (1,)), delta=None))
@@ -291,7 +291,7 @@ async def test_shard_cut_off_by_the_others_failure_is_not_complete(sharded):
 
 
 async def test_trainer_that_returns_with_other_shards_is_followed(plane):
-    """From one to two and back: in full, since it has no deltas from before, and by deltas again after that."""
+    """The trainer goes from one shard to two and back: first in full, without older deltas, then by deltas again."""
     tensors, trainer = weights(0), plane.trainer
     rollouts = [await plane.join(f"r{number}") for number in range(2)]
 
@@ -316,7 +316,7 @@ async def test_trainer_that_returns_with_other_shards_is_followed(plane):
 
 
 async def assert_only_these_take_part(security, *strangers):
-    """All rollouts with this security get each version, from each other, too; strangers get none, from anybody."""
+    """Assert that all rollouts with this security get each version, also from each other, and strangers get none."""
     async with Plane(security=security) as plane:
         tensors = weights(0)
         await plane.trainer.publish(0, tensors)

@@ -87,7 +87,7 @@ class Wire:
         return channel
 
     def stub(self, address, security):
-        """Its calls send what those of a `WeightsClient` send."""
+        """Make a stub whose calls send the metadata that a `WeightsClient` sends."""
         channel, metadata = self.channel(address, security), call_metadata(security)
         describe = channel.unary_unary(
             f"/{SERVICE}/Describe",
@@ -113,13 +113,13 @@ async def describe(stub):
 
 
 async def watch(stub):
-    """All versions of a stream that ends."""
+    """Return all versions of a stream that ends."""
     request = weights_pb2.WatchRequest(job_id="job")
     return [answer.policy_version async for answer in stub.Watch(request, timeout=DEADLINE_S)]
 
 
 async def open_stream(stub):
-    """A stream that is being answered and stays open."""
+    """Open a stream that is being answered and stays open."""
     call = stub.Watch(weights_pb2.WatchRequest(job_id="endless"))
     first = await asyncio.wait_for(anext(aiter(call)), DEADLINE_S)
     assert first.policy_version == 7
@@ -145,7 +145,7 @@ async def assert_is_refused(stub, code, *words):
 
 
 async def wait_until_answered(stub):
-    """A place becomes free in the time that a server needs to see a client go."""
+    """Wait for a free place, which takes the time in which a server notices that a client has gone."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:

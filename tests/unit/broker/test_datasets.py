@@ -81,7 +81,7 @@ def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path):
         assert sorted(epoch) == [f"say {i}" for i in range(10)]
     assert epochs[0] != epochs[1] != epochs[2]
     again = open_file(tmp_path, seed=5)
-    assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # in any order of asking
+    assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # any order of items
 
 
 def test_order_depends_on_seed_and_epoch_and_never_changes():
@@ -128,7 +128,7 @@ def test_parquet_reads_the_same_as_jsonl(tmp_path):
 
 
 def test_prompts_of_an_iteration_read_each_row_group_once(tmp_path):
-    """In the order of the prompts, which is shuffled, nearly each of them would read another row group."""
+    """The order of the prompts is shuffled: each of them would read another row group in nearly all cases."""
     rows = [{"prompt": f"say {number}", "answer": str(number)} for number in range(400)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=20)
     dataset = open_file(tmp_path, type="parquet", path="rows.parquet")
@@ -443,7 +443,7 @@ configs:
 
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
-    """A folder of the shape that a data set has on the hub; returns the data folder that it is in."""
+    """Write a folder in the layout of a data set on the hub; return the data folder that it is in."""
     root = tmp_path / "org" / "sums"
     (root / "data").mkdir(parents=True)
     (tmp_path / "secret.jsonl").write_text('{"prompt": "?", "answer": "secret"}\n')

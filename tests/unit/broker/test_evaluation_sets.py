@@ -37,9 +37,9 @@ def test_the_only_set_has_no_name():
 
 def test_a_set_has_the_rest_from_the_job():
     config = job(sets=[EASY, HARD], num_prompts=3)
-    known = [(each.name, each.num_prompts, each.solved_at) for each in config.held_out]
+    known = [(held_out.name, held_out.num_prompts, held_out.solved_at) for held_out in config.held_out]
     assert known == [("easy", 2, 1), ("hard", 3, 2)]
-    assert [[reward.name for reward in each.rewards] for each in config.held_out] == [["exact"], ["math"]]
+    assert [[reward.name for reward in held_out.rewards] for held_out in config.held_out] == [["exact"], ["math"]]
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
 
 
@@ -65,7 +65,7 @@ def test_prompts_of_a_set_carry_its_reward_and_own_seeds():
     assert [task.reward.name or task.rewards[0].name for task in tasks] == ["exact"] * 2 + ["math"] * 3
     assert len({task.seed for task in tasks}) == 5
     fewer = build_evaluation_tasks(job(sets=[EASY | {"num_prompts": 1}, HARD], num_prompts=3), 10, items[1:])
-    assert [task.seed for task in fewer[1:]] == [task.seed for task in tasks[2:]]  # whatever the other sets are
+    assert [task.seed for task in fewer[1:]] == [task.seed for task in tasks[2:]]  # the other sets do not change it
 
 
 def test_each_set_has_scores_and_the_first_stands_for_all():
@@ -91,6 +91,6 @@ def test_files_of_all_sets_are_found_beside_the_job(tmp_path):
     body = job_body(evaluation={"sets": [EASY, HARD]})
     files = take_local_files(body, tmp_path)
     assert {file.source for file in files} == {tmp_path / "prompts.jsonl"}
-    assert [each["data"]["path"] for each in body["evaluation"]["sets"]] == [files[0].path] * 2
+    assert [section["data"]["path"] for section in body["evaluation"]["sets"]] == [files[0].path] * 2
     with pytest.raises(ValueError, match=r"path: there is no file"):
         take_local_files(job_body(evaluation={"sets": [EASY]}), tmp_path / "elsewhere", tmp_path / "data")

@@ -53,7 +53,7 @@ def course_of(num: int, **metrics: float) -> list[IterationRecord]:
 
 
 def learning(num: int = 40, **metrics: float) -> list[IterationRecord]:
-    """The course of a quick start: noise, and most groups solved at the end."""
+    """Return the course of a quick start: noise, and most groups solved at the end."""
     rng, records = random.Random(0), []
     for number in range(num):
         share = min(1.0, number / (0.5 * num))
@@ -65,8 +65,8 @@ def learning(num: int = 40, **metrics: float) -> list[IterationRecord]:
 
 
 def test_a_run_without_signal_is_no_healthy_one():
-    found = find(course_of(40))
-    sentence = problems(found)["reward"]
+    findings = find(course_of(40))
+    sentence = problems(findings)["reward"]
     assert (
         "job-1 learns nothing: in the last 8 iterations the responses of each group had equal rewards, 0 on" in sentence
     )
@@ -74,11 +74,11 @@ def test_a_run_without_signal_is_no_healthy_one():
 
 
 def test_steps_that_are_nearly_all_skipped_are_a_problem():
-    def found(num_skipped: float) -> dict[str, str]:
+    def problems_of(num_skipped: float) -> dict[str, str]:
         return problems(find(learning(**{"train/gac_skip": num_skipped}), training={"num_updates_per_iteration": 2}))
 
-    assert "GAC skipped 100% of the steps of job-1 in the last 8 iterations" in found(2)["gac.c_high"]
-    assert found(1) == {}
+    assert "GAC skipped 100% of the steps of job-1 in the last 8 iterations" in problems_of(2)["gac.c_high"]
+    assert problems_of(1) == {}
 
 
 def test_nothing_is_said_about_the_first_iterations():
@@ -88,14 +88,14 @@ def test_nothing_is_said_about_the_first_iterations():
 
 @pytest.mark.parametrize("num", range(1, 41))
 def test_no_alarm_while_a_quick_start_learns(num):
-    found = find(learning()[:num], evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}})
-    assert problems(found) == {}
-    assert bool(found) == (num >= 5)
+    findings = find(learning()[:num], evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}})
+    assert problems(findings) == {}
+    assert bool(findings) == (num >= 5)
 
 
 @pytest.mark.parametrize("num", range(5, 13))
 def test_no_alarm_while_responses_learn_to_be_short(num):
-    rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # of the quick start, seed 0
+    rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # quick start, seed 0
     truncated = [0.81, 0.92, 0.8, 0.75, 0.73, 0.5, 0.28, 0.36, 0.09, 0.05, 0.06, 0.03]
     course = [
         iteration(number, reward, **(DULL | {"rollout/uniform_groups": 1.0, "rollout/truncated_frac": share}))
@@ -114,8 +114,8 @@ def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short, num_equal,
         for number in range(8)
     ]
     rollout = {"num_prompts_per_iteration": 4, "max_prompts_per_iteration": 8}
-    said = [each for each in find(course, rollout=rollout) if each.key == "rollout.max_prompts_per_iteration"]
-    assert [each.is_problem for each in said] == [False] * is_said
+    said = [finding for finding in find(course, rollout=rollout) if finding.key == "rollout.max_prompts_per_iteration"]
+    assert [finding.is_problem for finding in said] == [False] * is_said
     if is_said:
         start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with different rewards"
         assert said[0].sentence.startswith(start)
@@ -128,14 +128,14 @@ def test_a_run_that_learns_is_summed_up():
 
 
 def test_truncation_names_the_limit():
-    found = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
-    key, sentence = next(iter(found.items()))  # before what follows from it
+    sentences = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
+    key, sentence = next(iter(sentences.items()))  # before what follows from it
     assert key == "rollout.max_response_tokens"
     assert "71% of the responses of job-1 were truncated in the last 8 iterations: raise" in sentence
     assert "rollout.max_response_tokens above 8" in sentence
-    found = find(learning(**{"rollout/truncated_frac": 0.6}))  # it learns in spite of it
-    assert "60% of the responses were truncated" in found[0].sentence
-    assert "rollout.max_response_tokens" not in [finding.key for finding in found]
+    findings = find(learning(**{"rollout/truncated_frac": 0.6}))  # it learns in spite of it
+    assert "60% of the responses were truncated" in findings[0].sentence
+    assert "rollout.max_response_tokens" not in [finding.key for finding in findings]
 
 
 def test_a_solved_task_is_no_problem_unless_it_always_was():
@@ -143,15 +143,15 @@ def test_a_solved_task_is_no_problem_unless_it_always_was():
     always = [iteration(number, 1.0, **solved) for number in range(20)]
     assert "its task is too easy" in problems(find(always))["data"]
     by_now = learning(20)[:10] + [iteration(number, 1.0, **solved) for number in range(10, 20)]
-    found = find(by_now)
-    assert problems(found) == {}
-    assert any("has solved its task" in finding.sentence for finding in found)
+    findings = find(by_now)
+    assert problems(findings) == {}
+    assert any("has solved its task" in finding.sentence for finding in findings)
 
 
 def test_equal_groups_of_a_mixed_task_ask_for_more_samples():
-    found = problems(find(course_of(8, **{"rollout/solved_none_frac": 0.5, "rollout/solved_all_frac": 0.5})))
-    assert list(found) == ["rollout.num_samples_per_prompt"]
-    (finding,) = [each for each in find(course_of(8, **{"rollout/uniform_groups": 3.0})) if each.key]
+    sentences = problems(find(course_of(8, **{"rollout/solved_none_frac": 0.5, "rollout/solved_all_frac": 0.5})))
+    assert list(sentences) == ["rollout.num_samples_per_prompt"]
+    (finding,) = [candidate for candidate in find(course_of(8, **{"rollout/uniform_groups": 3.0})) if candidate.key]
     assert (finding.is_problem, finding.sentence[:31]) == (False, "75% of the groups of job-1 had ")
 
 
@@ -175,7 +175,7 @@ def test_a_large_mismatch_names_dtype_and_correction():
 
 def test_parts_that_never_vary_are_named():
     parts = {"reward/format_mean": 0.1, "reward/format_std": 1e-9, "reward/right_mean": 0.5, "reward/right_std": 0.5}
-    (finding,) = [each for each in find(learning(10, **parts)) if each.key == "reward"]
+    (finding,) = [candidate for candidate in find(learning(10, **parts)) if candidate.key == "reward"]
     assert "part format of the reward was the same for every response" in finding.sentence
     assert not finding.is_problem
 
@@ -184,8 +184,8 @@ def test_held_out_that_falls_while_training_rises_is_a_problem():
     data = {"type": "jsonl", "path": "prompts.jsonl"}
     falls = [evaluation(number, reward) for number, reward in ((0, 0.3), (10, 0.6), (20, 0.4), (30, 0.38), (40, 0.35))]
     many = {"data": data, "num_prompts": 64}
-    found = problems(find(learning(), falls, evaluation=many))
-    assert "schedule.num_iterations = 10" in found["schedule.num_iterations"]
+    sentences = problems(find(learning(), falls, evaluation=many))
+    assert "schedule.num_iterations = 10" in sentences["schedule.num_iterations"]
     stays = [evaluation(number, 0.6) for number in range(0, 50, 10)]
     assert problems(find(learning(), stays, evaluation=many)) == {}
     flat = [iteration(number, 0.5, **{"rollout/uniform_groups": 0.0}) for number in range(40)]

@@ -32,12 +32,12 @@ def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
 def complaint(folder: Path, **model: Any) -> tuple[str, str]:
     """The field and the message of the only one; empty without one."""
     config = JobConfig.model_validate(job_body(model={"path": str(folder)} | model))
-    (found,) = review_model(config, has_model_folders=True) or [("", "")]
-    return found
+    (only_complaint,) = review_model(config, has_model_folders=True) or [("", "")]
+    return only_complaint
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "what"),
+    ("file", "content", "sentence"),
     [
         ("config.json", None, "has no readable config.json"),
         ("config.json", b" " * ((16 << 20) + 1), "has no readable config.json"),
@@ -61,12 +61,12 @@ def complaint(folder: Path, **model: Any) -> tuple[str, str]:
         ),
     ],
 )
-def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, content, what):
+def test_model_that_is_not_whole_is_refused_by_what_is_missing(tmp_path, file, content, sentence):
     write_model(tmp_path)
     assert complaint(tmp_path) == ("", "")
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
     field, message = complaint(tmp_path)
-    assert (field, what in message) == ("model.path", True), message
+    assert (field, sentence in message) == ("model.path", True), message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -85,7 +85,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "model", "field", "what"),
+    ("config", "model", "field", "sentence"),
     [
         ({"architectures": ["BertForMaskedLM"]}, {}, "model.path", "is a BertForMaskedLM, which generates no text"),
         ({"architectures": ["LlamaForSequenceClassification"]}, {}, "model.path", "which generates no text"),
@@ -111,10 +111,10 @@ def test_pickled_weights_are_refused_by_name(tmp_path):
         ({"rope_scaling": LINEAR, **SHORT}, {"max_context_tokens": 257}, "model.max_context_tokens", "supports 256 t"),
     ],
 )
-def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, what):
+def test_model_that_does_not_fit_is_refused_by_its_configuration(tmp_path, config, model, field, sentence):
     write_model(tmp_path, "model.embed_tokens.weight", **config)
-    found, message = complaint(tmp_path, **model)
-    assert (found, what in message) == (field, True), message
+    complained_field, message = complaint(tmp_path, **model)
+    assert (complained_field, sentence in message) == (field, True), message
 
 
 # ---- weights, their index, adapters, quantised ones --------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_whole_shards_are_accepted_beside_files_of_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "what"),
+    ("weight_map", "sentence"),
     [
         (WHOLE | {"d": "model-3.safetensors"}, "names model-3.safetensors, which is not there"),
         (WHOLE | {"d": "model-2.safetensors"}, "says that model-2.safetensors holds d, and it does not"),
@@ -154,10 +154,10 @@ def test_whole_shards_are_accepted_beside_files_of_others(tmp_path):
         (WHOLE | {"a": "model.safetensors"}, "names model.safetensors, which is not there"),
     ],
 )
-def test_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, what):
+def test_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, sentence):
     write_shards(tmp_path, weight_map)
     field, message = complaint(tmp_path)
-    assert (field, what in message) == ("model.path", True), message
+    assert (field, sentence in message) == ("model.path", True), message
 
 
 def test_index_that_is_cut_off_is_named(tmp_path):

@@ -21,7 +21,7 @@ ROWS = [{"prompt": "x" * size, "answer": "1"} for size in (5, 300, 20, 40, 500)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder with rows.jsonl and the tokenizer of a model."""
+    """Return a data folder with rows.jsonl and the tokenizer of a model."""
     build_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path
@@ -38,8 +38,8 @@ def test_prompts_are_tokenised_as_rollouts_do():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     tasks = [PromptTask(text="2 + 2 ="), PromptTask(messages=[Message(**message) for message in messages])]
     encoder = PromptEncoder(tokenizer, None)
-    found = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
-    assert found == [encoder.encode(task) for task in tasks]
+    token_ids = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
+    assert token_ids == [encoder.encode(task) for task in tasks]
 
 
 def test_too_long_prompts_are_dropped_in_every_epoch(folder, monkeypatch):

@@ -97,7 +97,7 @@ def test_series_hold_the_records_numbers_and_the_trainers():
 
 
 def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
-    """One response of 3 tokens for each reward; a reward of 0 was cut short. No rewards: a failed group."""
+    """Build groups of a 3-token response for each reward; a reward of 0 was cut short. No rewards: a failed group."""
     return [
         RolloutGroup(
             responses=[
@@ -112,7 +112,7 @@ def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
 def test_score_by_hand():
     assert score(groups_of((1.0, 0.0), (0.0, 0.0), ())) == {
         "reward_mean": 0.25,
-        "reward_std": pytest.approx(0.1875**0.5),  # of 1, 0, 0, 0
+        "reward_std": pytest.approx(0.1875**0.5),  # deviation of 1, 0, 0, 0
         "response_tokens_mean": 3.0,
         "truncated_frac": 0.75,
         "pass_at_k": 0.5,  # one of two prompts; the failed one is not scored
@@ -173,11 +173,11 @@ def test_evaluation_is_due_when_version_and_prompts_are_there(next_evaluation, n
     [(4, 10, [0, 4, 8, 10]), (4, 8, [0, 4, 8]), (10, 5, [0, 5]), (1, 2, [0, 1, 2])],
 )
 def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iterations, numbers):
-    found, evaluation = [], 0
+    evaluations, evaluation = [], 0
     while evaluation <= num_iterations:
-        found.append(evaluation)
+        evaluations.append(evaluation)
         evaluation = following_evaluation(evaluation, every, num_iterations)
-    assert found == numbers
+    assert evaluations == numbers
 
 
 # ---- validation errors -------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_turns_show_what_each_call_saw_and_said():
     assert [turn.is_fork for turn in turns] == [False, False, True]  # 6 of the 10 tokens to the end of turn 1
     assert [turn.num_cached_tokens for turn in turns] == [0, 5, 0]
     assert turns[1].messages == [{"role": "tool", "content": "9"}]
-    assert (turns[2].messages, turns[2].reward) == ([], None)  # what cannot be read is left out
+    assert (turns[2].messages, turns[2].reward) == ([], None)  # unreadable turns are left out
 
 
 @pytest.mark.parametrize(

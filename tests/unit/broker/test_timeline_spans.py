@@ -25,6 +25,6 @@ def test_spans_of_a_group_are_few_and_end_with_its_acceptance():
     timings = Timings(generate_s=50.0, score_s=50.0)
     for start in range(1000):
         timings.in_engine.add(start_s=start, end_s=start + 0.5)
-    found = parts_of(timings)
-    assert len(found) == 2 * MAX_INTERVALS
-    assert max(end for _, _, end in found) == pytest.approx(100.0)
+    parts = parts_of(timings)
+    assert len(parts) == 2 * MAX_INTERVALS
+    assert max(end for _, _, end in parts) == pytest.approx(100.0)

@@ -1,4 +1,4 @@
-"""Which span of the trainer is a group's micro-batch: worked cases, and none that is guessed."""
+"""Matching of the trainer's spans to the micro-batches of a group: worked cases, and no guesses."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from tests.trainer_fixtures import job_config
 
 
 def spans(*kinds: str) -> list[Span]:
-    """One second each, one after the other, from 10 on."""
+    """Return spans of one second each, one after the other, from 10 on."""
     return [
         Span(lane="trainer", kind=kind, start=start, end=start + 1, iteration=7) for start, kind in enumerate(kinds, 10)
     ]
 
 
 def starts(told, recorded, num_updates=1, num_replicas=1):
-    """The starts of each group's micro-batch and optimizer step; None where they are unknown."""
+    """Return the starts of each group's micro-batch and optimizer step; None where they are unknown."""
     steps = find_steps(told, recorded, num_updates, 4, num_replicas)
     return {
         group_id: tuple(span.start if span else None for span in (step.micro_batch, step.optimizer))

@@ -46,11 +46,11 @@ async def test_job_from_creation_to_its_end(broker: BrokerThread) -> None:
         assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
         assert "job.state" in {event.kind for event in await client.jobs.events(job.id)}
         assert [worker.id for worker in await client.workers()] == ["rollout-0"]
-        assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
-        assert [found.id for found in await client.jobs.list(state="succeeded")] == [job.id]
+        assert [listed.id for listed in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
+        assert [listed.id for listed in await client.jobs.list(state="succeeded")] == [job.id]
         assert await client.jobs.list(state="RUNNING") == []
         newer = await client.jobs.create(CONFIG)
-        assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
+        assert [listed.id for listed in await client.jobs.list(limit=1)] == [newer.id]
 
 
 @pytest.mark.usefixtures("trainer")
@@ -58,7 +58,7 @@ async def test_job_that_is_longer_than_one_answer_is_read_whole(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onbeat.client.jobs.MAX_LISTED_ITERATIONS", 2)
-    monkeypatch.setattr("services.broker.api.jobs.MAX_LISTED_ITERATIONS", 2)  # at once, of the curves
+    monkeypatch.setattr("services.broker.api.jobs.MAX_LISTED_ITERATIONS", 2)  # iterations of the curves in one answer
     held_out = {"data": CONFIG["data"], "num_prompts": 4}
     job_id = broker.create_job(schedule={"num_iterations": 5}, evaluation=held_out)
     async with AsyncClient(broker.url) as client:
@@ -260,7 +260,7 @@ async def test_busy_broker_is_asked_again_a_few_times_unless_to_move(broker: Bro
     async with AsyncClient(broker.url) as client:
         job = await client.jobs.create(CONFIG)
         assert broker.wire.requests == [("POST", "/v1/jobs")] * 3
-        assert [found.id for found in await client.jobs.list()] == [job.id]
+        assert [listed.id for listed in await client.jobs.list()] == [job.id]
         broker.wire.failures = [503, 503]
         with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.cancel(job.id)
@@ -323,7 +323,7 @@ async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:
         async with AsyncClient(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.5) as client:
             async with asyncio.timeout(10):
                 with pytest.raises(BrokerUnreachable, match="ConnectTimeout"):
-                    await client.jobs.create(CONFIG)  # its answer may take two minutes
+                    await client.jobs.create(CONFIG)  # the answer may take two minutes
 
 
 @pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])

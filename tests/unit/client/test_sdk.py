@@ -1,4 +1,4 @@
-"""What the Python SDK promises besides its calls: types, an example that runs, a page that names all."""
+"""Promises of the Python SDK besides its calls: types, an example that runs, a page that names all."""
 
 import inspect
 import os

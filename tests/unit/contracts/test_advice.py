@@ -54,7 +54,7 @@ def test_advice_knows_how_many_devices_train() -> None:
         (6, 6.0, 3.0, 70.0, "remove 4 rollouts: about 73.0 s an iteration instead of 73.0"),  # they do nothing
         (2, 20.0, 10.0, 1.0, "leave the split as it is"),  # it is balanced
         (2, 2.0, 20.0, 1.0, "remove 1 rollout, add 3 trainer devices on additional hardware: about 6.0 s"),
-        (1, 100.0, 1.0, 0.0, "add 2 rollouts on additional hardware: about 33.3 s"),  # at most twice as many
+        (1, 100.0, 1.0, 0.0, "add 2 rollouts on additional hardware: about 33.3 s"),  # twice as many at most
     ],
 )
 def test_advice_changes_what_is_worth_it(num_rollouts, generate_s, train_s, fixed_s, advice):

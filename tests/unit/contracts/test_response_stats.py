@@ -1,4 +1,4 @@
-"""What is reported of scored responses: worked by hand, added up over replicas, and never without bounds."""
+"""Statistics of scored responses: worked by hand, added up over replicas, and always bounded."""
 
 import pytest
 

@@ -217,7 +217,7 @@ async def test_class_without_reward_takes_an_installed_one():
 
     assert (await play(ScriptedSession(calls("look", {}), says("5")), Bare, reward="exact")).reward == 1.0
     assert (await play(ScriptedSession(), Bare, reward="exact")).reward == 0.0
-    fields = {"answer": "3 + 2 = 5", "question": "?"}  # of the row, beside the field that has the answer
+    fields = {"answer": "3 + 2 = 5", "question": "?"}  # fields of the row, beside the one that has the answer
     task = replace(TASK, metadata=fields)
     assert (await play(ScriptedSession(says("5")), Bare, task, reward="exact")).reward == 1.0
 

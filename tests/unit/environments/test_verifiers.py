@@ -14,7 +14,7 @@ from onbeat.environments.verifiers import VerifiersEnvironment, outcome_of, writ
 from tests.scripted_session import ScriptedSession
 from tests.waiting import wait_until
 
-# Of a record of two calls with a tool between them: the first one's prompt is 1 2, its sample 3 4.
+# The record has two calls with a tool between them: the first one's prompt is 1 2, its sample 3 4.
 NODES = [
     {"message": {"role": "user", "content": "2 + 2 ="}, "sampled": False, "token_ids": []},
     {"parent": 0, "message": {"role": "assistant"}, "sampled": True, "token_ids": [1, 2, 3, 4]},
@@ -47,7 +47,7 @@ FORKED = [*NODES, {"message": {"role": "assistant"}, "sampled": True, "token_ids
 @pytest.mark.parametrize(
     ("nodes", "answers", "words"),
     [
-        (FORKED, [ANSWERS[1], ANSWERS[0], ANSWERS[0]], ""),  # in any order, as often as they are
+        (FORKED, [ANSWERS[1], ANSWERS[0], ANSWERS[0]], ""),  # any order, and as many repetitions as given
         (FORKED, ANSWERS, "1 messages of the trace are no answer of the episode's session"),
         (NODES, ANSWERS[:1], "1 messages of the trace are no answer"),
         (NODES, [[1, 2, 3, 4], [1, 2, 3, 4, 5, 7]], "1 messages of the trace are no answer"),

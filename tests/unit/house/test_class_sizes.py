@@ -8,9 +8,9 @@ ROOT = Path(__file__).parents[3]
 MAX_ATTRIBUTES = 12
 
 
-def attributes(found: ast.ClassDef) -> set[str]:
+def attributes(definition: ast.ClassDef) -> set[str]:
     """Return the names that the methods of a class assign in `self.name = ...`."""
-    methods = (each for each in found.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    methods = (member for member in definition.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
     nodes = (node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute))
     return {
         node.attr

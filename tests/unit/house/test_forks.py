@@ -10,5 +10,5 @@ GUARD = "onbeat/local/guard.py"  # it has no gRPC
 
 def test_no_process_with_grpc_in_it_forks_for_a_preexec_fn() -> None:
     paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    found = {str(path.relative_to(ROOT)) for path in paths if re.search(r"preexec_fn\s*=", path.read_text())}
-    assert found == {GUARD}, "use tests/launcher.py"
+    forking = {str(path.relative_to(ROOT)) for path in paths if re.search(r"preexec_fn\s*=", path.read_text())}
+    assert forking == {GUARD}, "use tests/launcher.py"

@@ -37,8 +37,8 @@ def test_part_that_fails_or_hangs_costs_only_itself(check, tmp_path, monkeypatch
 
 
 def test_old_pytorch_is_named():
-    for found, problem in (("2.13.0", ""), ("3.0.0", ""), ("2.9.1", "is 2.9.1"), (None, "is missing")):
-        sentence = problem_of("PyTorch", found, (2, 11))
+    for version, problem in (("2.13.0", ""), ("3.0.0", ""), ("2.9.1", "is 2.9.1"), (None, "is missing")):
+        sentence = problem_of("PyTorch", version, (2, 11))
         assert (problem in sentence and "2.11 or newer" in sentence) if problem else not sentence
 
 
@@ -53,8 +53,8 @@ def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch):
 
 def test_engines_and_rewards_are_found_without_an_installation(tmp_path):
     assert wheels.unpack(tmp_path, tmp_path / "site") == "", "everything is installed where tests run"
-    (found,) = distributions(path=[str(tmp_path / "site")])
-    names = {entry.name for entry in found.entry_points if entry.group == "onbeat.engines"}
+    (distribution,) = distributions(path=[str(tmp_path / "site")])
+    names = {entry.name for entry in distribution.entry_points if entry.group == "onbeat.engines"}
     assert names == {"vllm", "transformers"}
 
 

@@ -1,4 +1,4 @@
-"""What the image builds, the lock files and the dashboard promise each other."""
+"""Promises between the image builds, the lock files and the dashboard."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from requirements.direct import direct_dependencies
 
 ROOT = Path(__file__).parents[3]
 
-# Those of one platform, optional trackers, and what a process in the environment of verifiers imports.
+# Packages of one platform, optional trackers, and imports of a process in the environment of verifiers.
 NOT_OF_EVERY_PLATFORM = {"torch", "torch_npu", "vllm", "mlflow", "trackio", "wandb", "aiohttp", "verifiers"}
 
 
@@ -50,29 +50,29 @@ def test_every_import_is_named_in_the_requirements():
 
 
 def imported_packages() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in [*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"onbeat", "services"}
+                names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"onbeat", "services"}
 
 
 def needed_by_runtime() -> set[str]:
     """Return the packages that the extra `local` names, and the installed ones that they need."""
     waiting = [Requirement(line) for line in direct_dependencies(ROOT / "pyproject.toml", ["local"])]
-    installed = {plain(each.name): each for each in distributions()}
-    found: set[tuple[str, frozenset[str]]] = set()
+    installed = {plain(distribution.name): distribution for distribution in distributions()}
+    seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         package = waiting.pop()
         name, extras = plain(package.name), frozenset(package.extras or {""})
-        if (name, extras) not in found and name in installed:
-            found.add((name, extras))
+        if (name, extras) not in seen and name in installed:
+            seen.add((name, extras))
             needs = map(Requirement, installed[name].requires or [])
             waiting += [n for n in needs if not n.marker or any(n.marker.evaluate({"extra": e}) for e in extras)]
-    return {name for name, _ in found}
+    return {name for name, _ in seen}
 
 
 def plain(name: str) -> str:
@@ -82,7 +82,7 @@ def plain(name: str) -> str:
 def test_dashboard_counts_what_all_brokers_report_once():
     dashboard = (ROOT / "deploy/monitoring/grafana/dashboards/onbeat.json").read_text()
     source = (ROOT / "services/broker/metrics.py").read_text()
-    names = "|".join(re.findall(r'MetricFamily\(\s*"(onbeat_\w+)"', source))  # of the ledger
+    names = "|".join(re.findall(r'MetricFamily\(\s*"(onbeat_\w+)"', source))  # metrics of the ledger
     queries = [query for query in re.findall(r'"expr": "(.*)"', dashboard) if re.search(rf"\b({names})", query)]
     assert len(queries) > 5
     for query in queries:

@@ -25,7 +25,7 @@ PROGRAMS = {
 def run_with(
     programs: dict[str, str], folder: Path, *command: str | os.PathLike[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Its temporary folder is one that exists on this host alone."""
+    """Run the script with a temporary folder that exists on this host alone."""
     stand_ins = folder / "bin"
     stand_ins.mkdir()
     for name, text in programs.items():

@@ -25,7 +25,7 @@ Installer = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def publish(index: Path, name: str, version: str, script: str = "") -> None:
-    """A wheel in a simple index: a module of the same name or, if there is a script, that alone."""
+    """Publish a wheel in a simple index, with a module of the same name or, if there is a script, with that alone."""
     folder = index / name
     folder.mkdir(parents=True)
     wheel = f"{name}-{version}-py3-none-any.whl"
@@ -76,9 +76,9 @@ def install(tmp_path: Path) -> Installer:
 
 
 def installed(folder: Path, environment: str = "venv") -> dict[str, str]:
-    """The packages' versions, and who installed them."""
-    found = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
-    return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in found}
+    """Return the versions of the packages, and the program that installed them."""
+    installers = (folder / environment).glob("lib/python3*/site-packages/*.dist-info/INSTALLER")
+    return {path.parent.name.removesuffix(".dist-info"): path.read_text().strip() for path in installers}
 
 
 def test_pytorch_comes_from_its_own_index_where_no_source_has_it(install: Installer, tmp_path: Path) -> None:
@@ -144,7 +144,11 @@ def test_another_python_gets_the_packages_and_no_installer(install: Installer, t
 @pytest.fixture
 def make_setup(tmp_path: Path) -> Callable[..., int]:
     """Run `make setup` with a Python that makes environments whose packages install if `sources` is there."""
-    for name in ("Makefile", "pyproject.toml", *(f"requirements/{each}.lock" for each in ("cpu", "cuda", "dev"))):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        *(f"requirements/{platform_name}.lock" for platform_name in ("cpu", "cuda", "dev")),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(INSTALL.parents[1] / name, tmp_path / name)
     python = tmp_path / "python3"
@@ -173,7 +177,7 @@ def test_set_up_begins_anew_after_a_failure_and_keeps_the_rest(make_setup: Calla
     (tmp_path / "sources").touch()
     assert make_setup() == 0
     assert not (tmp_path / ".venv" / "half-installed").exists()
-    (tmp_path / ".venv" / "a-reward").touch()  # of the user
+    (tmp_path / ".venv" / "a-reward").touch()  # a file of the user
     os.utime(tmp_path / ".venv" / ".setup-cpu", (0, 0))  # there is a new lock
     assert make_setup() == 0
     assert (tmp_path / ".venv" / "a-reward").exists()

@@ -1,4 +1,4 @@
-"""Which Redis the local stack starts, and that no server begins empty beside data that it cannot read."""
+"""Choice of the Redis that the local stack starts: no server begins empty beside data that it cannot read."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def newest_path() -> str:
-    """The PATH as it is. Skips where it has no server of today."""
+    """Return the PATH as it is, or skip where it has no recent server."""
     if not servers_on_path():
         pytest.skip(NO_NEW_SERVER)
     return os.environ["PATH"]
@@ -156,7 +156,7 @@ def test_folder_without_a_record_is_known_by_its_files(tmp_path: Path) -> None:
     assert release_of_data(tmp_path / "new") is None
     (tmp_path / "appendonly.aof").touch()
     assert release_of_data(tmp_path) == release("Redis 6.2")
-    write_record(tmp_path, release("Redis 7.0.15"))  # which then did not start
+    write_record(tmp_path, release("Redis 7.0.15"))  # a server that then did not start
     assert release_of_data(tmp_path) == release("Redis 6.2")
     (tmp_path / "appendonly.aof").rename(tmp_path / "moved")
     (tmp_path / FOLDER_OF_7).mkdir()

@@ -69,7 +69,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """For temporary files; short, because sockets have to fit in."""
+    """Make a folder for temporary files with a short path, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -77,7 +77,7 @@ def temporary() -> Iterator[Path]:
 def start(
     command: list[str], data_dir: Path, on_interrupt: signal.Handlers = signal.SIG_DFL, **env: str
 ) -> "subprocess.Popen[str]":
-    """`on_interrupt`: how the shell that starts it has set SIGINT, whatever it is for these tests."""
+    """Start a command. `on_interrupt` is the handling of SIGINT that it inherits, as from a shell."""
     return subprocess.Popen(
         launch(command, f"signal.signal(signal.SIGINT, {on_interrupt:d})"),
         cwd=data_dir.parent,
@@ -94,7 +94,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 def processes_of(data_dir: Path) -> list[str]:
     """Command lines of processes whose environment names the data folder."""
-    found = []
+    commands = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = os.fsencode(data_dir) in (folder / "environ").read_bytes()
@@ -102,8 +102,8 @@ def processes_of(data_dir: Path) -> list[str]:
         except OSError:
             continue
         if is_ours and command:
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def test_run_succeeds_writes_its_report_and_leaves_nothing(
@@ -243,12 +243,12 @@ def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerTh
     def states() -> list[JobState]:
         return [broker.run(jobs.state(job_id)) for job_id in broker.run(jobs.ids())]
 
-    own = begin(config)
-    broker.run(jobs.move(own, JobState.PAUSED))
+    paused = begin(config)
+    broker.run(jobs.move(paused, JobState.PAUSED))
     other = begin(changed)
     assert states() == ["PAUSED", "RUNNING"]
     broker.run(jobs.move(other, JobState.PAUSED))
-    assert asyncio.run(submit(config)) == own
+    assert asyncio.run(submit(config)) == paused
     assert states() == ["RUNNING", "PAUSED"]
     begin(config, is_fresh=True)
     assert states() == ["CANCELLING", "PAUSED", "RUNNING"]
@@ -257,8 +257,8 @@ def test_run_continues_its_own_job_and_begins_another_file_anew(broker: BrokerTh
     broker.run(jobs.move(newest, JobState.CANCELLING))
     begin(changed)
     printed = console.file.getvalue()
-    assert f"continuing job {own} after 0 of 3 iterations (--fresh begins anew)" in printed
-    assert f"job {own} (test) has another job file and stays paused after 0 of 3 iterations: a new job" in printed
+    assert f"continuing job {paused} after 0 of 3 iterations (--fresh begins anew)" in printed
+    assert f"job {paused} (test) has another job file and stays paused after 0 of 3 iterations: a new job" in printed
 
 
 @pytest.mark.usefixtures("trainer")

@@ -109,7 +109,7 @@ def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: P
 
 def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, pids_file, tmp_path):
     supervisor.start([family(pids_file)])
-    (left,) = (tmp_path / "scratch" / "family").iterdir()  # its temporary files are there
+    (left,) = (tmp_path / "scratch" / "family").iterdir()  # the temporary files of the service are there
     before = pids_in(pids_file)
     pids_file.unlink()
     os.kill(before[0], signal.SIGKILL)
@@ -260,8 +260,8 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
     common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
     data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
-    own = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
-    assert broker.env == common | data_dir | own
+    broker_variables = {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801", "ONBEAT_INSTANCE_ID": broker.missing.args[1]}
+    assert broker.env == common | data_dir | broker_variables
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
@@ -492,5 +492,5 @@ def test_data_file_that_is_nowhere_is_named_before_the_start(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"data\.path: there is no file .*relative to the job file"):
         take_local_files(job, tmp_path, tmp_path / "data")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "arithmetic.jsonl").touch()  # of the broker
+    (tmp_path / "data" / "arithmetic.jsonl").touch()  # the broker's data file
     assert take_local_files(job, tmp_path, tmp_path / "data") == []

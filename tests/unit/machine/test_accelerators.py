@@ -1,4 +1,4 @@
-"""How a machine's accelerators are found and divided. Device files are empty files: nothing runs on a device."""
+"""Tests of how accelerators are found and divided. Device files are empty files: nothing runs on a device."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_variables_are_those_of_the_services() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "environment", "build", "found"),
+    ("files", "environment", "build", "devices"),
     [
         ("null nvidiactl nvidia-uvm davinci_manager nvidia0.old", {}, "", ("", [])),
         ("nvidia0 nvidia1 nvidia10 nvidiactl nvidia-uvm", {}, "", (CUDA, ["0", "1", "2"])),
@@ -53,9 +53,9 @@ def test_variables_are_those_of_the_services() -> None:
         ("nvidia0 davinci0", {}, "+cpu", (ASCEND, ["0"])),
     ],
 )
-def test_visible_devices_are_counted_by_variable_and_files(tmp_path, monkeypatch, files, environment, build, found):
+def test_visible_devices_are_counted_by_variable_and_files(tmp_path, monkeypatch, files, environment, build, devices):
     monkeypatch.setattr(accelerators, "version", lambda package: "2.13.0" + build)
-    assert available_devices(environment, machine(tmp_path, *files.split())) == found
+    assert available_devices(environment, machine(tmp_path, *files.split())) == devices
 
 
 # ---- who gets which --------------------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ def test_quota_of_either_version_of_control_groups(tmp_path, files, cpus):
 )
 def test_threads_of_a_rank(monkeypatch, quota, num_ranks, num_threads):
     used: list[int] = []
-    own = {0: set(range(6))}
-    monkeypatch.setattr(os, "sched_getaffinity", own.__getitem__)
-    monkeypatch.setattr(os, "sched_setaffinity", own.__setitem__)
+    affinities = {0: set(range(6))}
+    monkeypatch.setattr(os, "sched_getaffinity", affinities.__getitem__)
+    monkeypatch.setattr(os, "sched_setaffinity", affinities.__setitem__)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(device, "cpu_quota", lambda: quota)
     device.first_cores.cache_clear()
-    for _ in range(2):  # of two jobs, the second one begins with the cores that the first one has left
+    for _ in range(2):  # the second of two jobs begins with the cores that the first one has left
         assert device.pin_cores("", 0, num_ranks) == num_threads
     device.first_cores.cache_clear()
     assert used == [num_threads] * 2

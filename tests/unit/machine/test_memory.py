@@ -40,7 +40,7 @@ def trainer(name: str, host: str, free_gb: float, state: str = "training") -> Tr
 
 def test_doctor_names_a_machine_without_memory_once():
     worker = WorkerRecord(id="rollout-0", state="idle", last_seen_at=99.0, host=trainer("x", "box", 0.3).host)
-    old = WorkerRecord(id="rollout-1", state="idle", last_seen_at=99.0)  # of an earlier version
+    old = WorkerRecord(id="rollout-1", state="idle", last_seen_at=99.0)  # a record of an earlier version
     fine, ended = trainer("trainer-1", "other", 5.0), trainer("trainer-2", "gone", 0.1, "stopped")
     (finding,) = explain_memory([trainer("trainer-0", "box", 0.9), worker, old, fine, ended], now=101.0)
     assert finding.is_problem

@@ -1,4 +1,4 @@
-"""What a process has freed goes back to the system when it says so, whatever its allocator was told to keep."""
+"""Freed memory of a process goes back to the system on request, whatever its allocator was configured to keep."""
 
 import os
 import subprocess

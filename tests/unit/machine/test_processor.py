@@ -1,4 +1,4 @@
-"""Which instructions a processor has, below the limits that PyTorch is given."""
+"""Instructions of a processor, below the limits that PyTorch is given."""
 
 import subprocess
 import sys
@@ -19,8 +19,8 @@ FLAGS = {
 
 def processor(tmp_path, flags, **environment):
     file = tmp_path / "cpuinfo"
-    one = f"processor : 0\nmodel name : A Processor\nflags : fpu {flags}\n"
-    file.write_text(f"{one}\n{one.replace('A Processor', 'Another')}")
+    core = f"processor : 0\nmodel name : A Processor\nflags : fpu {flags}\n"
+    file.write_text(f"{core}\n{core.replace('A Processor', 'Another')}")
     return read_processor(environment, file)
 
 
@@ -34,9 +34,9 @@ def processor(tmp_path, flags, **environment):
     ],
 )
 def test_processors_differ_in_bfloat16(tmp_path, flags, instructions, bfloat16):
-    found = processor(tmp_path, FLAGS[flags])
-    assert (found.instructions, found.bfloat16) == (instructions, bfloat16)
-    assert str(found) == f"A Processor ({instructions})"
+    read = processor(tmp_path, FLAGS[flags])
+    assert (read.instructions, read.bfloat16) == (instructions, bfloat16)
+    assert str(read) == f"A Processor ({instructions})"
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_other_processors_need_their_flag_for_bfloat16(tmp_path):
 def test_this_processor_is_as_pytorch_sees_it():
     question = "import torch; print(torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_avx512_supported())"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.split()
-    found = read_processor({})
-    assert [str(found.bfloat16 == "native"), str("AVX-512" in found.instructions)] == answer
+    read = read_processor({})
+    assert [str(read.bfloat16 == "native"), str("AVX-512" in read.instructions)] == answer
 
 
 def test_vllm_chooses_its_kernels_below_the_limits():

@@ -57,7 +57,7 @@ def advantages(kind, rewards, all_rewards):
 
 
 def token_loss(objective, trainer, old, advantage, t):
-    """The loss of token t of one response."""
+    """Return the loss of token t of one response."""
     ratio = math.exp(trainer[t] - old[t])
     if objective.type == "rloo":
         return -ratio * advantage
@@ -70,7 +70,7 @@ def token_loss(objective, trainer, old, advantage, t):
 
 
 def reference_loss(config, trainer, old, ref, rollout):
-    """The mean loss, by loops over groups, responses and tokens."""
+    """Return the mean loss, by loops over groups, responses and tokens."""
     objective = config.objective
     total, num_tokens, num_responses = 0.0, 0, 0
     for g, rewards in enumerate(REWARDS):
@@ -129,15 +129,15 @@ EXTRAS = {
 }
 
 
-REFUSED = ("reinforce_pp", "kl in the reward")  # by the job schema: its scale is known before the pass
+REFUSED = ("reinforce_pp", "kl in the reward")  # the job schema refuses it: its scale is known before the pass
 
 
 @pytest.mark.parametrize(("kind", "extra"), [(k, e) for k in KINDS for e in EXTRAS if (k, e) != REFUSED])
 def test_loss_equals_the_plain_loop(kind, extra):
     config = job_config(objective={"type": kind} | EXTRAS[extra], schedule={"mode": "sync"})
     groups, trainer, old, ref, rollout = example()
-    found = found_loss(config, groups, flat(trainer), flat(old), flat(ref))
-    assert found.item() == pytest.approx(reference_loss(config, trainer, old, ref, rollout), rel=1e-5, abs=1e-6)
+    loss = found_loss(config, groups, flat(trainer), flat(old), flat(ref))
+    assert loss.item() == pytest.approx(reference_loss(config, trainer, old, ref, rollout), rel=1e-5, abs=1e-6)
 
 
 def test_kl_in_the_reward_is_refused_where_the_scale_comes_first():
@@ -147,7 +147,7 @@ def test_kl_in_the_reward_is_refused_where_the_scale_comes_first():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_is_that_of_the_policy_when_the_ratio_is_one(kind):
-    """With old = policy every policy objective has the gradient -A * weight / divisor at each token."""
+    """Every policy objective has the gradient -A * weight / divisor at each token if old = policy."""
     config = job_config(objective={"type": kind}, schedule={"mode": "sync"})
     groups, nested, *_ = example()
     trainer = flat(nested).requires_grad_()
@@ -165,14 +165,14 @@ def test_online_dpo_pairs_best_with_worst():
     config = job_config(objective={"type": "online_dpo", "beta": 0.5})
     groups, trainer, _, ref, _ = example()
     trainer_N, ref_N = flat(trainer), flat(ref)
-    found = found_loss(config, groups, trainer_N, trainer_N, ref_N)
+    loss = found_loss(config, groups, trainer_N, trainer_N, ref_N)
 
     def log_ratio(g, i):
         return sum(trainer[g][i]) - sum(ref[g][i])
 
     margins = [log_ratio(0, 1) - log_ratio(0, 0), log_ratio(1, 0) - log_ratio(1, 2)]
     expected = statistics.fmean(math.log(1 + math.exp(-0.5 * margin)) for margin in margins)
-    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,4 @@ def test_objectives_are_read_where_there_is_no_pytorch():
     code = "import sys; sys.modules['torch'] = None; import services.broker.admission.review, onbeat.objectives as o; "
     code += "print(sorted(type(o.BUILT_IN[name](type=name)).__name__ for name in o.BUILT_IN))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == str(sorted(each.__name__ for each in BUILT_IN.values())), done.stderr
+    assert done.stdout.strip() == str(sorted(objective.__name__ for objective in BUILT_IN.values())), done.stderr

@@ -98,7 +98,7 @@ def test_accepted_job_is_read_although_its_keys_have_changed(config):
     stored = json.loads(config.model_dump_json())
     stored["objective"]["floor"] = stored["objective"].pop("below")
     read = JobConfig.of_job({"config": json.dumps(stored)})
-    with pytest.raises(ValueError, match="floor"):  # by the trainer
+    with pytest.raises(ValueError, match="floor"):  # the trainer raises it
         check_installed(read.objective)
 
 
@@ -111,7 +111,7 @@ def test_term_without_advantage_trains_groups_of_equal_rewards(config, monkeypat
 
 
 def refusal(**sections):
-    """(field, message) as the broker answers."""
+    """Return (field, message) as the broker answers."""
     with pytest.raises(ValidationError) as caught:
         job_config(**sections)
     (error,) = caught.value.errors()
@@ -133,10 +133,10 @@ def refusal(**sections):
     ],
 )
 def test_what_cannot_be_an_objective_is_refused(site, objective, field, message):
-    found_field, found = refusal(objective=objective)
+    found_field, answer = refusal(objective=objective)
     assert found_field == field
-    assert message in found
-    assert "\n" not in found
+    assert message in answer
+    assert "\n" not in answer
 
 
 def test_mode_that_the_class_does_not_have_is_refused(site):
@@ -170,7 +170,7 @@ def test_package_cannot_take_a_name_of_onbeat(site):
 
 @pytest.fixture
 def foreign(config, monkeypatch):
-    """The record of a job whose package is not installed here."""
+    """Return the record of a job whose package is not installed here."""
     INSTALLED.clear()
     monkeypatch.setattr(objectives, "entry_points", lambda group: ())
     return {"config": config.model_dump_json()}

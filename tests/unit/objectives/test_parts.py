@@ -41,7 +41,7 @@ def test_gradients_of_kl_estimators_in_the_loss(estimator, expected):
     reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     policy = logits.log_softmax(-1)
     samples = policy.detach().exp()
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         (samples * kl_estimate(estimator, policy, reference)).sum(), logits, retain_graph=True
     )
     divergences = {
@@ -50,7 +50,7 @@ def test_gradients_of_kl_estimators_in_the_loss(estimator, expected):
         "forward": (reference.exp() * (reference - policy)).sum(),
     }
     (wanted,) = torch.autograd.grad(divergences[expected], logits)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize(("estimator", "is_right"), [("k1", True), ("k2", False), ("k3", False)])
@@ -60,13 +60,13 @@ def test_gradients_of_kl_estimators_in_the_reward(estimator, is_right):
     reference = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
     policy = logits.log_softmax(-1)
     penalty = kl_estimate(estimator, policy, reference).detach()
-    (found,) = torch.autograd.grad((policy.detach().exp() * penalty * policy).sum(), logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad((policy.detach().exp() * penalty * policy).sum(), logits, retain_graph=True)
     (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
     if is_right:
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(gradient, wanted)
         assert KlConfig(coef=0.1, estimator=estimator, placement="reward").estimator == estimator
     else:
-        assert (found * wanted).sum() < 0
+        assert (gradient * wanted).sum() < 0
         with pytest.raises(ValidationError, match=f"{estimator} in the reward pulls away from the reference"):
             KlConfig(coef=0.1, estimator=estimator, placement="reward")
         stored = {"type": "grpo", "kl": {"coef": 0.1, "estimator": estimator, "placement": "reward"}}

@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the metadata of today's wheel, and the hook that hides packages."""
+    """Make a folder with the metadata of today's wheel, and the hook that hides packages."""
     folder = tmp_path_factory.mktemp("installation")
     here = Path.cwd()
     os.chdir(ROOT)

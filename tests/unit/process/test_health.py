@@ -38,7 +38,7 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def answers(port: int, path: str, status: int) -> str:
-    """The text of the answer, once it has this status."""
+    """Wait until the answer has this status, and return its text."""
     deadline = time.monotonic() + 10
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         while (response := await client.get(path)).status_code != status:

@@ -26,7 +26,7 @@ def test_text_ends_before_first_complete_stop_wherever_cut() -> None:
 
 
 def by_characters(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The definition: the shortest beginning that ends with a stop is cut before the longest such one."""
+    """Apply the definition: the shortest beginning that ends with a stop is cut before the longest such one."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:

@@ -77,7 +77,7 @@ async def rig(tmp_path):
 
 
 async def settle(seconds: float = 0.05) -> None:
-    """For what must not happen; for what must, the test waits."""
+    """Let pending work run before a check that an event has not happened; for events that must, the test waits."""
     await asyncio.sleep(seconds)
 
 
@@ -213,7 +213,7 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     await until(lambda: rig.engine.num_in_flight == 1)
     await rig.trainer.publish(1)
     await rig.pulled(1)
-    waiting = rig.generate(1)  # behind the running one
+    waiting = rig.generate(1)  # a group that waits behind the running one
     for version in (2, 3):
         await rig.trainer.publish(version)
         await rig.heard_of(version)
@@ -225,7 +225,7 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
 
 
 async def test_version_that_is_held_is_tried_again_behind_a_newer_one(rig, monkeypatch):
-    """As the version of an evaluation, while training has gone on."""
+    """The held version is that of an evaluation, while training has gone on."""
     rig.trainer.newest = 2
     rig.follow()
     await rig.pulled(2)
@@ -298,7 +298,7 @@ async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monke
 
 
 def hold_reads(engine: FakeEngine) -> asyncio.Event:
-    """From now on the engine reads the copy, or notices that the pull has failed, only when the event is set."""
+    """Hold the engine's reads: it reads the copy, or notices that the pull has failed, only when the event is set."""
     may_go_on, load = asyncio.Event(), engine.load
 
     async def load_slowly(policy_version, weights_file, arrivals):

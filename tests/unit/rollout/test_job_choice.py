@@ -47,8 +47,8 @@ def test_free_rollout_goes_where_they_are_fewest_for_the_need() -> None:
 def test_rollouts_that_look_at_the_same_moment_spread_evenly(num_jobs: int, num_workers: int) -> None:
     jobs = [job(f"job-{i}") for i in range(num_jobs)]
     workers = [worker(f"w{i:02d}") for i in range(num_workers)]
-    chosen = [choose_job(jobs, workers, one.id).job_id for one in workers]
-    counts = [chosen.count(one.job_id) for one in jobs]
+    chosen = [choose_job(jobs, workers, worker.id).job_id for worker in workers]
+    counts = [chosen.count(job.job_id) for job in jobs]
     assert max(counts) - min(counts) <= 1
 
 
@@ -57,9 +57,9 @@ def test_moves_end_with_no_job_alone_and_another_crowded(data: st.DataObject, nu
     jobs = [job(f"job-{i}", data.draw(st.integers(1, 9)), data.draw(st.booleans())) for i in range(num_jobs)]
     workers: dict[str, str | None] = {f"w{i}": data.draw(st.sampled_from(jobs)).job_id for i in range(num_workers)}
     settle(jobs, workers)
-    counts = {one.job_id: list(workers.values()).count(one.job_id) for one in jobs}
-    if any(counts[one.job_id] == 0 for one in jobs if not one.is_paused):
-        assert all(counts[one.job_id] <= (0 if one.is_paused else 1) for one in jobs)
+    counts = {job.job_id: list(workers.values()).count(job.job_id) for job in jobs}
+    if any(counts[job.job_id] == 0 for job in jobs if not job.is_paused):
+        assert all(counts[job.job_id] <= (0 if job.is_paused else 1) for job in jobs)
 
 
 def test_no_rollout_moves_during_another_move_or_to_even_out() -> None:

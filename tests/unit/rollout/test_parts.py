@@ -132,7 +132,7 @@ def test_claims_fill_free_capacity_and_leave_others_their_share(stages, capacity
 
 def test_stragglers_of_an_iteration_are_not_counted_in_the_next():
     flights = flights_of(GENERATING, GENERATING, iteration=4)
-    assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # of whichever iteration
+    assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # groups of any iteration
     add_flights(flights, WAITING, WAITING, num_samples=8, iteration=5)
     assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # 5 has begun: its share is 4
     add_flights(flights, WAITING, WAITING, num_samples=8, iteration=5)
@@ -149,7 +149,7 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=32) == 2
     assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=4) == 1
     assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=2) == 0  # memory has become short
-    assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # its share is 4
+    assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # the worker's share is 4
 
 
 def claims_until_full(flights: list[Flight], evaluation: Load, num_workers: int, **task) -> int:
@@ -164,7 +164,7 @@ def test_evaluation_of_single_samples_fills_the_engine_as_well():
     evaluation = Load(num_prompts=100, num_samples=1)
     single = {"num_samples": 1, "is_evaluation": True}
     assert claims_until_full(flights_of(), evaluation, 1, **single) == 65  # full, and something waits
-    assert claims_until_full(flights_of(), evaluation, 2, **single) == 50  # its share
+    assert claims_until_full(flights_of(), evaluation, 2, **single) == 50  # the share of each of two workers
     assert claims_until_full(flights_of(*[GENERATING] * 3), evaluation, 1, **single) == 41  # 24 + 41 responses
     flights = flights_of(GENERATING, num_samples=1, is_evaluation=True)
     assert claims_until_full(flights, evaluation, 2, num_samples=8) == 4  # training's share is training's
@@ -230,14 +230,14 @@ def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():
 
 
 @pytest.mark.parametrize(
-    ("torch", "torch_npu", "found"),
+    ("torch", "torch_npu", "device_name"),
     [("2.13.0+cpu", None, "cpu"), ("2.13.0+cpu", "there", "looked"), ("2.13.0+cu130", None, "looked")],
 )
-def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, found):
+def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, device_name):
     monkeypatch.setattr(registry, "version", lambda name: torch)
     monkeypatch.setattr(registry, "find_spec", lambda name: torch_npu)
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
-    assert [registry.find_device(name) for name in ("auto", "cpu")] == [found, found]
+    assert [registry.find_device(name) for name in ("auto", "cpu")] == [device_name, device_name]
     assert registry.find_device("cuda") == "looked"
 
 

@@ -45,12 +45,12 @@ def test_a_sum_out_of_bounds_is_refused() -> None:
 
 
 def test_both_forms_are_read_and_written_as_they_came() -> None:
-    one, several = job({"name": "exact"}), job(SEVERAL)
-    assert [(reward.name, reward.part) for reward in one.rewards] == [("exact", None)]
-    assert [(each.part, each.weight) for each in several.rewards] == [("exact", 0.9), ("form", 0.1)]
-    for config in (one, several):
+    single, several = job({"name": "exact"}), job(SEVERAL)
+    assert [(reward.name, reward.part) for reward in single.rewards] == [("exact", None)]
+    assert [(reward.part, reward.weight) for reward in several.rewards] == [("exact", 0.9), ("form", 0.1)]
+    for config in (single, several):
         assert JobConfig.model_validate_json(config.model_dump_json()) == config
-    assert isinstance(one.model_dump()["reward"], dict)
+    assert isinstance(single.model_dump()["reward"], dict)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_prompts_carry_one_reward_as_before_or_all_of_several() -> None:
     assert (alone.reward.name, list(alone.rewards), alone.reward.weight) == ("exact", [], 0.0)
     (task,) = build_tasks(job(SEVERAL), 0, [PromptItem(text="a", context={})])
     assert not task.HasField("reward")  # an earlier rollout refuses it instead of scoring a part
-    sent = [(each.name, each.part, each.weight, each.max_attempts) for each in task.rewards]
+    sent = [(reward.name, reward.part, reward.weight, reward.max_attempts) for reward in task.rewards]
     assert sent == [("exact", "exact", 0.9, 2), ("regex", "form", 0.1, 5)]
     assert json.loads(task.rewards[1].options_json) == {"pattern": "x"}

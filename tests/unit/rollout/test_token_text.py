@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from services.rollout import token_text
 from services.rollout.token_text import MAX_RUN, TokenText
 
-VOCAB_SIZE = 49152  # of SmolLM2
-SPECIAL = range(17)  # its special tokens
+VOCAB_SIZE = 49152  # tokens of SmolLM2
+SPECIAL = range(17)  # special tokens of SmolLM2
 TEXTS = {
     "plain": "The answer is 46, since 12 + 34 = 46.\n\n  Done.",
     "emoji": "Hi😀! 👨‍👩‍👧‍👦 and 🇩🇪 and ❤️",
@@ -29,7 +29,7 @@ def smollm2_text(smollm2):
 
 
 def decode(tokenizer, token_ids):
-    """As engines do."""
+    """Decode tokens as engines do."""
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -47,9 +47,9 @@ def test_each_token_has_what_it_adds_to_the_text(smollm2, smollm2_text, text):
     assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))
     assert lengths[-1] == 0  # the end of sequence gives no text
     for token_id, part in zip(token_ids[:-1], parts(lengths, text), strict=False):
-        own = smollm2.decode([token_id])
-        if "\ufffd" not in own:
-            assert part == own
+        whole = smollm2.decode([token_id])
+        if "\ufffd" not in whole:
+            assert part == whole
     for end, before in zip(accumulate(lengths), range(1, len(token_ids)), strict=False):
         given = decode(smollm2, token_ids[:before])
         if not given.endswith("\ufffd"):
@@ -90,8 +90,8 @@ def byte_ids(smollm2):
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_lengths_of_any_tokens_are_known_and_add_up(smollm2, smollm2_text, byte_ids, data):
-    some = st.one_of(ordinary, st.sampled_from(byte_ids), st.sampled_from(SPECIAL))
-    token_ids = data.draw(st.lists(some, min_size=1, max_size=80))
+    token_id = st.one_of(ordinary, st.sampled_from(byte_ids), st.sampled_from(SPECIAL))
+    token_ids = data.draw(st.lists(token_id, min_size=1, max_size=80))
     text = decode(smollm2, token_ids)
     lengths = smollm2_text.lengths(token_ids, text)
     assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))
@@ -116,7 +116,7 @@ def test_effort_is_bounded_where_nothing_fits(smollm2, byte_ids, calls_of):
 
 
 def metaspace_tokenizer():
-    """As Llama 2 has it: a space is part of the next word, the first one is left out, unknown characters are bytes."""
+    """Make a tokenizer like that of Llama 2: a space begins the next word, unknown characters are bytes."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "t", "h", "e", "c"]
     words += ["\u2581t", "\u2581th", "\u2581the", "\u2581c", "\u2581ca", "\u2581cat", "!"]
     merges = [
@@ -142,5 +142,5 @@ def test_spaces_that_the_decoder_leaves_out_at_the_start(is_space_kept):
     token_ids = [*tokenizer("the cat ☃!", add_special_tokens=False)["input_ids"], 2]
     text = " " * is_space_kept + decode(tokenizer, token_ids)
     assert text.strip() == "the cat ☃!"
-    found = parts(TokenText(tokenizer).lengths(token_ids, text), text)
-    assert found == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]
+    token_texts = parts(TokenText(tokenizer).lengths(token_ids, text), text)
+    assert token_texts == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]

@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 @asynccontextmanager
 async def serving(info: str) -> AsyncIterator[str]:
-    """The URL of a server that answers INFO with this text, or error, and all else with PONG."""
+    """Serve INFO with this text, or error, and all other commands with PONG; yield the URL."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while header := await reader.readline():

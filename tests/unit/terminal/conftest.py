@@ -20,17 +20,17 @@ class FakeTerminal(io.StringIO):
 
 @pytest.fixture
 def job_id(broker: BrokerThread) -> str:
-    """A job of three iterations."""
+    """Create a job of three iterations and return its id."""
     return broker.create_job()
 
 
 @pytest.fixture
 def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """All that the broker's doctor finds."""
-    found: list[Finding] = []
+    """Return all findings of the broker's doctor."""
+    shown: list[Finding] = []
     for module in ("api.health", "doctor.diagnosis"):
-        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(found))
-    return found
+        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(shown))
+    return shown
 
 
 @pytest.fixture
@@ -52,6 +52,6 @@ def onbeat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def trained(onbeat: Command, job_id: str, trainer: None) -> str:
-    """That job, when it has succeeded."""
+    """Return the job when it has succeeded."""
     onbeat("jobs", "watch", job_id)
     return job_id

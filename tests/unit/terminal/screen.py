@@ -131,10 +131,10 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_so: Callable[[], bool], event: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not is_so():
-            assert time.monotonic() < deadline, f"{what}; the screen:\n{self.screen.text}"
+            assert time.monotonic() < deadline, f"{event}; the screen:\n{self.screen.text}"
             self._read(0.05)
 
     def wait_for(self, text: str) -> None:

@@ -109,7 +109,7 @@ def test_doctor_says_who_does_not_answer_and_why(
     out = onbeat("doctor", "job-1", code=1).out
     assert out.startswith(f"PROBLEM  the broker at {broker.url} cannot do this now: not now (503)")
     assert "`onbeat doctor` without a job looks at Redis, too" in out
-    monkeypatch.setattr("httpx.Timeout", lambda *_, of=httpx.Timeout, **__: of(0.3))
+    monkeypatch.setattr("httpx.Timeout", lambda *_, timeout=httpx.Timeout, **__: timeout(0.3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("ONBEAT_URL", url := f"http://127.0.0.1:{silent.getsockname()[1]}")
         out = onbeat("doctor", code=1).out
@@ -139,7 +139,7 @@ def test_control_codes_of_a_model_do_not_reach_the_terminal(
     broker.run(broker.ledger.redis.hset(JobKeys(job_id).job, "name", "\x9b2J"))
     said = [onbeat("doctor", job_id, code=1), onbeat("audit", job_id, code=1), onbeat("jobs", "get", job_id)]
     said.append(onbeat("jobs", "get", "\x1b[2J", code=2))
-    assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(each.out + each.err for each in said))
+    assert not {"\x1b", "\x07", "\x9b"}.intersection("".join(printed.out + printed.err for printed in said))
     assert "bad answer \\x1b]0;x\\x07" in said[0].out
     assert "VIOLATION: the group was accepted before" in said[1].out
 
@@ -310,7 +310,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert "Commands" in done.stdout
     assert "heavy imports: []" in done.stdout, done.stdout + done.stderr
-    # Of the processor: 0.2 on an idle machine. The promise of half a second for the user is measured, not tested.
+    # The processor takes 0.2 s on an idle machine. The promise of half a second for the user is measured, not tested.
     assert float(done.stdout.rpartition("seconds:")[2]) < 2
 
 
@@ -412,5 +412,5 @@ def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monk
         printed = onbeat("chat", job_id, code=1)  # a message was refused
         monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
         onbeat("chat", job_id)
-    assert printed.out == "1: one\\x1b[2J\n3: two\\x1b[2J\n"  # without a prompt
+    assert printed.out == "1: one\\x1b[2J\n3: two\\x1b[2J\n"  # no prompt is printed
     assert "max_tokens: lower it" in printed.err

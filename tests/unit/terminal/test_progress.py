@@ -130,7 +130,7 @@ def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
     problem = Finding(sentence="is broken", is_problem=True)
     young, lasting = (problem.model_copy(update={"since_s": since_s}) for since_s in (9.9, 10.0))
     cases = [([short], None), ([short, long], "waits long"), ([long, problem], "is broken")]
-    cases += [([young], None), ([lasting], "is broken")]  # its services may just be starting
+    cases += [([young], None), ([lasting], "is broken")]  # the services of a young job may just be starting
     for findings, shown in cases:
         progress.diagnosis = Diagnosis(is_healthy=True, findings=findings)
         assert (progress.waits_for.sentence if progress.waits_for else None) == shown
@@ -206,7 +206,7 @@ async def test_each_look_asks_for_what_is_new_also_after_a_lost_answer() -> None
     assert client.iterations_after == [-1, -1, 1, 2]
     lines = [line.split("  ") for line in out.getvalue().splitlines()]
     shown = ["job.warning: loading 1", *(f"iteration {i}/12" for i in (1, 2, 3, 4)), "evaluation 0"]
-    assert [line[0] for line in lines] == shown  # each once; the evaluation was asked for again while it was open
+    assert [line[0] for line in lines] == shown  # every line once; the evaluation was asked for again while it was open
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_control_codes_become_visible() -> None:
     assert printable("a\x1b[31m\r\nb ü") == "a\\x1b[31m\\r\\nb ü"
     assert printable("pay\u200dpal \u202eevil") == "pay\\u200dpal \\u202eevil"
     assert printable("\u200d\U0001f680 a\u200d\U0001f680") == "\\u200d\U0001f680 a\\u200d\U0001f680"
-    for emoji in ("👩‍🚀", "👩🏽‍🚀", "🏳️‍🌈", "🏃‍♀️‍➡️"):  # of several parts
+    for emoji in ("👩‍🚀", "👩🏽‍🚀", "🏳️‍🌈", "🏃‍♀️‍➡️"):  # emoji of several parts
         assert printable(f"a {emoji} b") == f"a {emoji} b"
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def endless(broker: BrokerThread, trainer: None) -> str:
-    """A job that is trained for ever."""
+    """Create a job that is trained for ever and return its id."""
     return broker.create_job(name="tiny", schedule={"num_iterations": 1_000_000})
 
 

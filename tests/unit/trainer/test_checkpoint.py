@@ -44,9 +44,11 @@ def save(store, weights=(), value=1.0, files=None, policies=None):
 
 
 def restore(store, **options):
-    """(state, tensors), or None."""
+    """Return (state, tensors), or None."""
     loaded = {}
-    state = store.restore("job", "tiny", lambda found, num_steps: loaded.update(found, num_steps=num_steps), **options)
+    state = store.restore(
+        "job", "tiny", lambda tensors, num_steps: loaded.update(tensors, num_steps=num_steps), **options
+    )
     return state and (state, loaded)
 
 
@@ -138,7 +140,7 @@ def test_all_is_on_disk_before_a_checkpoint_appears(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "sync_path", synced.add)
     monkeypatch.setattr(checkpoint, "appear", check_and_appear)
     store_with(tmp_path, 3)
-    assert tmp_path in synced  # that it appears is on disk, too
+    assert tmp_path in synced  # the new name of the folder is on disk, too
 
 
 def test_a_save_over_a_complete_one_leaves_it(tmp_path):
@@ -258,6 +260,6 @@ def test_a_half_written_folder_does_not_count(tmp_path):
     store = store_with(tmp_path, 2)
     (tmp_path / ".iteration-000003.0.partial").mkdir()
     (tmp_path / ".iteration-000003.0.partial" / "state.json").write_text("{}")
-    (tmp_path / "iteration-000004").mkdir()  # without state.json
+    (tmp_path / "iteration-000004").mkdir()  # a folder without state.json
     assert restore(store)[0].next_iteration == 2
     assert restore(save(store))[0].next_iteration == 3, "and is no hindrance"

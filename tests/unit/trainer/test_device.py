@@ -1,4 +1,4 @@
-"""Which device is chosen, and what is said when it is not there. Accelerators are stood in for: nothing runs on one."""
+"""Choice of a device, and messages when it does not exist. Accelerators are stood in for: nothing runs on one."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ torch._register_device_module("npu", sys.modules[__name__])
 
 
 def on_npus(folder, code):
-    """What the code prints in a process of its own, where torch_npu registers itself as the real one does, with two."""
+    """Return the output of the code in a new process, where a stand-in for torch_npu registers two devices."""
     (folder / "torch_npu.py").write_text(TORCH_NPU)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

@@ -20,11 +20,11 @@ class ReplacingJob(RecordedJob):
     """Dispatches the next group when one that does not count has been accepted, as the ledger does."""
 
     def dispatched(self, iteration):
-        own = sorted((group for group in self._groups if group.iteration == iteration), key=index_of)
+        of_iteration = sorted((group for group in self._groups if group.iteration == iteration), key=index_of)
         taken = super().taken(iteration)
-        accepted = [group for group in own if group not in self._waiting or group.group_id in taken]
+        accepted = [group for group in of_iteration if group not in self._waiting or group.group_id in taken]
         num_replaced = sum(not do_rewards_differ(group) for group in accepted)
-        return {group.group_id for group in own[: NUM_PROMPTS + num_replaced]}
+        return {group.group_id for group in of_iteration[: NUM_PROMPTS + num_replaced]}
 
     def taken(self, iteration):
         return super().taken(iteration) | {name for batch in self.recorded.get(iteration, []) for name in batch}
@@ -45,11 +45,13 @@ def index_of(group):
 
 
 def groups_of(iteration, rewards=REWARDS):
-    """A group for each entry; None: it failed."""
+    """Build a group for each entry; None stands for a failed one."""
     groups = []
-    for index, own in enumerate(rewards):
-        group = make_group(f"{iteration}-{index}", 3 + index, (3, 1 + index, 4), version=iteration, rewards=own)
-        if own is None:
+    for index, group_rewards in enumerate(rewards):
+        group = make_group(
+            f"{iteration}-{index}", 3 + index, (3, 1 + index, 4), version=iteration, rewards=group_rewards
+        )
+        if group_rewards is None:
             failure = GroupFailure(kind="reward_failed", message="it raised")
             group = RolloutGroup(group_id=group.group_id, iteration=iteration, failure=failure)
         groups.append(group)
@@ -69,7 +71,7 @@ def train_replacing(config, groups, folder, **options):
 
 
 def renumbered(groups):
-    """The groups that count, as those of a job without dynamic sampling."""
+    """Return the groups that count, numbered as those of a job without dynamic sampling."""
     counting = [group for group in groups if do_rewards_differ(group)]
     for index, group in enumerate(counting):
         group.group_id = f"{group.iteration}-{index % NUM_PROMPTS}"
@@ -77,17 +79,17 @@ def renumbered(groups):
 
 
 @pytest.mark.parametrize("kl", [{"coef": 0.0}, {"coef": 0.1}], ids=["", "kl"])
-@pytest.mark.parametrize("kind", [kind for kind, each in BUILT_IN.items() if "periodic" in each.modes])
+@pytest.mark.parametrize("kind", [kind for kind, objective in BUILT_IN.items() if "periodic" in objective.modes])
 def test_update_is_that_of_the_groups_that_count(kind, kl, tmp_path):
     if kind == "online_dpo" and kl["coef"]:
         return
     objective = {"type": kind, "kl": kl}
     dynamic, plain = config_of(objective), config_of(objective, max_prompts_per_iteration=None)
-    found, job = train_replacing(dynamic, [*groups_of(0), *groups_of(1)], tmp_path / "a", arrivals=7, is_steady=True)
+    trained, job = train_replacing(dynamic, [*groups_of(0), *groups_of(1)], tmp_path / "a", arrivals=7, is_steady=True)
     expected, _ = train(plain, renumbered([*groups_of(0), *groups_of(1)]), tmp_path / "b", arrivals=4)
     assert gap(model_of(plain), expected).max() > 1e-3
-    assert gap(found, expected).mean() < 1e-6
-    assert gap(found, expected).max() < 1e-3
+    assert gap(trained, expected).mean() < 1e-6
+    assert gap(trained, expected).max() < 1e-3
     for _, _, metrics in job.commits:
         assert metrics["rollout/uniform_groups"] == 2
         assert metrics["num_responses"] == 18  # the reward's curve is of all
@@ -97,9 +99,9 @@ def test_periodic_equals_sync_with_dynamic_sampling(tmp_path):
     groups = [*groups_of(0), *groups_of(1)]
     expected, _ = train_replacing(config_of(mode="sync"), groups, tmp_path / "sync", arrivals=14)
     backwards = sorted(groups, key=lambda group: (group.iteration, -index_of(group)))
-    found, job = train_replacing(config_of(), backwards, tmp_path / "periodic")
+    trained, job = train_replacing(config_of(), backwards, tmp_path / "periodic")
     assert {group_id for batch in job.recorded[1] for group_id in batch} == {f"1-{index}" for index in range(7)}
-    assert gap(found, expected).max() < 1e-3
+    assert gap(trained, expected).max() < 1e-3
 
 
 def test_replacing_groups_do_not_wait_for_a_slow_one():
@@ -127,8 +129,8 @@ def test_recorded_micro_batches_are_repeated(tmp_path):
 def test_an_iteration_without_a_group_that_counts_moves_nothing(tmp_path):
     config = config_of({"type": "grpo", "kl": {"coef": 0.1}}, num_iterations=1)
     groups = groups_of(0, [[1.0] * 3] * 8)
-    found, job = train_replacing(config, groups, tmp_path)
-    assert torch.equal(gap(found, model_of(config)), torch.zeros_like(gap(found, found)))
+    trained, job = train_replacing(config, groups, tmp_path)
+    assert torch.equal(gap(trained, model_of(config)), torch.zeros_like(gap(trained, trained)))
     (_, _, metrics) = job.commits[0]
     assert (metrics["train/grad_norm"], metrics["rollout/uniform_groups"]) == (0.0, 8)
     assert "mismatch_mean" in metrics

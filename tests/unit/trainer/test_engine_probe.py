@@ -104,8 +104,8 @@ def test_job_with_an_ordinary_engine_ends_well(sections, dtype, noise, tmp_path)
 
 
 def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
-    one = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
-    run(one, tmp_path)
+    one_iteration = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
+    run(one_iteration, tmp_path)
     with pytest.raises(JobFailed, match="off the trainer's in iteration 1,"):
         run({}, tmp_path, resume_from=1, keeps="layers.1.mlp")
 
@@ -137,14 +137,14 @@ def test_later_iterations_are_not_compared(tmp_path):
 @jobs
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_mismatch_is_that_of_the_engines_alone(sections, num_updates, tmp_path):
-    """Of online DPO and the proximal policy, too, whose passes are not at the weights that generated."""
+    """The passes of online DPO and the proximal policy, too, are not at the weights that generated."""
     schedule = sections.get("schedule", {}) | {"num_iterations": NUM_PROBED + 4}
     sections = sections | {"schedule": schedule, "training": {"num_updates_per_iteration": num_updates}}
     job = run(sections, tmp_path, noise=1e-5)
-    metrics = [each for _, _, each in job.commits]
-    assert all(0.3e-5 < each["mismatch_mean"] < 3e-5 and each["mismatch_max"] < 1e-4 for each in metrics)
+    metrics = [reported for _, _, reported in job.commits]
+    assert all(0.3e-5 < values["mismatch_mean"] < 3e-5 and values["mismatch_max"] < 1e-4 for values in metrics)
     if schedule.get("mode") == "bounded":
-        assert all(each["train/divergence"] > 1e-3 for each in metrics[1:]), "the policy has moved since"
+        assert all(values["train/divergence"] > 1e-3 for values in metrics[1:]), "the policy has moved since"
 
 
 @pytest.mark.parametrize("num_groups", [0, 2])

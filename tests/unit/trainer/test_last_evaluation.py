@@ -32,8 +32,10 @@ class Clock:
 
 @contextmanager
 def at_its_end(monkeypatch, state, is_last_done, open_ones):
-    """A job in that state, its clock and its events. Whether its last evaluation is done, and which ones are open, are
-    functions of the clock's time."""
+    """Build a job in that state, its clock and its events.
+
+    `is_last_done` and `open_ones`, the open evaluations, are functions of the clock's time.
+    """
     clock, events = Clock(), AsyncMock()
     monkeypatch.setattr(session, "time", clock)
 

@@ -70,7 +70,7 @@ def test_fork_with_other_updates_follows_its_own_schedule(num_before, num_update
     policy, job = Policy.create(model_of(config), config), RecordedJob(config, groups[8:])
     state = begin(tmp_path, "fork", config, policy)
     TrainLoop(job, config, policy, state, CheckpointStore(tmp_path / "own", keep=2)).run()
-    shares = {1: [2 / 4, 1 / 4], 2: [3 / 8, 1 / 8]}  # of the last step of iterations 2 and 3
+    shares = {1: [2 / 4, 1 / 4], 2: [3 / 8, 1 / 8]}  # shares of the last step of iterations 2 and 3
     rates = [metrics["train/learning_rate"] for _, _, metrics in job.commits]
     assert rates == pytest.approx([0.01 * share for share in shares[num_updates]])
 

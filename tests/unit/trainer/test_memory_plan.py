@@ -31,7 +31,7 @@ def config_of(**sections):
 
 
 def real_pass_bytes(model):
-    """What LiveBytes sees of the same groups in memory, besides the sum of gradients."""
+    """Return the bytes that LiveBytes measures for the same groups, besides the sum of gradients."""
     batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
     MasterAdamW(model, OptimizerConfig()).gradients()
     with LiveBytes() as live:
@@ -52,7 +52,7 @@ def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_s
 
 
 def test_a_sharded_pass_makes_gradients_of_its_own() -> None:
-    """Those of a tied embedding: the head's and the embedding's, which are added to each other."""
+    """The gradients are those of a tied embedding: the head's and the embedding's, which are added to each other."""
     wide = tiny_config(hidden_size=512, vocab_size=32_768, tie_word_embeddings=True)
     alone, sharded = (measure_sizes(config_of(), wide, Passes(), PROMPT, num_ranks).pass_bytes for num_ranks in (1, 2))
     assert sharded - alone > 0.9 * 32_768 * 512 * 4
@@ -62,9 +62,9 @@ def test_rows_of_a_model_that_cannot_be_packed_are_planned_too() -> None:
     """Each response then has a row with its prompt."""
     config = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
     packed, separate = (
-        measure_sizes(config_of(), config, each, PROMPT).pass_bytes for each in (Passes(), Passes("sdpa"))
+        measure_sizes(config_of(), config, choice, PROMPT).pass_bytes for choice in (Passes(), Passes("sdpa"))
     )
-    ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # of their places; targets are the same
+    ratio = (PROMPT + RESPONSE) * SIZE / (PROMPT + RESPONSE * SIZE)  # ratio of their places; targets are the same
     assert 0.7 * ratio < separate / packed < 1.1 * ratio
 
 
@@ -84,7 +84,9 @@ def test_checkpointing_and_lora_take_less() -> None:
     wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
     checkpointing = {"training": {"has_gradient_checkpointing": True}}
     sections = ({}, checkpointing, {"lora": {"rank": 4}}, checkpointing | {"lora": {"rank": 4}})
-    full, checkpointed, adapted, both = (measure_sizes(config_of(**each), wide, Passes(), PROMPT) for each in sections)
+    full, checkpointed, adapted, both = (
+        measure_sizes(config_of(**section), wide, Passes(), PROMPT) for section in sections
+    )
     assert checkpointed.pass_bytes < 0.6 * full.pass_bytes
     assert both.pass_bytes < 0.6 * adapted.pass_bytes
     assert adapted.num_trained < 0.1 * full.num_trained
@@ -120,7 +122,7 @@ TWO_UPDATES = {"training": {"num_updates_per_iteration": 2}}
             Placement(),
             {"older policies": 0, "published versions": 4},
         ),
-        ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # in the host's memory
+        ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # memory of the host
         ({"gac": {"mode": "metric"}}, "float32", GPU, {CHECKPOINT: 16}),
         ({}, "float32", HALF_GPU, {CHECKPOINT: 6}),
     ],

@@ -1,4 +1,4 @@
-"""What Prometheus gets: worked numbers of the trainer, and a documented table that is the registries'."""
+"""Metrics for Prometheus: worked numbers of the trainer, and a documented table that equals the registries."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def value(name, **labels):
 
 def seconds():
     activities = ("wait", "micro_batch", "optimizer")
-    return {each: value("onbeat_trainer_seconds_total", activity=each) for each in activities}
+    return {activity: value("onbeat_trainer_seconds_total", activity=activity) for activity in activities}
 
 
 def test_commits_add_up_and_the_time_between_spans_is_waiting():
@@ -44,19 +44,19 @@ async def broker_families(ledger):
     families = (await meters._read_jobs(ledger)).collect()
     labels = {family.name: family._labelnames for family in families}
     return {(family.name, family.type, labels[family.name]) for family in families} | {
-        (each._name, each._type, tuple(each._labelnames))
-        for each in set(meters._registry._collector_to_names)
-        if not isinstance(each, ProcessCollector)
+        (meter._name, meter._type, tuple(meter._labelnames))
+        for meter in set(meters._registry._collector_to_names)
+        if not isinstance(meter, ProcessCollector)
     }
 
 
 def process_families():
-    """Of trainer and rollout: what this process has registered."""
+    """Return the metrics that trainer and rollout have registered in this process."""
     collectors = set(REGISTRY._collector_to_names)
     return {
-        (each._name, each._type, tuple(each._labelnames))
-        for each in collectors
-        if getattr(each, "_name", "").startswith("onbeat_")
+        (meter._name, meter._type, tuple(meter._labelnames))
+        for meter in collectors
+        if getattr(meter, "_name", "").startswith("onbeat_")
     }
 
 

@@ -26,7 +26,7 @@ HOLD_S = 0.2
 
 @dataclass
 class Table:
-    """Where the threads lay their messages."""
+    """Table on which the threads lay their messages."""
 
     size: int
     messages: dict[int, bytes] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedu
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """The first tensor is most of the model, so that rank 0 has nothing and rank 1 only this tensor."""
+    """Publish twice. The first tensor is most of the model: rank 0 has nothing and rank 1 only this tensor."""
     return publish_twice(tmp_path_factory.mktemp("sharded"), is_sharded=True)
 
 
@@ -177,7 +177,7 @@ def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monke
     for model, tensors, is_view in zip(models, held, (True, False), strict=True):
         is_same = {parameter.data_ptr() == tensors[name].data_ptr() for name, parameter in model.named_parameters()}
         assert is_same == {is_view}
-    files = [(tmp_path / which / "checkpoints" / "iteration-000003") for which in ("in place", "copied")]
+    files = [(tmp_path / folder / "checkpoints" / "iteration-000003") for folder in ("in place", "copied")]
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
 
 

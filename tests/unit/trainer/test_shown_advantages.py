@@ -1,4 +1,4 @@
-"""What a commit tells of each response's advantage: the one that it was trained with, of every objective, by hand."""
+"""Advantages in a commit: each response has the one that it was trained with, of every objective, by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ REWARDS = {"0-0": [0.0, 1.0, 0.25], "0-1": [1.0, 1.0, 0.0], "0-2": [0.5, 0.5, 0.
 
 
 def groups_of(rewards):
-    return [make_group(group_id, 4, (2, 3, 4), rewards=own) for group_id, own in rewards.items()]
+    return [make_group(group_id, 4, (2, 3, 4), rewards=group_rewards) for group_id, group_rewards in rewards.items()]
 
 
 def published(tmp_path, rewards=REWARDS, objective=None, **sections):
@@ -35,9 +35,9 @@ SPLITS = ({}, {"max_tokens_per_micro_batch": 1}, {"num_updates_per_iteration": 2
 @pytest.mark.parametrize("training", SPLITS, ids=["", "groups split over rows", "several updates"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantages_are_the_objectives_and_zero_where_untrained(kind, training, tmp_path):
-    found = published(tmp_path, objective={"type": kind}, training=training)
-    assert found == {group_id: by_hand(kind, rewards) for group_id, rewards in REWARDS.items()}
-    assert found["0-2"] == [0.0, 0.0, 0.0]
+    shown = published(tmp_path, objective={"type": kind}, training=training)
+    assert shown == {group_id: by_hand(kind, rewards) for group_id, rewards in REWARDS.items()}
+    assert shown["0-2"] == [0.0, 0.0, 0.0]
 
 
 def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
@@ -53,7 +53,10 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     schedule = {"mode": "sync", "num_iterations": 2}
     config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)
     second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
-    later = [make_group(group_id, 4, (2, 3, 4), version=1, rewards=own) for group_id, own in second.items()]
+    later = [
+        make_group(group_id, 4, (2, 3, 4), version=1, rewards=group_rewards)
+        for group_id, group_rewards in second.items()
+    ]
     _, job = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
     shown = job.advantages[1]  # the policy has left the reference
     flat = [advantage for group_id in second for advantage in shown[group_id]]

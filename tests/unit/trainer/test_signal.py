@@ -63,17 +63,19 @@ def config_of(kind, extra, **sections):
 
 @pytest.fixture(scope="module")
 def groups(models):
-    """With and without signal in turn; rollout logprobs lie around the old policy's, on both sides of the band."""
+    """Build groups with and without signal in turn; rollout logprobs lie on both sides of the old policy's band."""
     rng = random.Random(0)
     rewards = [UNIFORM[0], MIXED[0], UNIFORM[1], MIXED[1], UNIFORM[2]]
-    found = [make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=each) for i, each in enumerate(rewards)]
-    logprobs, _ = response_logprobs(models[1], pack(found, CPU), 1.0)
-    set_rollout_logprobs(found, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
-    return found
+    groups_of_rewards = [
+        make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=group_rewards) for i, group_rewards in enumerate(rewards)
+    ]
+    logprobs, _ = response_logprobs(models[1], pack(groups_of_rewards, CPU), 1.0)
+    set_rollout_logprobs(groups_of_rewards, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
+    return groups_of_rewards
 
 
 def gradient(config, models, groups, computed):
-    """The update's gradient by parameter, in float64, from passes over `computed`; and what it was divided by."""
+    """Return the update's gradient by parameter, in float64, from passes over `computed`; and its divisor."""
     policy, stats = models[0], IterationStats(0)
     scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
     for group in groups:
@@ -97,20 +99,20 @@ def test_update_is_the_one_with_every_group_computed(kind, extra, budget, models
     signal = [group for group in groups if config.objective.has_signal(group_rewards(group))]
     assert [groups[1], groups[3]] == [group for group in signal if group in (groups[1], groups[3])]
     expected, expected_tally, expected_divisor = gradient(config, models, groups, groups)
-    found, tally, divisor = gradient(config, models, groups, signal)
+    computed, tally, divisor = gradient(config, models, groups, signal)
     assert (tally, divisor) == (expected_tally, expected_divisor)
     assert max(value.abs().max().item() for value in expected.values()) > 1e-3
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(computed[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "extra"), CASES)
 def test_equal_rewards_have_signal_only_where_a_pass_matters(kind, extra, models, groups):
     config, has_effect = config_of(kind, extra), False
     for group in (uniform := groups[::2]):
-        found, _, divisor = gradient(config, models, [group], [group])
+        computed, _, divisor = gradient(config, models, [group], [group])
         _, _, divisor_without = gradient(config, models, [group], [])
-        has_effect = has_effect or divisor != divisor_without or any(value.any() for value in found.values())
+        has_effect = has_effect or divisor != divisor_without or any(value.any() for value in computed.values())
     assert [config.objective.has_signal(group_rewards(group)) for group in uniform] == [has_effect] * 3
     assert [cost(group, config) > 0 for group in uniform] == [has_effect] * 3
 
@@ -167,14 +169,14 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
     monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)  # none is left out
     _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
-    digests = [[digest for _, digest, _ in each.commits] for each in (job, job_of_all)]
+    digests = [[digest for _, digest, _ in recorded.commits] for recorded in (job, job_of_all)]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3, "an iteration without signal still takes its step: momentum moves the weights"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of):
-    """By one row, however many the groups would take."""
+    """One row is enough, however many the groups would take."""
     passes = calls_of(BUILT_IN[kind], "loss")
     groups = mixed_iteration(0, {0, 1, 2, 3})
     _, job = train(strict(kind, training={"max_tokens_per_micro_batch": 1}), groups, tmp_path, arrivals=2)
@@ -193,7 +195,11 @@ def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of)
 def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
     everything, schedule = {0, 1, 2, 3}, {"num_iterations": 9, "stop_without_signal": 2}
     uniform = [everything, {0}, everything, everything, everything, everything]
-    groups = [group for iteration, which in enumerate(uniform) for group in mixed_iteration(iteration, which)]
+    groups = [
+        group
+        for iteration, uniform_groups in enumerate(uniform)
+        for group in mixed_iteration(iteration, uniform_groups)
+    ]
     config = job_config(schedule=schedule, checkpoint={"every_iterations": 3})
     job = RecordedJob(config, groups, arrivals=4)
     with pytest.raises(JobFailed, match=r"stopped after 4 iterations, the last 2 without signal.* 0\.1 on average"):

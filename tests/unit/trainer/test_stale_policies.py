@@ -131,7 +131,7 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, job = train(config, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, *_ in job.commits] == [2, 3]
-    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in each.commits[-2:]] for each in (whole, job)]
+    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in recorded.commits[-2:]] for recorded in (whole, job)]
     assert cosines[0] == cosines[1], "GAC's last gradient is in the checkpoint"
     assert job.held[:3] == [0, 1, 2], "rollouts may still be generating with the first two"
     assert gap(expected, resumed).max() == 0.0
@@ -140,7 +140,7 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
 def test_version_is_published_if_it_moved_or_the_bound_needs_it(tmp_path):
     groups = stale_iterations(6, staleness=0)
     lazy = job_config(schedule=bounded(3, 5, publish_above_kl=1e9))
-    for group in groups:  # what such a schedule would have generated
+    for group in groups:  # the versions that such a schedule would have generated with
         version = group.iteration // 3 * 3
         group.policy_version = version
         for response in group.responses:

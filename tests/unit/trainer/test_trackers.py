@@ -95,8 +95,8 @@ def test_resumed_job_has_every_point_once_also_for_its_watcher(tmp_path):
     """The first trainer died with three iterations and an evaluation in its file; its successor repeats two of them."""
     folder = tmp_path / "tensorboard"
     dead = TensorBoard(folder)
-    for each in [evaluation(0), *map(point, range(3))]:
-        dead.log(each)
+    for entry in [evaluation(0), *map(point, range(3))]:
+        dead.log(entry)
     watcher = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     watcher.Reload()
     assert len(watcher.Scalars("train/grad_norm")) == 3
@@ -317,8 +317,8 @@ async def test_evaluation_that_ends_late_is_read_once_in_its_place(monkeypatch):
 
     monkeypatch.setattr(points, "read_iterations", read_iterations)
     monkeypatch.setattr(points, "read_evaluations", read_evaluations)
-    found, cursor = [], Cursor()
+    steps, cursor = [], Cursor()
     while new := await points.read_points(None, "job", cursor):
-        for each in new[:2]:  # the tracker fails after two
-            found, cursor = [*found, each.step], cursor.after(each)
-    assert found == [0, 4, 8, 12]
+        for entry in new[:2]:  # the tracker fails after two
+            steps, cursor = [*steps, entry.step], cursor.after(entry)
+    assert steps == [0, 4, 8, 12]

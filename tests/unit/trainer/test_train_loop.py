@@ -60,7 +60,12 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize(
     ("objective", "kl_coef"),
-    [(each, coef) for each in OBJECTIVES for coef in (0.0, 0.1) if coef == 0.0 or each["type"] != "online_dpo"],
+    [
+        (objective, coef)
+        for objective in OBJECTIVES
+        for coef in (0.0, 0.1)
+        if coef == 0.0 or objective["type"] != "online_dpo"
+    ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
 )
 def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path):
@@ -71,11 +76,11 @@ def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path)
     periodic = job_config(schedule=PERIODIC, objective=objective, training={"max_tokens_per_micro_batch": 40})
     expected, _ = train(sync, groups, tmp_path / "sync", arrivals=12)
     arrived = shuffled_within_iterations(groups, seed)
-    found, _ = train(periodic, arrived, tmp_path / "periodic", arrivals=2)
+    trained, _ = train(periodic, arrived, tmp_path / "periodic", arrivals=2)
     # AdamW's first steps divide by the gradient's own size: where it is all but zero, order noise shows in the sign.
     assert gap(model_of(sync), expected).max() > 1e-2, "the job must have moved the weights for this to mean anything"
-    assert gap(found, expected).mean() < 1e-6
-    assert gap(found, expected).max() < 1e-3
+    assert gap(trained, expected).mean() < 1e-6
+    assert gap(trained, expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
@@ -83,10 +88,10 @@ def test_a_warm_up_changes_no_bit_of_the_training(lora, tmp_path, monkeypatch):
     config, groups = job_config(schedule=PERIODIC, **lora), recorded_iterations()
     _, expected = train(config, groups, tmp_path / "cold")
     monkeypatch.setattr(loop, "COMPILING_DEVICES", ("cpu",))
-    _, found = train(config, groups, tmp_path / "warm")
-    assert "compiling its kernels" in found.doings
+    _, job = train(config, groups, tmp_path / "warm")
+    assert "compiling its kernels" in job.doings
     assert "compiling its kernels" not in expected.doings
-    assert [commit[:2] for commit in found.commits] == [commit[:2] for commit in expected.commits]
+    assert [commit[:2] for commit in job.commits] == [commit[:2] for commit in expected.commits]
 
 
 def test_stop_during_the_warm_up_leaves_the_job_as_it_was(tmp_path, monkeypatch):
@@ -231,7 +236,7 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
     all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
     groups = [*recorded_iterations(1)[:3], all_broken[3]]
     schedule = {"num_iterations": 1}
-    for num_updates in (1, 4):  # of the last of four, all groups have failed: it takes no step
+    for num_updates in (1, 4):  # the last of four has only failed groups: it takes no step
         config = job_config(schedule=schedule, training={"num_updates_per_iteration": num_updates})
         metrics = train(config, groups, tmp_path / str(num_updates))[1].commits[0][2]
         assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
@@ -302,7 +307,7 @@ def test_resume_from_a_checkpoint_reaches_the_same_bits(sections, tmp_path):
 
 
 class StoppingJob(RecordedJob):
-    """Its trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
+    """A job whose trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
 
     stops_in = 0
 

@@ -1,4 +1,4 @@
-"""What one rank does without others; test_distributed.py has two."""
+"""Behaviour of one rank without others; test_distributed.py has two."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a tensor is checked with: bytes from the trainer that named them with the checksum, all others with the digest.
+"""Checks of a tensor: by the checksum for bytes from the trainer that named them, by the digest for all others.
 
 `forged` bytes stand for a collision: the manifest has their checksum and the digest of the true ones.
 """
@@ -39,7 +39,7 @@ def inverted(start, end):
 
 
 def with_checksums(manifest, checksums):
-    """The digests are those of the manifest's own bytes."""
+    """Return the manifest with these checksums, but with its own digests."""
     tensors = tuple(Tensor.FromString(tensor.SerializeToString()) for tensor in manifest.tensors)
     for tensor, checksum in zip(tensors, checksums, strict=True):
         tensor.checksum = checksum
@@ -59,7 +59,7 @@ COLLIDING = with_checksums_of(SNAPSHOT.manifest, FORGED)
 
 @dataclass
 class Sent:
-    """What a source sends of a payload before it breaks."""
+    """Bytes that a source sends of a payload before it breaks."""
 
     address: str
     content: bytes
@@ -72,7 +72,7 @@ class Network:
 
     itineraries: list[Itinerary]
     sources: dict[PayloadKey, list[Sent]]
-    plans: dict = field(default_factory=dict)  # of deltas
+    plans: dict = field(default_factory=dict)  # plans of deltas
     now: dict = field(default_factory=dict)
 
     def connect(self, address):

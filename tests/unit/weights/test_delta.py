@@ -20,12 +20,12 @@ U64 = struct.Struct("<Q").pack
 
 
 def tensor(num_items: int, item_bytes: int, seed: int = 0) -> np.ndarray:
-    """Every bit pattern is equally likely: NaN, infinities and -0.0 of any float dtype among them."""
+    """Draw a tensor of equally likely bit patterns: NaN, infinities and -0.0 of any float dtype among them."""
     return np.random.default_rng(seed).integers(0, 1 << 8 * item_bytes, num_items, f"<u{item_bytes}", endpoint=False)
 
 
 def changed(base: np.ndarray, share: float, kind: str, seed: int = 1) -> np.ndarray:
-    """`base` with about `share` of its items one or two units in the last place off, or overwritten by random bits."""
+    """Return `base`, about `share` of its items one or two units in the last place off, or with random bits."""
     generator = np.random.default_rng(seed)
     random_bits = tensor(len(base), base.itemsize, seed)
     steps = generator.choice(np.array([-2, -1, 1, 2]), len(base)).astype(base.dtype)
@@ -33,12 +33,12 @@ def changed(base: np.ndarray, share: float, kind: str, seed: int = 1) -> np.ndar
 
 
 def at_offset(array: np.ndarray, offset: int) -> memoryview:
-    """The array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
+    """Return the array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
     return memoryview(bytearray(b"\0" * offset + array.tobytes()))[offset:]
 
 
 def apply_guarded(encoding: int, payload: bytes, base: np.ndarray) -> bytes:
-    """What `apply` makes of `base`; fails when a byte around the target was written."""
+    """Apply a delta to `base` and return the result; fail when a byte around the target was written."""
     memory = bytearray(GUARD + base.tobytes() + GUARD)
     with memoryview(memory) as view:
         try:
@@ -95,7 +95,7 @@ def expected_encoding(share, item_bytes):
 
 
 def test_a_gap_longer_than_a_block_survives():
-    base = tensor(255 * 3 * delta.GAP_BLOCK_BYTES, 1)  # its one gap takes three blocks of hops
+    base = tensor(255 * 3 * delta.GAP_BLOCK_BYTES, 1)  # the one gap takes three blocks of hops
     new = base.copy()
     new[[0, -1]] += 1
     encoding, payload = encode(base, new, 1)
@@ -122,7 +122,7 @@ def test_the_sparse_bytes_are_those_of_the_documented_example():
         "0200000000000000 0300000000000000"  # 2 changes, 3 gap bytes
         "0300000000000000 03 ff 01"  # skip 3 items; skip 255 and 1
         "0200000000000000 02 01"  # low bytes of zigzag(1), zigzag(-1)
-        "0200000000000000 00 00"  # their high bytes
+        "0200000000000000 00 00"  # the high bytes of the two items
     )
     assert encode(base, new, 2) == (Encoding.SPARSE, bytes.fromhex(expected))
 
@@ -258,4 +258,4 @@ def test_a_map_can_be_closed_while_the_error_is_handled(tmp_path):
     for encoding in (*Encoding, 9):
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as weights, pytest.raises(WeightsError) as caught:
             apply(encoding, sparse_payload(1, b"\xfe", [b"\x02"]), weights, 1)
-        assert caught.tb is not None  # its frames are alive, and yet leaving `with` closed the map
+        assert caught.tb is not None  # the frames are alive, and yet leaving `with` closed the map

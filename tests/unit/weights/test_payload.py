@@ -264,7 +264,7 @@ def weights(seed=0, num_items=4000):
 
 def test_memory_of_a_version_that_is_not_the_base_is_used():
     older = take_snapshot(1, weights().items())
-    writer = SnapshotWriter(2, memory=older.memory)  # of a rank that has published nothing
+    writer = SnapshotWriter(2, memory=older.memory)  # a rank that has published nothing
     for name, tensor in weights().items():
         writer.put(name, tensor)
     newer = writer.finish()
@@ -316,7 +316,7 @@ def test_versions_from_a_device_use_the_memory_of_older_ones():
     live = {"w": weights()["w"].as_subclass(OnDevice)}
     snapshots = [take_snapshot(0, live.items())]
     snapshots.append(take_snapshot(1, live.items(), base=snapshots[0]))
-    addresses = [np.frombuffer(each.buffers[0], np.uint8).ctypes.data for each in snapshots]
+    addresses = [np.frombuffer(snapshot.buffers[0], np.uint8).ctypes.data for snapshot in snapshots]
     assert len(set(addresses)) == 2, "both are served"
     del snapshots[0]
     others = [torch.empty_like(weights()["w"]) for _ in range(100)]  # they would get memory that is given back
@@ -337,7 +337,7 @@ def test_a_snapshot_in_place_has_the_digests_and_delta_of_a_copy():
     copied, shared = SnapshotWriter(2, bases[0]), SnapshotWriter(2, bases[1], is_in_place=True)
     for name, tensor in live.items():
         shared.keep(name, tensor)
-        tensor.view(-1)[:1] += 1  # of the largest, one item in 4000
+        tensor.view(-1)[:1] += 1  # one item in 4000 of the largest tensor
         copied.put(name, tensor)
         shared.put(name, tensor)
     copy, view = copied.finish(), shared.finish()
@@ -357,16 +357,16 @@ def test_manifest_has_the_requested_order_and_so_has_the_delta():
 
 
 def applied(base, snapshot):
-    """What a puller that holds `base` makes of the delta."""
-    found, change = {}, snapshot.delta
+    """Return the result of a puller that holds `base` and applies the delta."""
+    decoded, change = {}, snapshot.delta
     check_plan(change.key, change.plan, snapshot.manifest)
     for entry, buffer in zip(base.manifest.tensors, base.buffers, strict=True):
-        found[entry.name] = bytearray(buffer)
+        decoded[entry.name] = bytearray(buffer)
     for entry, (start, end) in zip(change.plan.entries, pairwise(change.plan.starts), strict=True):
         tensor = snapshot.manifest.tensors[entry.tensor_index]
         item_bytes = {"BF16": 2, "F16": 2, "F32": 4}[tensor.dtype]
-        delta.apply(entry.encoding, b"".join(change.slices(start, end)), found[tensor.name], item_bytes)
-    return {name: bytes(content) for name, content in found.items()}
+        delta.apply(entry.encoding, b"".join(change.slices(start, end)), decoded[tensor.name], item_bytes)
+    return {name: bytes(content) for name, content in decoded.items()}
 
 
 @given(st.sets(st.sampled_from(["w", "v", "scalar"])), st.sampled_from([0.001, 0.1, 1.0]), st.integers(0, 9))
@@ -460,7 +460,7 @@ async def test_what_is_withdrawn_ends_its_streams_and_keeps_own_bytes():
     """A delta of changed items alone has bytes of its own; that of a tensor without a base is a view of the version."""
     store = WeightStore(num_kept=1)
     second = published(store, 3, 0.01)
-    whole, own = await store.payload(PayloadKey(2)), await store.payload(PayloadKey(2, 1))
+    whole, rank_payload = await store.payload(PayloadKey(2)), await store.payload(PayloadKey(2, 1))
     third = take_snapshot(3, [(name, tensor + 1) for name, tensor in weights(num_items=4000).items()], base=second)
     assert {entry.encoding for entry in third.delta.plan.entries} >= {delta.Encoding.RAW}
     store.add(third, delta_bytes=1)
@@ -473,8 +473,8 @@ async def test_what_is_withdrawn_ends_its_streams_and_keeps_own_bytes():
             payload.check()
     assert await store.payload(PayloadKey(3)) is None
     assert await store.payload(PayloadKey(3, 2)) is None
-    assert await store.payload(PayloadKey(2, 1)) is own
-    for payload in (whole, own):
+    assert await store.payload(PayloadKey(2, 1)) is rank_payload
+    for payload in (whole, rank_payload):
         payload.check()
 
 

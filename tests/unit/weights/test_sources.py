@@ -1,4 +1,4 @@
-"""Who pulls from whom: a tree, near before far, and no link with more than its share."""
+"""Choice of the source of each pull: a tree, near before far, and no link with more than its share."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ DELTA = PayloadKey(1, 0)
 
 
 def peer(number, host="", zone="", address=None):
-    """On a host of its own unless it is named."""
+    """Make a peer, on its own host unless one is named."""
     address = f"10.0.1.{number}:50052" if address is None else address
     return Peer(worker_id=f"r{number}", address=address, host_id=host or f"host of {number}", zone=zone)
 
@@ -31,7 +31,7 @@ def located(sources, puller, key=FULL, failed=()):
 
 
 def completed(sources, puller):
-    """Its source when it began; it is through now."""
+    """Complete the puller's pull, and return the source that it had."""
     source = located(sources, puller)
     sources.finish(FULL, puller.worker_id, is_complete=True)
     return source
@@ -197,13 +197,13 @@ EVENTS = st.lists(
 
 
 def chain(sources, worker_id, shard):
-    """Its source, the source's source, ... up to the trainer. Fails for a circle."""
-    found = []
+    """Return the puller's source, the source's source, ... up to the trainer. Fails for a circle."""
+    worker_ids = []
     while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
         worker_id = slot.source
-        assert worker_id not in found, "a circle"
-        found.append(worker_id)
-    return found
+        assert worker_id not in worker_ids, "a circle"
+        worker_ids.append(worker_id)
+    return worker_ids
 
 
 @settings(max_examples=150, deadline=None)
@@ -222,7 +222,7 @@ def test_no_puller_waits_for_itself_and_links_fill_evenly(events, egress, fanout
             continue
         if event == "fail" and (worker.worker_id, key) in last:
             failed = {last[worker.worker_id, key]}
-        sources._slots.pop((worker.worker_id, key.shard), None)  # what it holds now is free
+        sources._slots.pop((worker.worker_id, key.shard), None)  # the places that it held are free now
         before = sources._loads(key.shard)
         source = sources.locate(key, worker, failed)
         last[worker.worker_id, key] = source

@@ -1,4 +1,4 @@
-"""What arrives during a load is gathered, whole modules are distinguished from parts, and errors come at the end."""
+"""Arrivals during a load: they are gathered, whole modules are distinguished from parts, and errors come at the end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

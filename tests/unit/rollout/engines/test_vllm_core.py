@@ -57,7 +57,7 @@ def report_of_core(look) -> object:
 def test_a_core_holds_no_connection_or_file_of_the_service(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "weights").open("w") as weights:
         held = [server.fileno(), weights.fileno()]
-        links = report_of_core(lambda: [os.readlink(f"/proc/self/fd/{each}") for each in held])
+        links = report_of_core(lambda: [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in held])
         assert links == [os.devnull, os.devnull]
         assert os.readlink(f"/proc/self/fd/{held[0]}").startswith("socket:"), "the service lost its own"
 

@@ -77,7 +77,7 @@ def test_engine_arguments_of_each_device() -> None:
         "block_size": 32,
         "kernel_config": {"ir_op_priority": {"rms_norm": ["onbeat_cpu"], "fused_add_rms_norm": ["onbeat_cpu"]}},
     }
-    alone = engine_arguments("cpu")  # in the engine core itself: a worker would be waited for by spinning
+    alone = engine_arguments("cpu")  # the engine core computes itself: it would spin while it waits for a worker
     assert alone["distributed_executor_backend"].endswith(".UniProcExecutor")
     assert engine_arguments("cuda", **options) == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
     assert engine_arguments("npu", **options) == {

@@ -47,7 +47,7 @@ class FakeLLM:
 
 
 class SlowEngine(VllmEngine):
-    """Its build takes until `may_finish` is set."""
+    """An engine whose build takes until `may_finish` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 async def cancel_start(engine: SlowEngine, model_dir: Path) -> None:
-    """As a SIGTERM or the end of the job does."""
+    """Cancel the start, as a SIGTERM or the end of the job does."""
     starting = asyncio.create_task(engine.start(model_dir, 0))
     assert await asyncio.to_thread(engine.is_building.wait, 5)
     starting.cancel()
@@ -126,7 +126,7 @@ async def test_build_that_outlasts_the_stop_ends_the_process(model_dir: Path, mo
     await cancel_start(engine, model_dir)
     with pytest.raises(EngineBroken, match="the engine did not stop"):
         await registry.stop_engine(engine, None, None, None)
-    await registry.stop_engine(engine, EngineBroken, EngineBroken("the reason"), None)  # which is raised instead
+    await registry.stop_engine(engine, EngineBroken, EngineBroken("the reason"), None)  # the reason is raised instead
     engine.may_finish.set()
 
 

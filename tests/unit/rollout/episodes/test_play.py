@@ -28,8 +28,8 @@ async def test_group_of_episodes_is_on_the_wire_as_it_was_sampled():
     async with playing(two_turns) as rig:
         group = await rig.group(num_samples=3)
     assert len(group.responses) == 3
-    found = [turn for paths in rig.paths(group) for turn in paths]
-    assert sorted(found) == sorted((prompt, sampled) for prompt, sampled, _ in rig.engine.seen)
+    turns = [turn for paths in rig.paths(group) for turn in paths]
+    assert sorted(turns) == sorted((prompt, sampled) for prompt, sampled, _ in rig.engine.seen)
     assert list(group.prompt_token_ids) == rig.engine.seen[0][0]  # the first prompt is common to all
     for index, response in enumerate(group.responses):
         first, second = response.turns
@@ -173,7 +173,7 @@ async def test_tries_do_not_count_while_a_server_is_away(monkeypatch, patience_s
             with pytest.raises(EnvironmentFailed, match=r"unreachable: .*ConnectionRefusedError: nobody listens"):
                 await rig.group()
     assert len(tries) == num_tries
-    assert len(set(tries)) == 1  # each repeats the policy's answers
+    assert len(set(tries)) == 1  # all tries repeat the policy's answers
 
 
 async def test_groups_that_others_finish_are_not_remembered_for_ever(monkeypatch):
@@ -293,14 +293,14 @@ async def test_wait_for_a_tool_is_named_with_the_time_that_is_left(monkeypatch):
         producing = asyncio.create_task(rig.producer.produce(flight))
         await has_called.wait()
         await until(lambda: flight.wait is not None)
-        found = flight.wait
+        shown_wait = flight.wait
         assert flight.doing.startswith("group 3-0: episode 0 waits for tools `search`, `read` for over ")
         may_end.set()
         await producing
     assert (flight.doing, flight.wait) == ("", None)
-    assert found is not None
-    assert (found.group_id, found.episode, found.waits_for) == ("3-0", 0, "tools `search`, `read`")
-    assert 0 < found.waited_s < 60 - found.left_s < 30
+    assert shown_wait is not None
+    assert (shown_wait.group_id, shown_wait.episode, shown_wait.waits_for) == ("3-0", 0, "tools `search`, `read`")
+    assert 0 < shown_wait.waited_s < 60 - shown_wait.left_s < 30
 
 
 async def test_group_without_a_common_first_token_has_no_prompt():

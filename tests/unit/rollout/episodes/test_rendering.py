@@ -22,7 +22,7 @@ PLAIN_PROMPT = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 
 
 def end_with(*message_lists, tools=None, max_tokens=None):
-    """An environment that makes these calls; a message that is None stands for the answer before."""
+    """Make an environment with these calls; a message that is None stands for the answer before."""
 
     async def run(task, policy):
         answer = None
@@ -130,7 +130,7 @@ def test_template_shows_tools_in_its_own_form_if_it_can_be_read(mark):
 
 
 async def call_and_answer(task, policy):
-    """An environment that makes one call of a tool, if the policy calls one, and sends back its result."""
+    """Make an environment that makes one call of a tool, if the policy calls one, and sends back its result."""
     answer = await policy.chat([QUESTION], [TOOL])
     for call in answer.get("tool_calls", ()):
         assert call["function"] == {"name": "add", "arguments": '{"a": [1.0], "b": 2}'}

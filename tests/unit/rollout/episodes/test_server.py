@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "2+2="}
 
 
 async def ask(*bodies, path="/chat/completions", **options):
-    """The answers to these calls of one episode, which makes a good call in the end."""
+    """Return the answers to these calls of one episode, which makes a good call in the end."""
     answers = []
 
     async def run(task, policy):
@@ -64,7 +64,7 @@ async def test_connections_without_a_request_or_beyond_the_limit_end(monkeypatch
         monkeypatch.setattr(server_module, "MAX_SHARE", (number + 1.5) / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         port = httpx.URL(policy.url).port
         pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for wait_s in (0.2, 10.0):  # those beyond the limit end at once, the one that asks nothing later
+        for wait_s in (0.2, 10.0):  # connections beyond the limit end at once, the silent one later
             reads = [asyncio.create_task(reader.read()) for reader, _ in pairs]
             done, _ = await asyncio.wait(reads, timeout=wait_s)
             ends.append(len(done))
@@ -109,7 +109,7 @@ async def test_session_server_that_ends_by_itself_ends_the_process():
 
 
 async def test_session_takes_no_proxy_and_reads_no_certificates(monkeypatch):
-    """Its URL is one of this machine, and reading certificates takes longer than a call."""
+    """The URL is one of this machine, and reading certificates takes longer than a call."""
     monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: 1 / 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -318,7 +318,7 @@ async def test_tokens_in_and_out():
     choice = answers[0].json()["choices"][0]
     sampled = rig.engine.seen[0][1]
     assert (choice["token_ids"], choice["finish_reason"]) == (sampled, "length")
-    assert [(each["token_id"], each["logprob"]) for each in choice["logprobs"]["content"]] == [
+    assert [(token["token_id"], token["logprob"]) for token in choice["logprobs"]["content"]] == [
         (token_id, -0.5) for token_id in sampled
     ]
     assert list(group.prompt_token_ids) == [5, 6]
@@ -337,7 +337,7 @@ async def test_client_that_hangs_up_cancels_its_generation():
         return Outcome(0.0)
 
     async with playing(run) as rig:
-        group = await rig.group(max_turns=1)  # what was cancelled does not count
+        group = await rig.group(max_turns=1)  # cancelled calls do not count
     assert rig.engine.num_cancelled == 1
     assert len(group.responses[0].turns) == 1
 

@@ -47,7 +47,7 @@ NEW_MESSAGES = st.lists(
 STEPS = st.lists(
     st.fixed_dictionaries(
         {
-            "history": st.integers(0, 9),  # which one goes on
+            "history": st.integers(0, 9),  # the history that goes on
             "new": NEW_MESSAGES,
             "drop": st.integers(0, 2),  # leading messages that a client forgets
             "has_tools": st.booleans(),

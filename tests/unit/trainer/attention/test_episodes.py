@@ -31,7 +31,7 @@ EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, ma
 
 
 def behind(prefix, *groups):
-    """The groups with that before their prompts."""
+    """Return the groups with that text before their prompts."""
     for group in groups:
         group.prompt_token_ids[:] = [*prefix, *group.prompt_token_ids]
         for turn in (turn for response in group.responses for turn in response.turns):
@@ -40,7 +40,7 @@ def behind(prefix, *groups):
 
 
 def assert_every_target_sees_its_path(batch, groups):
-    """By the dense mask, in the order of positions."""
+    """Assert, in the order of positions, that the dense mask shows every target its path."""
     mask, places = dense_mask(batch.layout), iter(batch.layout.logit_index.tolist())
     targets = iter(batch.target_ids.tolist())
     for group in groups:
@@ -100,8 +100,8 @@ def test_segments_worked_by_hand(shape, lengths, parents, predictors):
 @given(EPISODES)
 def test_turns_have_the_paths_that_the_contract_says(shapes):
     group = make_episodes(shapes=shapes)
-    found = [path for response in group.responses for path in turn_paths(response, list(group.prompt_token_ids))]
-    assert found == paths_of(group)
+    paths = [path for response in group.responses for path in turn_paths(response, list(group.prompt_token_ids))]
+    assert paths == paths_of(group)
 
 
 def test_an_episode_of_one_turn_is_a_response_to_the_bit():
@@ -109,11 +109,11 @@ def test_an_episode_of_one_turn_is_a_response_to_the_bit():
     episodes = make_group("0-0", 5, (3, 1, 4))
     for response in episodes.responses:
         response.turns.add(num_shared=5, num_sampled=len(response.token_ids))
-    found, expected = (pack([group], CPU) for group in (episodes, plain))
-    assert torch.equal(found.token_ids, expected.token_ids)
-    assert torch.equal(found.layout.logit_index, expected.layout.logit_index)
-    assert torch.equal(found.layout.position_ids, expected.layout.position_ids)
-    assert found.layout.segments == expected.layout.segments
+    packed, expected = (pack([group], CPU) for group in (episodes, plain))
+    assert torch.equal(packed.token_ids, expected.token_ids)
+    assert torch.equal(packed.layout.logit_index, expected.layout.logit_index)
+    assert torch.equal(packed.layout.position_ids, expected.layout.position_ids)
+    assert packed.layout.segments == expected.layout.segments
 
 
 def test_a_thousand_turns_need_no_recursion():
@@ -178,21 +178,21 @@ def test_packed_rows_equal_one_path_at_a_time(passes, architecture, prefix_lengt
     groups = [make_episodes(f"0-{index}", length, shapes, seed=index) for index, length in enumerate(prompts)]
     batch = pack(behind([3] * prefix_length, *groups), CPU)
     assert batch.layout.prefix_length == prefix_length
-    model, plain = (model_for(each, architecture) for each in (PASSES[passes], Passes("sdpa")))
-    found, expected = response_logprobs(model, batch, 0.7)[0], path_logprobs(plain, groups, 0.7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    model, plain = (model_for(choice, architecture) for choice in (PASSES[passes], Passes("sdpa")))
+    computed, expected = response_logprobs(model, batch, 0.7)[0], path_logprobs(plain, groups, 0.7)
+    torch.testing.assert_close(computed, expected, rtol=0, atol=1e-9)
     wanted = gradients(plain, expected)
-    for name, gradient in gradients(model, found).items():
+    for name, gradient in gradients(model, computed).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("shapes", [MIXED, [3, 1, 4, 6]], ids=["trees", "responses"])
 def test_packed_rows_in_bfloat16_stay_within_its_noise(shapes):
     groups = [make_episodes(f"0-{index}", length, shapes, seed=index) for index, length in enumerate((5, 2))]
-    found, _ = response_logprobs(model_for(Passes()).bfloat16(), pack(groups, CPU), 1.0)
+    computed, _ = response_logprobs(model_for(Passes()).bfloat16(), pack(groups, CPU), 1.0)
     exact = path_logprobs(model_for(Passes("sdpa")), groups).float()
     plain = path_logprobs(model_for(Passes("sdpa")).bfloat16(), groups).float()
-    assert (found - exact).abs().mean() < 2 * (plain - exact).abs().mean() + 1e-3
+    assert (computed - exact).abs().mean() < 2 * (plain - exact).abs().mean() + 1e-3
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ SECTIONS = {
     "kl in the loss": {"objective": {"kl": {"coef": 0.3}}},
     "kl in the reward": {"objective": {"kl": {"coef": 0.3, "placement": "reward"}}},
     "band": {"objective": {"importance": {"type": "band", "low": 1e-3}}},
-    **{kind: {"objective": {"type": kind}, "mode": each.modes[0]} for kind, each in BUILT_IN.items()},
+    **{kind: {"objective": {"type": kind}, "mode": objective.modes[0]} for kind, objective in BUILT_IN.items()},
 }
 
 
@@ -236,14 +236,14 @@ def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path
     groups = iterations()
     random.Random(budget).shuffle(groups)
     config = episodes_config(training={"max_tokens_per_micro_batch": budget}, **sections)
-    found, job = train(config, groups, tmp_path / "trees")
+    model, job = train(config, groups, tmp_path / "trees")
     assert [commit[0] for commit in job.commits] == [0, 1]
     is_split = job.commits[0][2]["train/passes"] > len(groups) // 2
     assert is_split == (budget == 25 and not config.objective.needs_whole_group)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained) == ("lora" in sections)
     for name, right in expected.named_parameters():
-        torch.testing.assert_close(found.get_parameter(name), right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.get_parameter(name), right, rtol=1e-4, atol=1e-4)
         moved_by = (right - before.get_parameter(name)).abs().max().item()
         assert (moved_by > 1e-3) == (name in trained)
 
@@ -260,8 +260,8 @@ def test_metrics_are_means_over_episodes():
     other.add_group(make_episodes("0-1", shapes=[SHAPES["one turn"], 2, 2]), True)
     stats.merge([stats.to_bytes(), other.to_bytes()])
     report = stats.report(num_replicas=2)
-    found = {name: value for name, value in report.items() if "episode" in name}
-    assert found == {
+    figures = {name: value for name, value in report.items() if "episode" in name}
+    assert figures == {
         "episode/turns_mean": 10 / 3,
         "episode/forks_mean": 1.0,
         "episode/observed_tokens": 11 / 3,

@@ -32,7 +32,7 @@ PREFIXES = st.integers(0, 6)
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
-BEHIND_LONG = [(22, [3, 40, 1]), (1, [200, 7])]  # behind a prefix
+BEHIND_LONG = [(22, [3, 40, 1]), (1, [200, 7])]  # rows behind a prefix
 LONG_TURNS = [(None, 0, 100, 60), (0, 130, 40, 70), (0, 160, 300, 20), (2, 400, 5, 40)]
 LONG_FOREST = [(150, [3, LONG_TURNS, 40]), (5, [LONG_TURNS, LONG_TURNS, 7]), (40, [9])]
 KERNELS = pytest.mark.parametrize(
@@ -46,7 +46,7 @@ LONG_ROWS = [
 
 
 def behind_prefix(groups, length):
-    """The groups behind a prefix of that length, with a tree where turns are given."""
+    """Return the groups behind a prefix of that length, with a tree where turns are given."""
 
     def laid_out(shape):
         return shape if isinstance(shape, int) else lay_out(make_episodes(shapes=[shape]).responses[0], 5)[1]
@@ -80,8 +80,8 @@ def outputs_and_gradients(output, inputs):
 
 def assert_equals_dense_mask(plan, layout, heads):
     inputs = random_inputs(layout, heads)
-    found = outputs_and_gradients(attend(plan, inputs), inputs)
-    for left, right in zip(found, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
+    computed = outputs_and_gradients(attend(plan, inputs), inputs)
+    for left, right in zip(computed, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 
 
@@ -111,8 +111,8 @@ def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(plan, groups, prefix
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
-    found = outputs_and_gradients(attend(plan, inputs), inputs)
-    for ours, reference, truth in zip(found, dense, exact, strict=True):
+    computed = outputs_and_gradients(attend(plan, inputs), inputs)
+    for ours, reference, truth in zip(computed, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
 
 
@@ -151,8 +151,8 @@ def test_flex_equals_the_dense_mask_over_several_blocks(groups, prefix_length):
 @torch.no_grad()
 def assert_flex_equals_dense_mask(layout, heads):
     inputs = random_inputs(layout, heads, size=16)
-    found = attend(plan_flex(layout), inputs)
-    torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
+    computed = attend(plan_flex(layout), inputs)
+    torch.testing.assert_close(computed, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
 
 
 def test_flex_skips_blocks_in_which_nothing_is_visible():
@@ -162,13 +162,13 @@ def test_flex_skips_blocks_in_which_nothing_is_visible():
 
 
 def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, **lengths):
-    """What the documentation says of layout TND and sparse_mode 3, in plain torch."""
+    """Compute in plain torch the attention that the documentation describes for layout TND and sparse_mode 3."""
     assert (input_layout, head_num, sparse_mode) == ("TND", query.shape[1], 3)
     assert torch.equal(atten_mask, torch.ones(2048, 2048).triu(1).bool())
     outputs, query_start, key_start = [], 0, 0
     for query_end, key_end in zip(lengths["actual_seq_qlen"], lengths["actual_seq_kvlen"], strict=True):
         q, k, v = query[query_start:query_end], key[key_start:key_end], value[key_start:key_end]
-        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # from the lower right corner
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # lower right corner
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
         attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
         outputs.append(attended.transpose(0, 1))

@@ -57,11 +57,11 @@ def test_chunked_logprobs_equal_log_softmax(num_rows, kept_bytes, monkeypatch):
     weight = torch.randn(50, 16, dtype=torch.float64, generator=generator, requires_grad=True)
     targets = torch.randint(50, (num_rows,), generator=generator)
     upstream = torch.randn(num_rows, dtype=torch.float64, generator=generator)
-    found, entropy = TargetLogprobs.apply(hidden, weight, targets, 0.7)
-    found_grads = torch.autograd.grad(found, (hidden, weight), upstream)
+    logprobs, entropy = TargetLogprobs.apply(hidden, weight, targets, 0.7)
+    found_grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
     everything = (hidden @ weight.T / 0.7).log_softmax(-1)
     expected = everything.gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-11)
     torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1), rtol=0, atol=1e-11)
     for left, right in zip(found_grads, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-10)

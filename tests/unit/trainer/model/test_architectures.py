@@ -6,7 +6,7 @@ from tests.architectures import VARIANTS, Row, measure
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {f"{model_type}, {what}": (model_type, options) for model_type, what, options in VARIANTS}
+OPTIONS = {f"{model_type}, {variant}": (model_type, options) for model_type, variant, options in VARIANTS}
 EXPECTED = {
     "llama": "packed",
     "afmoe": "packed",  # views the output of its attention
@@ -17,10 +17,10 @@ EXPECTED = {
     "gemma2": "not packed",
     "cohere2, long sequences": "not packed",
     "deepseek_v4": "refused",
-    "gemma4": "packed",  # with pictures, whose tokens no text has
+    "gemma4": "packed",  # a model with pictures, whose tokens no text has
     "qwen3_moe": "packed",  # experts
     "falcon, ALiBi": "not packed",  # chooses its attention when it is built
-    "falcon_h1, head with a multiplier": "not packed",  # its logits are more than a product
+    "falcon_h1, head with a multiplier": "not packed",  # the logits are more than a product
     "gpt_oss": "not packed",  # sinks and a window
     "recurrent_gemma": "not packed",  # a state in place of attention
     "doge, long sequences": "refused",  # attends to other tokens when it is padded
@@ -31,5 +31,5 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_trainer_is_right_about(name):
     model_type, options = OPTIONS.get(name, (name.removesuffix(", long sequences"), {}))
-    found = measure(Row(name, model_type, name.endswith("long sequences"), options))
-    assert found["outcome"] == EXPECTED[name], found
+    result = measure(Row(name, model_type, name.endswith("long sequences"), options))
+    assert result["outcome"] == EXPECTED[name], result

@@ -23,10 +23,10 @@ def test_logprobs_and_gradients_have_the_same_bits(dtype, is_packed, has_adapter
         if not is_packed:
             use_attention(model, "sdpa")
     enable_gradient_checkpointing(models[1])
-    expected, found = (response_logprobs(model, batch, 0.7)[0] for model in models)
-    assert torch.equal(found, expected)
+    expected, computed = (response_logprobs(model, batch, 0.7)[0] for model in models)
+    assert torch.equal(computed, expected)
     expected_gradients = gradients(models[0], expected)
-    for name, gradient in gradients(models[1], found).items():
+    for name, gradient in gradients(models[1], computed).items():
         assert torch.equal(gradient, expected_gradients[name]), name
 
 
@@ -37,8 +37,8 @@ def test_a_frozen_copy_computes_the_same(batch):
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()  # tied: the copy must not read the original's layers or tables
         model.get_decoder().layers[0].mlp.up_proj.weight.zero_()
-        found = response_logprobs(frozen, batch, 1.0)[0]
-    assert torch.equal(found, response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)[0])
+        computed = response_logprobs(frozen, batch, 1.0)[0]
+    assert torch.equal(computed, response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)[0])
 
 
 def test_a_model_without_such_layers_is_refused():

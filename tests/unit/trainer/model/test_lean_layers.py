@@ -40,7 +40,7 @@ def is_lean(module):
 
 
 def run(model):
-    """The logits, and the gradients of a sum in which each logit has another weight."""
+    """Return the logits, and the gradients of a sum in which each logit has another weight."""
     model.zero_grad()
     logits = model(TOKEN_IDS, use_cache=False).logits
     (logits.float() * torch.linspace(-1.0, 1.0, logits.numel()).view_as(logits)).sum().backward()
@@ -48,7 +48,7 @@ def run(model):
 
 
 def kept_bytes(model):
-    """What one forward pass keeps for the backward pass, besides parameters."""
+    """Return the bytes that one forward pass keeps for the backward pass, besides parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -67,13 +67,13 @@ def kept_bytes(model):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen3Config])
 def test_results_are_the_same_bits_and_gradients_nearly(config_class, dtype, tolerance):
-    own = build(tiny_config(config_class), dtype)
-    lean = copy.deepcopy(own)
+    original = build(tiny_config(config_class), dtype)
+    lean = copy.deepcopy(original)
     use_lean_layers(lean)
     norms = {"q_norm", "k_norm"} if config_class is Qwen3Config else set()
     assert lean_names(lean) == LEAN | norms
-    (expected, gradients), (found, lean_gradients) = run(own), run(lean)
-    assert torch.equal(found, expected)
+    (expected, gradients), (computed, lean_gradients) = run(original), run(lean)
+    assert torch.equal(computed, expected)
     assert gap_of_gradients(lean_gradients, gradients) < tolerance
 
 
@@ -106,9 +106,9 @@ def test_layers_that_compute_something_else_stay_as_they_are():
     assert lean_names(gemma) == set()
 
     model = build(tiny_config(), torch.float32)
-    own = type(model.model.layers[0].mlp)
+    mlp_type = type(model.model.layers[0].mlp)
 
-    class Clamping(own):
+    class Clamping(mlp_type):
         def forward(self, x):
             return super().forward(x.clamp(max=1000.0))
 
@@ -120,17 +120,17 @@ def test_layers_that_compute_something_else_stay_as_they_are():
 def test_adapters_and_frozen_weights_get_the_same_gradients():
     """Also where the last projection of an MLP has an adapter, and where it is frozen and has none."""
     for targets in ([], ["gate_proj", "q_proj"]):
-        own = build(tiny_config(), torch.float32)
-        lean = copy.deepcopy(own)
+        original = build(tiny_config(), torch.float32)
+        lean = copy.deepcopy(original)
         use_lean_layers(lean)
-        for model in (own, lean):
+        for model in (original, lean):
             add_adapters(model, LoraConfig(rank=4, alpha=8.0, **({"target_modules": targets} if targets else {})), 1)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "lora_B" in name:
                         parameter.fill_(0.01)
-        (expected, gradients), (found, lean_gradients) = run(own), run(lean)
-        assert torch.equal(found, expected)
+        (expected, gradients), (computed, lean_gradients) = run(original), run(lean)
+        assert torch.equal(computed, expected)
         assert lean_gradients.keys() == gradients.keys()
         assert gap_of_gradients(lean_gradients, gradients) < 1e-5
 
@@ -138,19 +138,19 @@ def test_adapters_and_frozen_weights_get_the_same_gradients():
 @pytest.mark.parametrize("padding_idx", [None, 5])
 def test_an_embedding_adds_to_the_gradient_that_is_there(padding_idx):
     """Tokens that occur twice count twice, and those of padding have no gradient."""
-    own = torch.nn.Embedding(16, 4, padding_idx)
-    lean = copy.deepcopy(own)
+    original = torch.nn.Embedding(16, 4, padding_idx)
+    lean = copy.deepcopy(original)
     use_lean_layers(torch.nn.ModuleList([lean]))
     token_ids = torch.tensor([[3, 5, 3], [7, 5, 1]])
     upstream = torch.randn(2, 3, 4)
-    own(token_ids).backward(upstream)
+    original(token_ids).backward(upstream)
     lean(token_ids).backward(upstream)
     assert is_lean(lean)
-    assert torch.equal(lean.weight.grad, own.weight.grad)
+    assert torch.equal(lean.weight.grad, original.weight.grad)
     kept = lean.weight.grad
     lean(token_ids).backward(upstream)
     assert lean.weight.grad is kept
-    assert torch.equal(kept, 2 * own.weight.grad)
+    assert torch.equal(kept, 2 * original.weight.grad)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -171,10 +171,10 @@ def test_gradients_that_are_there_need_no_copy_of_their_size(is_tied):
 def test_a_pass_keeps_a_quarter_less():
     config = tiny_config(hidden_size=64, intermediate_size=192)
     for dtype in (torch.float32, torch.bfloat16):
-        own = build(config, dtype)
-        lean = copy.deepcopy(own)
+        original = build(config, dtype)
+        lean = copy.deepcopy(original)
         use_lean_layers(lean)
-        assert kept_bytes(lean) < 0.75 * kept_bytes(own)
+        assert kept_bytes(lean) < 0.75 * kept_bytes(original)
 
 
 def test_the_generator_of_random_numbers_is_left_alone():

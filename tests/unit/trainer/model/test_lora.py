@@ -21,14 +21,14 @@ def test_a_model_without_adapters_needs_no_peft(monkeypatch):
     model = tiny_model(tiny_config(), torch.float32)
     assert frozen_base(model) is not model
     published, parameters = (
-        [(name, each.data_ptr()) for name, each in pairs]
+        [(name, tensor.data_ptr()) for name, tensor in pairs]
         for pairs in (published_tensors(model), model.named_parameters())
     )
     assert published == parameters
 
 
 def adapted(dtype, config=CONFIG, config_class=LlamaConfig):
-    """A tiny model whose adapters have been moved away from zero."""
+    """Return a tiny model whose adapters have been moved away from zero."""
     model = tiny_model(tiny_config(config_class), dtype)
     add_adapters(model, config, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -67,13 +67,13 @@ def test_adapters_depend_on_the_seed_only():
 def test_gradients_equal_those_of_pefts_own_forward(config_class, batch):
     model = adapted(torch.float64, config_class=config_class)
     found_logprobs, _ = response_logprobs(model, batch, 0.7)
-    found = gradients(model, found_logprobs)
+    computed = gradients(model, found_logprobs)
     for layer in adapted_layers(model).values():
         del layer.forward  # W x + (alpha / r) B A x
     expected_logprobs, _ = response_logprobs(model, batch, 0.7)
     torch.testing.assert_close(found_logprobs, expected_logprobs, rtol=0, atol=1e-6)  # norms are float32 inside
     for name, gradient in gradients(model, expected_logprobs).items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(computed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,4 +1,4 @@
-"""How a model is trained is found by trying its architecture: packed, another right way, or refused by name."""
+"""The way a model is trained is found by trying its architecture: packed, another right way, or refused by name."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def choose(config, longest=64, **options):
 
 @pytest.mark.parametrize("window", [512, 4096])
 def test_a_soft_capped_attention_is_not_packed(window):
-    """Whatever its window: SDPA leaves the cap out."""
+    """The window does not matter: SDPA leaves the cap out."""
     config = tiny_config(Gemma2Config, head_dim=8, sliding_window=window)
     passes, reason = choose(config, 8192)
     assert passes == Passes("eager", is_padded=True, has_plain_head=False)
@@ -37,7 +37,7 @@ def test_a_window_matters_only_to_longer_sequences(longest, is_packed):
 
 
 def test_a_nested_configuration_is_read():
-    """Its window, vocabulary and context are those of the part that reads text."""
+    """The window, vocabulary and context are those of the part that reads text."""
     text = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -132,7 +132,7 @@ def right_output_wrong_gradient(plan, query, key, value):
 
 @pytest.mark.parametrize("kernel", ["short.ShortPlan", "tree.TreePlan"])
 def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
-    """Whether it serves rows without forks or those with one."""
+    """The wrong attention serves rows without forks, or those with one."""
     monkeypatch.setattr(f"services.trainer.attention.{kernel}.attend", lambda plan, query, *_: query.transpose(0, 1))
     passes, reason = choose(tiny_config(LlamaConfig))
     assert passes.attention == "sdpa"
@@ -141,7 +141,7 @@ def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
 
 @pytest.mark.parametrize("module", [lean_layers, logprobs], ids=["embedding", "head"])
 def test_the_trial_finds_a_gradient_that_gets_lost(monkeypatch, module):
-    """What is added to the sum of gradients in place, as in the training of float32."""
+    """The lost gradient is one that a layer adds to the sum of gradients in place, as in the training of float32."""
     monkeypatch.setattr(module, "kept_gradient", torch.zeros_like)
     with pytest.raises(ValueError, match="of the gradient"):
         choose(tiny_config())

@@ -40,11 +40,11 @@ def test_opened_model_is_filled_with_the_bits_of_the_loaded_one(name, dtype, tmp
     loaded = load_model(source, dtype, CPU)
     assert model.state_dict().keys() == loaded.state_dict().keys()
     for kind in ("named_parameters", "named_buffers"):
-        found, expected = (dict(getattr(each, kind)()) for each in (model, loaded))
-        assert list(found) == list(expected)
+        filled, expected = (dict(getattr(side, kind)()) for side in (model, loaded))
+        assert list(filled) == list(expected)
         for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor), name
+            assert filled[name].dtype == tensor.dtype
+            assert torch.equal(filled[name], tensor), name
     is_tied = loaded.config.tie_word_embeddings
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_tied
     assert (model.training, model.passes, model.config.use_cache) == (False, Passes(), False)

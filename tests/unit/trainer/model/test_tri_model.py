@@ -24,11 +24,11 @@ def test_one_pass_equals_three(attention, batch, calls_of):
     logprobs, entropy = tri_model_logprobs(policy, old, reference, batch, 0.7)
     assert len(prepared) == 1
     together = (logprobs.trainer, logprobs.old, logprobs.ref)
-    for found, expected in zip(together, alone, strict=True):
-        assert torch.equal(found, expected[0])
+    for computed, expected in zip(together, alone, strict=True):
+        assert torch.equal(computed, expected[0])
     assert torch.equal(entropy, alone[0][1])
     assert not torch.equal(logprobs.trainer, logprobs.old)
-    assert [found.requires_grad for found in together] == [True, False, False]
+    assert [computed.requires_grad for computed in together] == [True, False, False]
 
 
 def test_models_that_the_algebra_does_not_need_are_skipped(batch):
