@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from groups import make_group
+from gpu_check.groups import make_group
 from harness import command_line, own_dtype, quickstart_model, save, seconds, start
 from transformers import AutoModelForCausalLM
 

@@ -10,7 +10,7 @@ import statistics
 import sys
 
 import torch
-from groups import make_group
+from gpu_check.groups import make_group
 from harness import ROOT, command_line, own_dtype, quickstart_model, save, seconds, start
 from torch.utils.flop_counter import FlopCounterMode
 

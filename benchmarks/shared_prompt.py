@@ -17,7 +17,7 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import alternate, counted_operations, make_group, one_by_one, packed
+from gpu_check.groups import alternate, counted_operations, make_group, one_by_one, packed
 from harness import command_line, quickstart_model, save, start
 
 from onbeat.streams.codec import RolloutGroup

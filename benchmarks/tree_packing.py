@@ -19,7 +19,7 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import alternate, counted_operations, packed, separate_paths
+from gpu_check.groups import alternate, counted_operations, packed, separate_paths
 from harness import command_line, save, start
 from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.wheels import ROOT, unpack
+from .wheels import ROOT, unpack
 
 TOTAL_S = 510.0  # for the parts, so that all is over within 9 minutes
 GRACE_S, LEAST_S = 20.0, 10.0
@@ -120,7 +120,7 @@ def last_lines(log: Path, count: int) -> str:
 
 def environment(site: Path) -> dict[str, str]:
     """Return the environment of a part. Compiled kernels are shared by the parts, and gone afterwards."""
-    paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(site), str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(site / "inductor"), "TRITON_CACHE_DIR": str(site / "triton")}
     return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 

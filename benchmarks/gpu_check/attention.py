@@ -12,9 +12,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_check.part import Findings, Place, run_part
 from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask, packed_attention
 from services.trainer.attention.flex import BLOCK, compiled, forget_compiled, plan_flex
+
+from .part import Findings, Place, run_part
 
 FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  # segments of an episode
 LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens

@@ -7,7 +7,7 @@ finding, not an error.
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-from benchmarks.gpu_check.part import Findings, Place, run_part
+from .part import Findings, Place, run_part
 
 BATCHES, TINY_BATCHES = (2, 3, 4, 8, 16, 32, 64, 128, 256, 1024), (2, 3, 8, 64)
 HIDDEN, INTERMEDIATE, HEADS, KEY_HEADS, HEAD_SIZE, CONTEXT = 1536, 8960, 12, 2, 128, 640  # Qwen2.5 1.5B

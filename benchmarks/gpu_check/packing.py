@@ -18,14 +18,15 @@ from unittest.mock import patch
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from benchmarks.gpu_check.models import random_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.groups import counted_operations, make_group, one_by_one
 from services.trainer.attention.flex import plan_flex
 from services.trainer.batch import Part, pack
 from services.trainer.model import logprobs as output_head
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.model import PACKED_ATTENTION, use_attention
+
+from .groups import counted_operations, make_group, one_by_one
+from .models import random_model
+from .part import Findings, Place, run_part
 
 SHAPES = [(512, 512, 8), (1024, 256, 16), (2048, 1024, 8)]  # tokens of prompt and response, responses
 TINY_SHAPES = [(100, 30, 3)]

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.models import SIZES, random_config, random_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer.checkpoints.store import TrainState
@@ -25,6 +23,9 @@ from services.trainer.passes.choice import choose_passes
 from services.trainer.policy import Policy
 from services.trainer.replay import NoCheckpoints, RecordedJob
 from services.trainer.world import World
+
+from .models import SIZES, random_config, random_model
+from .part import Findings, Place, run_part
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS, NUM_GROUPS = 3, 4
