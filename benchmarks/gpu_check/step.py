@@ -94,7 +94,9 @@ def recorded_stream(shape: tuple[int, int, int], vocabulary: int) -> list[Rollou
     ]
 
 
-def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.device) -> tuple[Policy, RecordedJob]:
+def train(
+    model: Any, config: JobConfig, groups: list[RolloutGroup], device: torch.device
+) -> tuple[Policy, RecordedJob]:
     """Run the job to its end."""
     updates = config.training.num_updates_per_iteration
     size = NUM_GROUPS // updates
