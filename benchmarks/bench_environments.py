@@ -7,7 +7,8 @@ from typing import Any
 
 from onbeat.environments import Message, Outcome, Session, Task
 from onbeat.environments.messages import without_id
-from onbeat.environments.tools import NO_TOOLS, methods_as_tools
+from onbeat.environments.tool_schema import methods_as_tools
+from onbeat.environments.tools import NO_TOOLS
 
 ENTRIES = """[onbeat.environments]
 bench_idle = bench_environments:Idle

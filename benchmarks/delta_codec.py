@@ -13,6 +13,8 @@ from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from typing import Any
+
 import numpy as np
 from harness import command_line, save, seconds, start
 from weights_peer import shapes
@@ -56,7 +58,7 @@ def random_bits(weights: Weights, generator: np.random.Generator) -> Weights:
     return [generator.integers(0, 1 << 16, len(tensor), np.uint16) for tensor in weights]
 
 
-def measure(base: Weights, new: Weights) -> dict:
+def measure(base: Weights, new: Weights) -> dict[str, Any]:
     target = [tensor.copy() for tensor in base]
     deltas: list[tuple[Encoding, memoryview | bytes]] = []
 
@@ -67,7 +69,8 @@ def measure(base: Weights, new: Weights) -> dict:
         for (encoding, payload), tensor in zip(deltas, target, strict=True):
             apply(encoding, payload, tensor, ITEM_BYTES)
 
-    encode_all(), apply_all()
+    encode_all()
+    apply_all()
     assert all(np.array_equal(tensor, wanted) for tensor, wanted in zip(target, new, strict=True))
     copied = [np.empty_like(tensor) for tensor in base]
     rounds = [

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ async def train(num_ranks: int, case: Case, config: JobConfig, folder: Path) -> 
     with trainer(num_ranks, config.pool, folder) as root:
         loaded: list[float] = []
         for iteration in range(NUM_ITERATIONS):
-            await eventually("a version", lambda iteration=iteration: is_published(iteration), DEADLINE_S)
+            await eventually("a version", partial(is_published, iteration), DEADLINE_S)
             loaded = loaded or peaks(root)
             await play_rollouts(ledger, job_id, iteration, case)
         await eventually("the end", is_over, DEADLINE_S)

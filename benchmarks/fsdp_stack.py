@@ -75,12 +75,18 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     num_parameters = write_model(folder / "model", case.sizes)
     model = {"dtype": case.dtype, "max_context_tokens": 64}
     job = tiny_job(folder, model=model, **SECTIONS, **case.sections)
-    cores = {"rollout_cores": None, "trainer_cores": None}  # both have all
     before_bytes = read_memory().available_bytes
     sampler, started = Sampler(os.getpid()), time.monotonic()
     sampler.start()
     try:
-        with running(folder, engine="vllm", lease_s=30.0, change=with_ranks, **cores) as stack:
+        with running(
+            folder,
+            engine="vllm",
+            lease_s=30.0,
+            change=with_ranks,
+            rollout_cores=None,  # both have all cores
+            trainer_cores=None,
+        ) as stack:
             job_id = stack.client.jobs.create(job).id
             ranks, least_bytes = wait(stack, job_id)
             iterations = stack.client.jobs.iterations(job_id)

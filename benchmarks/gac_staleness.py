@@ -87,7 +87,6 @@ class StaleRollouts(RecordedJob):
         self._generator = torch.Generator().manual_seed(seed)
         self._snapshots: dict[int, Snapshot] = {}
         self._next_iteration = 0
-        self.metrics: list[dict[str, float]] = []
 
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         iteration = self._next_iteration
@@ -129,7 +128,7 @@ class StaleRollouts(RecordedJob):
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)
 
     def commit(self, commit: Commit) -> bool:
-        self.metrics.append(commit.metrics)
+        self.metrics[commit.iteration] = commit.metrics
         return True
 
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
@@ -163,7 +162,7 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
     with temporary_folder() as folder:
         checkpoints = CheckpointStore(folder, keep=1)
         TrainLoop(job, config, Policy.create(model, config), TrainState("x", "random"), checkpoints).run()
-    return job.metrics
+    return list(job.metrics.values())
 
 
 def summary(runs: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def run_job(
                     raise
         if run.returncode != 0 and not (may_be_cut and report.is_file()):
             raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
-        return json.loads(report.read_text())
+        content: dict[str, Any] = json.loads(report.read_text())
+        return content
 
 
 def quickstart_model() -> Path:

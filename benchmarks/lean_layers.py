@@ -6,9 +6,10 @@ kinds take turns in this process. What a row keeps for its backward pass is coun
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
-from groups import make_group
+from gpu_check.groups import make_group
 from harness import command_line, own_dtype, quickstart_model, save, seconds, start
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ NUM_GROUPS, GROUPS_IN_ROW = 8, (1, 2, 4, 8)
 REPETITIONS, NUM_THREADS = 5, 2
 
 
-def load(source: Path, dtype: torch.dtype, has_lean_layers: bool):
+def load(source: Path, dtype: torch.dtype, has_lean_layers: bool) -> Any:
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
     model.passes = Passes()
@@ -37,13 +38,13 @@ def rows_of(num_groups: int) -> list[MicroBatch]:
     return [pack(groups, torch.device("cpu"), is_prefix_shared=False) for groups in rows]
 
 
-def run(model, optimizer: MasterAdamW, rows: list[MicroBatch]) -> None:
+def run(model: Any, optimizer: MasterAdamW, rows: list[MicroBatch]) -> None:
     optimizer.drop_gradients()
     for row in rows:
         response_logprobs(model, row, 1.0)[0].sum().backward()
 
 
-def kept_bytes(model, row: MicroBatch) -> int:
+def kept_bytes(model: Any, row: MicroBatch) -> int:
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -8,15 +8,16 @@ the passes, and freed memory is kept.
 import os
 import statistics
 import sys
+from typing import Any
 
 import torch
-from groups import make_group
+from gpu_check.groups import make_group
 from harness import ROOT, command_line, own_dtype, quickstart_model, save, seconds, start
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
 from onbeat.machine.malloc import KEEP_FREED
-from services.trainer.batch import pack
+from services.trainer.batch import MicroBatch, pack
 from services.trainer.model.model import DTYPES, load_model, response_logprobs
 
 SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 38, 16, 8  # shape of each group
@@ -25,17 +26,18 @@ REPETITIONS = 7
 NUM_THREADS = 2
 
 
-def run_pass(model, batch) -> None:
+def run_pass(model: Any, batch: MicroBatch) -> None:
     response_logprobs(model, batch, 1.0)[0].sum().backward()
 
 
-def count_operations(model, batch) -> int:
-    with FlopCounterMode(display=False) as counter:
+def count_operations(model: Any, batch: MicroBatch) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter:
         run_pass(model, batch)
     return counter.get_total_flops()
 
 
-def measure(dtype_name: str) -> dict:
+def measure(dtype_name: str) -> dict[str, Any]:
     dtype = DTYPES[dtype_name]
     model = load_model(str(quickstart_model()), dtype, torch.device("cpu"))
     row_tokens = JobConfig.from_file(ROOT / "examples/quickstart.toml").training.max_tokens_per_micro_batch

@@ -22,7 +22,8 @@ OVERRIDES = (f"schedule.num_iterations={NUM_ITERATIONS}", "objective.kl.coef=1e-
 def iterations_of(mode: str) -> list[dict[str, Any]]:
     cores = ("--rollout-cores", "0", "--trainer-cores", "1")
     report = run_job("examples/quickstart.toml", *OVERRIDES, f"schedule.mode={mode}", options=cores)
-    return report["iterations"][WARMUP:]
+    iterations: list[dict[str, Any]] = report["iterations"]
+    return iterations[WARMUP:]
 
 
 def main() -> None:

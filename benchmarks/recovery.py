@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from harness import command_line, save, start, temporary_folder
@@ -184,7 +185,8 @@ def time_of(mark: str, chaos: ChaosStack, job_id: str, log: list[tuple[float, Wo
     if mark in ("readyz", "ping"):
         return struck.probed_at
     if mark == "taken_over":
-        return next(event.time for event in chaos.events(job_id, "job.taken_over") if event.time > struck.at)
+        taken_over = chaos.events(job_id, "job.taken_over")
+        return next(float(event.time) for event in taken_over if event.time > struck.at)
     if mark == "held_groups_accepted":
         times = [time_s for time_s, words in log if words[0] == "accepted" and words[2] in struck.held]
         assert len(times) == len(struck.held) > 0, f"{len(times)} of {len(struck.held)} held groups were accepted"
@@ -200,7 +202,9 @@ def held_by(chaos: ChaosStack, job_id: str, worker: str) -> set[str]:
     async def read() -> set[str]:
         redis, prompts = connect(chaos.stack.redis_url), JobKeys(job_id).prompts
         pending = await redis.xpending_range(prompts, ROLLOUT_GROUP, "-", "+", 100, consumername=worker)
-        entries = [await redis.xrange(prompts, entry["message_id"], entry["message_id"]) for entry in pending]
+        entries: list[Any] = [
+            await redis.xrange(prompts, entry["message_id"], entry["message_id"]) for entry in pending
+        ]
         await redis.aclose()
         return {fields[b"group_id"].decode() for ((_, fields),) in entries}
 
@@ -241,7 +245,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    table = {}
+    table: dict[str, dict[str, dict[str, float]]] = {}
     for has_standby in (False, True):
         table |= run([case for case in CASES if case.has_standby is has_standby], REPEATS, has_standby)
     settings = {

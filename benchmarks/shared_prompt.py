@@ -13,11 +13,13 @@ prompts differ in their first token, so that each computes its own beginning.
 import os
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import alternate, counted_operations, make_group, one_by_one, packed
+from gpu_check.groups import alternate, counted_operations, make_group, one_by_one, packed
 from harness import command_line, quickstart_model, save, start
 
 from onbeat.streams.codec import RolloutGroup
@@ -30,11 +32,11 @@ PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens: shared, 
 REPETITIONS, CORE = 5, 1
 
 
-def by_rows(model, group: RolloutGroup) -> None:
+def by_rows(model: Any, group: RolloutGroup) -> None:
     one_by_one(model, group, torch.device("cpu")).sum().backward()
 
 
-def seconds(run, model, *groups: RolloutGroup) -> float:
+def seconds(run: Callable[..., None], model: Any, *groups: RolloutGroup) -> float:
     started = time.perf_counter()
     run(model, *groups)
     elapsed_s = time.perf_counter() - started
@@ -42,7 +44,7 @@ def seconds(run, model, *groups: RolloutGroup) -> float:
     return elapsed_s
 
 
-def measure(packing, plain, shape: tuple[int, int, int]) -> dict:
+def measure(packing: Any, plain: Any, shape: tuple[int, int, int]) -> dict[str, Any]:
     group = make_group(*shape)
     rounds = alternate(lambda: seconds(packed, packing, group), lambda: seconds(by_rows, plain, group), REPETITIONS)
     ratio = statistics.median(separate_s / packed_s for separate_s, packed_s in rounds)
@@ -62,7 +64,7 @@ def measure(packing, plain, shape: tuple[int, int, int]) -> dict:
     }
 
 
-def measure_prefix(model) -> dict:
+def measure_prefix(model: Any) -> dict[str, Any]:
     alike = [make_group(PREFIX + OWN, RESPONSE, GROUP) for _ in range(NUM_GROUPS)]
     apart = [make_group(PREFIX + OWN, RESPONSE, GROUP) for _ in range(NUM_GROUPS)]
     for index, group in enumerate(alike):

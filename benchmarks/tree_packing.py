@@ -15,11 +15,13 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from groups import alternate, counted_operations, packed, separate_paths
+from gpu_check.groups import alternate, counted_operations, packed, separate_paths
 from harness import command_line, save, start
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -68,7 +70,7 @@ def make_conversations(num_turns: tuple[int, int], has_forks: bool) -> RolloutGr
     return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(PROMPT), responses=responses)
 
 
-def by_paths(model, group: RolloutGroup) -> None:
+def by_paths(model: Any, group: RolloutGroup) -> None:
     weight = model.get_output_embeddings().weight
     for path, spans in separate_paths(group):
         tokens = torch.tensor(path)
@@ -78,7 +80,7 @@ def by_paths(model, group: RolloutGroup) -> None:
         TargetLogprobs.apply(places, weight, targets, 1.0)[0].sum().backward()
 
 
-def seconds(run, model, group: RolloutGroup) -> float:
+def seconds(run: Callable[[Any, RolloutGroup], None], model: Any, group: RolloutGroup) -> float:
     started = time.process_time()
     run(model, group)
     elapsed_s = time.process_time() - started
@@ -86,7 +88,7 @@ def seconds(run, model, group: RolloutGroup) -> float:
     return elapsed_s
 
 
-def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
+def measure(models: dict[str, Any], num_turns: tuple[int, int], has_forks: bool) -> dict[str, Any]:
     group = make_conversations(num_turns, has_forks)
     paths = separate_paths(group)
     assert sum(end - start for _, span_list in paths for start, end in span_list) == sum(
@@ -118,7 +120,7 @@ def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
     }
 
 
-def build_models(dtype: torch.dtype) -> dict:
+def build_models(dtype: torch.dtype) -> dict[str, Any]:
     """Build the same random model twice, for packed rows and for plain ones."""
     register_attention()
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": NUM_LAYERS}

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from onbeat.config import JobConfig
+from onbeat.config.data import ReasoningGymData
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "beta": 0.0,
     "use_cpu": True,
     "gradient_checkpointing": False,
@@ -28,13 +29,15 @@ SETTINGS = {
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
 
-def last_number_reward(completions, answer, **kwargs):
+def last_number_reward(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:
     """Return 1 if the last number of the text is the answer, as the quick start scores it."""
     answers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
     return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(answers, answer, strict=True)]
 
 
-def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], **options: Any) -> dict[str, Any]:
+def train(
+    model: str, rows: list[dict[str, Any]], limit_s: float, config: dict[str, Any], **options: Any
+) -> dict[str, Any]:
     """Train on one device, the CPU, and return seconds, response tokens and rewards by step. `config`: of GRPOConfig,
     `options`: of GRPOTrainer."""
     from datasets import Dataset
@@ -44,15 +47,15 @@ def train(model: str, rows: list[dict], limit_s: float, config: dict[str, Any], 
     torch.set_num_threads(2)
     times: list[float] = []
 
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
+    class Clock(TrainerCallback):  # type: ignore[misc]  # transformers is imported without its types
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             times.append(time.perf_counter())
 
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             control.should_training_stop |= time.perf_counter() - times[0] > limit_s
             return control
 
-        def on_train_end(self, *args, **kwargs):
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             times.append(time.perf_counter())
 
     arguments = GRPOConfig(**SETTINGS | config)
@@ -88,6 +91,7 @@ def main(
     import reasoning_gym
 
     data = JobConfig.from_file(QUICKSTART).data
+    assert isinstance(data, ReasoningGymData)
     tasks = reasoning_gym.create_dataset(data.task, seed=0, size=num_prompts * num_steps, **data.options)
     rows = [{"prompt": [{"role": "user", "content": t["question"]}], "answer": t["answer"]} for t in tasks]
     config = {
@@ -105,4 +109,7 @@ def main(
 if __name__ == "__main__":
     if len(sys.argv) < 8:
         raise SystemExit(f"{__doc__}\nIt is started by time_to_reward.py and vs_trl.py.")
-    main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6], Path(sys.argv[7]), *map(float, sys.argv[8:]))
+    model, *counts, dtype, output = sys.argv[1:8]
+    num_steps, num_prompts, group_size, max_tokens = map(int, counts)
+    limits = map(float, sys.argv[8:])
+    main(model, num_steps, num_prompts, group_size, max_tokens, dtype, Path(output), *limits)

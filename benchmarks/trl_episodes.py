@@ -9,6 +9,7 @@ generates with `model.generate` of transformers.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from bench_environments import Lookup
 from trl_baseline import dtype_settings, train
@@ -34,7 +35,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = {}  # TRL refuses templates whose calls it cannot parse; they are not parsed
 
-    def every_answer_calls(tokenizer, ids, **kwargs):
+    def every_answer_calls(tokenizer: Any, ids: list[int], **kwargs: Any) -> dict[str, Any]:
         text = tokenizer.decode(ids, skip_special_tokens=True)
         call = {"type": "function", "function": {"name": "look", "arguments": {"text": text}}}
         return {"role": "assistant", "content": text, "tool_calls": [call]}
@@ -58,6 +59,8 @@ def main(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 8:
+    if len(sys.argv) < 10:
         raise SystemExit(f"{__doc__}\nIt is started by episodes.py.")
-    main(sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7], *map(Path, sys.argv[8:10]))
+    model, *counts, dtype, data, output = sys.argv[1:10]
+    num_steps, num_prompts, group_size, max_tokens, num_turns = map(int, counts)
+    main(model, num_steps, num_prompts, group_size, max_tokens, num_turns, dtype, Path(data), Path(output))

@@ -38,7 +38,8 @@ def run_trl(
     output = folder / "trl.json"
     command = [sys.executable, ROOT / "benchmarks" / script, *arguments, output, *more]
     subprocess.run(list(map(str, command)), check=True, timeout=timeout_s)
-    return json.loads(output.read_text())
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
 
 
 def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def load(name: str) -> dict[str, Any]:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         raise SystemExit(f"{path} is missing; run benchmarks/{name}.py first")
-    return json.loads(path.read_text())
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def measured() -> Measured:
@@ -171,8 +172,8 @@ def show_table(by: Measured) -> None:
         size = num_parameters * BYTES_A_PARAMETER
         payloads = [(size, full_work_s(by, size), full_work_s(by, size))]
         for share in SHARES:
-            works_s = (delta_work_s(by, size, share, check) for check in (by.checksum, by.hash))
-            payloads.append((size * by.delta_share[share], *works_s))
+            star_work_s, chain_work_s = (delta_work_s(by, size, share, check) for check in (by.checksum, by.hash))
+            payloads.append((size * by.delta_share[share], star_work_s, chain_work_s))
         for gbit, num_rollouts in product(LINKS_GBIT, NUM_ROLLOUTS):
             cells = [
                 short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))

@@ -75,7 +75,8 @@ class Process:
             line = await self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self._command)} ended")
-        return json.loads(line)
+        answer: Answer = json.loads(line)
+        return answer
 
     async def kill(self) -> None:
         """Kill the process without a warning. It may have ended already."""
@@ -108,7 +109,7 @@ class Trainer:
         self._address = f"{self._host}:{port}"
         await self.serve(egress=1, fanout=1)
         self._bare = create_server(self._security, max_concurrent_calls=16)
-        stream = grpc.unary_stream_rpc_method_handler(self._stream)
+        stream: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(self._stream)
         self._bare.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(JOB, {BARE_METHOD: stream}),))
         bare = bind(self._bare, self._security, f"{self._host}:0")
         await self._bare.start()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from grpc.aio import UnaryStreamMultiCallable
 from harness import command_line, save, seconds, start, temporary_folder
 from weights_peer import BARE_METHOD, JOB, Answer, Process, Puller
 from xxhash import xxh3_128_digest
@@ -50,7 +51,8 @@ async def timed(host: Puller, version: int, is_full: bool = False) -> tuple[floa
 
 class BareStream:
     def __init__(self, address: str, security: WireSecurity = PLAIN) -> None:
-        self._call = create_channel(address, security).unary_stream(f"/{JOB}/{BARE_METHOD}")
+        channel = create_channel(address, security)
+        self._call: UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{JOB}/{BARE_METHOD}")
 
     async def pull(self, size_bytes: int) -> float:
         started = time.perf_counter()

@@ -176,7 +176,8 @@ def last_of(answers: list[Answer]) -> float:
     failed = [answer["error"] for answer in answers if "error" in answer]
     if failed:
         raise RuntimeError(f"a rollout did not get the weights: {failed[0]}")
-    return max(answer["done_at"] for answer in answers)
+    times: list[float] = [answer["done_at"] for answer in answers]
+    return max(times)
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------

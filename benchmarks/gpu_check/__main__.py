@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.wheels import ROOT, unpack
+from .wheels import ROOT, unpack
 
 TOTAL_S = 510.0  # limit for the parts, so that all is over within 9 minutes
 GRACE_S, LEAST_S = 20.0, 10.0
@@ -81,8 +81,9 @@ class Check:
         command += ["--findings", str(findings)]
         log = self._logs / f"{part.name}.log"
         with log.open("w") as errors:
-            place = {"cwd": ROOT, "env": environment(self._site), "stderr": errors}
-            process = subprocess.Popen(command, start_new_session=True, **place)
+            process = subprocess.Popen(
+                command, start_new_session=True, cwd=ROOT, env=environment(self._site), stderr=errors
+            )
             try:
                 exit_code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -120,7 +121,7 @@ def last_lines(log: Path, count: int) -> str:
 
 def environment(site: Path) -> dict[str, str]:
     """Return the environment of a part. Compiled kernels are shared by the parts, and gone afterwards."""
-    paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(site), str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(site / "inductor"), "TRITON_CACHE_DIR": str(site / "triton")}
     return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
@@ -138,9 +139,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def describe(site: Path) -> dict[str, Any]:
     """Describe the machine in its own process: one that asks for a CUDA device takes its memory. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.versions"]
-    place = {"cwd": ROOT, "env": environment(site)}
+    variables = environment(site)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DESCRIBE_S, **place)
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=DESCRIBE_S
+        )
     except subprocess.TimeoutExpired:
         raise SystemExit(f"PyTorch or the driver did not answer within {DESCRIBE_S:.0f} s; try nvidia-smi") from None
     if done.returncode:
@@ -148,7 +151,8 @@ def describe(site: Path) -> dict[str, Any]:
         raise SystemExit(
             f"PyTorch cannot be imported ({reason}): make gpu-check PYTHON=/path/to/python3 names one that can"
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    description: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return description
 
 
 def main() -> int:

@@ -5,19 +5,21 @@ CPU FlexAttention is not compiled and has no backward pass.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_check.part import Findings, Place, run_part
 from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask, packed_attention
 from services.trainer.attention.flex import BLOCK, compiled, forget_compiled, plan_flex
 
+from .part import Findings, Place, run_part
+
 FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  # segments of an episode
-LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
+Groups = Sequence[tuple[int, Sequence[int | Tree]]]  # (prompt, responses) of each, in tokens
+LAYOUTS: dict[str, tuple[Groups, int]] = {  # groups, and the tokens of the prefix that their prompts share
     "smallest": ([(1, [2])], 0),
     "whole blocks": ([(128, [129, 129]), (128, [129])], 0),
     # These are those of tests/unit/trainer/attention/test_kernels.py.
@@ -92,7 +94,7 @@ def compare(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: P
     dense = outputs(lambda *tensors: by_dense_mask(layout, *tensors), inputs)
     started = time.perf_counter()
     plan = plan_flex(layout)
-    flex = outputs(lambda *tensors: packed_attention(None, *tensors, None, layout_plan=plan)[0], inputs)
+    flex = outputs(lambda q, k, v: packed_attention(None, q, k, v, None, layout_plan=plan)[0], inputs)
     place.synchronize()
     first_s = time.perf_counter() - started
     return largest_gap(flex, exact), largest_gap(dense, exact), first_s
@@ -108,7 +110,7 @@ def random_inputs(
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def outputs(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def outputs(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and on a GPU the gradients of the inputs too."""
     inputs = [tensor.detach().requires_grad_(tensor.is_cuda) for tensor in inputs]
     output = attend(*inputs)
@@ -117,7 +119,7 @@ def outputs(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in (output, *gradients)]
 
 
-def by_dense_mask(layout: PackedLayout, query, key, value) -> torch.Tensor:
+def by_dense_mask(layout: PackedLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     mask = dense_mask(layout).to(query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 

@@ -4,17 +4,21 @@ Exact on-policy training needs operators of which this holds, in engine and trai
 finding, not an error.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-from benchmarks.gpu_check.part import Findings, Place, run_part
+from .part import Findings, Place, run_part
 
 BATCHES, TINY_BATCHES = (2, 3, 4, 8, 16, 32, 64, 128, 256, 1024), (2, 3, 8, 64)
 HIDDEN, INTERMEDIATE, HEADS, KEY_HEADS, HEAD_SIZE, CONTEXT = 1536, 8960, 12, 2, 128, 640  # Qwen2.5 1.5B
 MAX_PROMPTS = 64
 
+Operator = Callable[[torch.Tensor], torch.Tensor]
 
-def operators(dtype: torch.dtype, place: Place):
+
+def operators(dtype: torch.dtype, place: Place) -> list[tuple[str, Operator, tuple[int, ...]]]:
     """Return the name of each operator, the function of a batch, and the shape of one of its rows."""
     hidden, intermediate = (64, 96) if place.is_tiny else (HIDDEN, INTERMEDIATE)
     context = 40 if place.is_tiny else CONTEXT

@@ -11,9 +11,10 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_check.models import write_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.harness import run_job
+from harness import run_job
+
+from .models import write_model
+from .part import Findings, Place, run_part
 
 LARGEST_MISMATCH = 0.05  # nats per token on average, bfloat16
 TIMEOUT_S = 160

@@ -1,6 +1,7 @@
 """Models with random weights, made from a configuration: no hub, no file."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -38,7 +39,7 @@ def random_config(size: str) -> Qwen2Config:
     )
 
 
-def random_model(size: str, device: torch.device, dtype: torch.dtype):
+def random_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a decoder that attends by packed layouts, as the trainer has it."""
     register_attention()
     with device:

@@ -13,19 +13,23 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from benchmarks.gpu_check.models import random_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.groups import counted_operations, make_group, one_by_one
+from onbeat.streams.codec import RolloutGroup
+from services.trainer.attention import AttentionPlan
 from services.trainer.attention.flex import plan_flex
-from services.trainer.batch import Part, pack
+from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.model import logprobs as output_head
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.model import PACKED_ATTENTION, use_attention
+
+from .groups import counted_operations, make_group, one_by_one
+from .models import random_model
+from .part import Findings, Place, run_part
 
 SHAPES = [(512, 512, 8), (1024, 256, 16), (2048, 1024, 8)]  # tokens of prompt and response, responses
 TINY_SHAPES = [(100, 30, 3)]
@@ -42,33 +46,40 @@ class VarlenPlan:
     ends: torch.Tensor  # [S + 1] int32, cumulative
     longest: int
 
-    def attend(self, query, key, value, scale):
-        rows = [tensor.transpose(0, 1) for tensor in (query, key, value)]
-        options = {"enable_gqa": True}
+    def attend(
+        self, query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query_HTD, key_KTD, value_KTD))
+        options: dict[str, Any] = {"enable_gqa": True}
         if not HAS_GROUPED_HEADS:  # PyTorch 2.11: each query head gets a key head of its own
-            times = len(query) // len(key)
-            rows, options = [rows[0], *(row.repeat_interleave(times, 1) for row in rows[1:])], {}
-        bounds = (self.ends, self.ends, self.longest, self.longest)
-        return varlen_attn(*rows, *bounds, scale=scale, window_size=(-1, 0), **options)
+            times = len(query_HTD) // len(key_KTD)
+            key, value, options = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), {}
+        ends, longest = self.ends, self.longest
+        options |= {"scale": scale, "window_size": (-1, 0)}
+        attended_THD = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+        assert isinstance(attended_THD, torch.Tensor)  # nothing else was asked for
+        return attended_THD
 
 
-def packed(model, group, device: torch.device) -> torch.Tensor:
+def packed(model: Any, group: RolloutGroup, device: torch.device) -> torch.Tensor:
     batch = pack([group], device)
     return row_logprobs(model, batch, plan_flex(batch.layout))
 
 
-def varlen(model, group, device: torch.device) -> torch.Tensor:
+def varlen(model: Any, group: RolloutGroup, device: torch.device) -> torch.Tensor:
     parts = [Part(group, (member,)) for member in range(len(group.responses))]
     batch = pack(parts, device, is_prefix_shared=False)
     ends = torch.tensor([0, *(span.end for span in batch.layout.groups)], dtype=torch.int32, device=device)
     return row_logprobs(model, batch, VarlenPlan(ends, int(ends.diff().max())))
 
 
-def row_logprobs(model, batch, plan) -> torch.Tensor:
+def row_logprobs(model: Any, batch: MicroBatch, plan: AttentionPlan) -> torch.Tensor:
     row = {"input_ids": batch.token_ids[None], "position_ids": batch.layout.position_ids[None]}
     hidden = model.get_decoder()(**row, layout_plan=plan, use_cache=False).last_hidden_state[0]
     hidden = hidden.index_select(0, batch.layout.logit_index)
-    return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, 1.0)[0]
+    weight = model.get_output_embeddings().weight
+    logprobs: torch.Tensor = TargetLogprobs.apply(hidden, weight, batch.target_ids, 1.0)[0]
+    return logprobs
 
 
 WAYS = {"packed": packed, "varlen": varlen, "rows": one_by_one}
@@ -94,7 +105,7 @@ def measure(place: Place, findings: Findings) -> None:
             findings.leave_out(f"the {size} model's larger shapes do not fit into the card's free memory: {error}")
 
 
-def time_head(size: str, model, place: Place, findings: Findings) -> None:
+def time_head(size: str, model: Any, place: Place, findings: Findings) -> None:
     """Time the output head by the number of float32 rows of logits that it makes at a time: 16 suit a CPU's cache."""
     weight = model.get_output_embeddings().weight
     num_tokens = 32 if place.is_tiny else 4096
@@ -113,7 +124,7 @@ def time_head(size: str, model, place: Place, findings: Findings) -> None:
 
 
 def compare(
-    size: str, model, shape: tuple[int, int, int], peak: float | None, place: Place, findings: Findings
+    size: str, model: Any, shape: tuple[int, int, int], peak: float | None, place: Place, findings: Findings
 ) -> None:
     group, seconds, logprobs = make_group(*shape), {}, {}
     separate, together = counted_operations(model, group)
@@ -136,7 +147,7 @@ def compare(
         findings.check(f"{title}, packed has the logprobs of {way}", gap <= LOGPROB_GAP, mean_gap=gap, **ratio)
 
 
-def forward_and_backward(model, run: Callable[..., torch.Tensor], group, place: Place) -> None:
+def forward_and_backward(model: Any, run: Callable[..., torch.Tensor], group: RolloutGroup, place: Place) -> None:
     with torch.set_grad_enabled(not place.is_tiny):
         logprobs = run(model, group, place.device)
     if not place.is_tiny:

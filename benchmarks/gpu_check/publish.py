@@ -11,12 +11,13 @@ from functools import partial
 import torch
 from xxhash import xxh3_128_digest
 
-from benchmarks.gpu_check.models import random_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import OptimizerConfig
 from onbeat.weights import delta
 from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.weights.store import HostMemory, Snapshot, SnapshotWriter, take_snapshot
+
+from .models import random_model
+from .part import Findings, Place, run_part
 
 LEARNING_RATE = 1e-6
 

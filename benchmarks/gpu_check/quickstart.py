@@ -3,8 +3,9 @@
 import os
 from importlib.util import find_spec
 
-from benchmarks.gpu_check.part import Findings, Place, run_part
-from benchmarks.harness import run_job
+from harness import run_job
+
+from .part import Findings, Place, run_part
 
 TIMEOUT_S = 230
 

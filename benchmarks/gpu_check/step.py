@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.models import SIZES, random_config, random_model
-from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer.checkpoints.store import TrainState
@@ -25,6 +23,9 @@ from services.trainer.passes.choice import choose_passes
 from services.trainer.policy import Policy
 from services.trainer.replay import NoCheckpoints, RecordedJob
 from services.trainer.world import World
+
+from .models import SIZES, random_config, random_model
+from .part import Findings, Place, run_part
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS, NUM_GROUPS = 3, 4
@@ -93,7 +94,9 @@ def recorded_stream(shape: tuple[int, int, int], vocabulary: int) -> list[Rollou
     ]
 
 
-def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.device) -> tuple[Policy, RecordedJob]:
+def train(
+    model: Any, config: JobConfig, groups: list[RolloutGroup], device: torch.device
+) -> tuple[Policy, RecordedJob]:
     """Run the job to its end."""
     updates = config.training.num_updates_per_iteration
     size = NUM_GROUPS // updates

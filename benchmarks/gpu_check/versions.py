@@ -20,7 +20,7 @@ def describe() -> dict[str, Any]:
     ]
     if problem := device_problem(torch, versions):
         problems.append(f"{problem}: every part that can runs on the CPU, with tiny shapes")
-        described = {"device": "cpu"}
+        described: dict[str, Any] = {"device": "cpu"}
     else:
         described = {"device": "cuda", "card": describe_card(torch)}
     return {"versions": versions, "problems": [problem for problem in problems if problem]} | described

@@ -67,8 +67,10 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
     return plan | plan_of("rollout", rollout)
 
 
-def plan_of(service: str, request: dict[str, Any]) -> Any:
-    return json.loads(run_service(f"services.{service}.memory_plan", ["/dev/stdin"], json.dumps(request)))
+def plan_of(service: str, request: dict[str, Any]) -> dict[str, Any]:
+    answer = run_service(f"services.{service}.memory_plan", ["/dev/stdin"], json.dumps(request))
+    plan: dict[str, Any] = json.loads(answer)
+    return plan
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:

@@ -28,7 +28,7 @@ def blocking(
     """Return the method's blocking form for `Blocking`, with its signature and docstring."""
 
     @functools.wraps(method)
-    def call(self: Blocking[Twin], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Blocking[Twin], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._thread.run(method(self._twin, *args, **kwargs), timeout_s=None)
 
     return call

@@ -36,7 +36,7 @@ END_S = 10.0  # time to stop the servers of tools when stdin has ended
 MAX_TASK_BYTES = 64 << 20
 
 
-class SessionClient(EvalClient):
+class SessionClient(EvalClient):  # type: ignore[misc]  # verifiers is installed beside Onbeat, not with it
     """A client of one episode's session. The session renders the prompts and keeps the tokens, which this client puts
     into the trace; verifiers' own client for training would render them itself, for the model families it knows."""
 

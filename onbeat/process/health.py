@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterable
 from wsgiref.simple_server import WSGIRequestHandler, make_server
-from wsgiref.types import StartResponse, WSGIEnvironment
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -54,7 +54,8 @@ class Health:
             case "/readyz":
                 problem = self.why_not_ready()
             case "/metrics":
-                return make_wsgi_app()(environ, start_response)
+                metrics: WSGIApplication = make_wsgi_app()
+                return metrics(environ, start_response)
             case _:
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
                 return [b"here are /livez, /readyz and /metrics\n"]

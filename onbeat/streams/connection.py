@@ -134,9 +134,9 @@ class LimitedRedis(Redis):
         async with limited(self.limit_s):
             if not self.is_known:
                 with suppress(ResponseError):  # a user without the right to ask: its commands show what is missing
-                    check_version(await super().execute_command("INFO", "server"))
+                    check_version(await super().execute_command("INFO", "server"))  # type: ignore[no-untyped-call]
                 self.is_known = True
-            return await super().execute_command(*args, **options)
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> LimitedPipeline:
         pipeline = LimitedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)

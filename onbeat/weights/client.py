@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -150,7 +150,7 @@ class WeightsClient:
         await self._channel.close()
 
     async def _ask(self, method: str, request: Message, answer: type[Answer]) -> Answer:
-        call: Callable[..., Any] = self._channel.unary_unary(
+        call: Callable[..., Awaitable[Answer | None]] = self._channel.unary_unary(
             f"/{SERVICE}/{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=answer.FromString,

@@ -203,7 +203,7 @@ class ClaimLoop:
 
     async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
         """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
-        changes: set[asyncio.Task] = {*self._tasks(), ending}
+        changes: set[asyncio.Task[object]] = {*self._tasks(), ending}
         if self._num_claimable():
             wait = self._job.ledger.rollout.wait_for_prompts
             self._arrival = self._arrival or asyncio.create_task(wait(self._job.job_id, self._last_seen, POLL_S))

@@ -158,7 +158,8 @@ def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool) -> int:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         logprobs, _ = target_logprobs(model, inputs_without_values(model, batch), batch, 1.0)
         logprobs.sum().backward()
     return live.peak
@@ -172,7 +173,7 @@ class LiveBytes(TorchDispatchMode):
     """A counter of the bytes of all storages that operations of its block make, while they are held."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -216,13 +217,13 @@ class KeptInputs(torch.autograd.Function):
     """An attention that keeps what all kernels do: queries, keys, values and its output."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         output_BTHD = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         ctx.save_for_backward(query, key, value, output_BTHD)
         return output_BTHD
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 

@@ -39,6 +39,8 @@ from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
 from services.trainer.world import World
 
+MicroBatches = dict[int, list[list[str]]]  # group ids of each micro-batch, by iteration
+
 
 class RecordedJob:
     """A job and its groups, which are all in the past, with the micro-batches in which they were trained. Commits go
@@ -46,7 +48,7 @@ class RecordedJob:
 
     job_id = "replay"
 
-    def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
+    def __init__(self, groups: Iterable[RolloutGroup], micro_batches: MicroBatches) -> None:
         self.status = Status()
         self.groups: Groups = self
         self._groups, self._micro_batches = list(groups), micro_batches
@@ -101,11 +103,14 @@ class NoCheckpoints(CheckpointStore):
         pass
 
 
-async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tuple[list[RolloutGroup], dict, list[str]]:
+async def read_record(
+    ledger: Ledger, job_id: str, first: int, last: int
+) -> tuple[list[RolloutGroup], MicroBatches, list[str]]:
     """Read the groups, micro-batches and committed digests of iterations first..last. Raises OnbeatError when one is
     missing."""
     groups: list[RolloutGroup] = []
-    micro_batches, digests = {}, []
+    micro_batches: MicroBatches = {}
+    digests = []
     for iteration in range(first, last + 1):
         fields = await ledger.iterations.fields(job_id, iteration)
         if fields.get("state") != IterationState.COMMITTED:
@@ -128,7 +133,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     async def fields_of() -> dict[str, str]:
         return await Ledger(settings.connect_redis()).jobs.fields(job_id)
 
-    async def record(first: int) -> tuple[list[RolloutGroup], dict, list[str]]:
+    async def record(first: int) -> tuple[list[RolloutGroup], MicroBatches, list[str]]:
         return await read_record(Ledger(settings.connect_redis()), job_id, first, iteration)
 
     config = JobConfig.of_job(asyncio.run(fields_of()))

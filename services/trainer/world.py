@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from onbeat.contracts.errors import OnbeatError
 from services.trainer.device import BACKENDS, device_of_rank
@@ -50,11 +52,12 @@ class World:
         world = cls(int(os.environ["RANK"]), size, local_rank, local_size, rank_device, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         with world._waiting("the start of all ranks"):
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
             # torchrun may keep its store over a restart: without a prefix, a rank could find addresses of dead ranks.
-            fresh = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            options = {"store": fresh, "rank": world.rank, "world_size": size}
-            dist.init_process_group(BACKENDS[device.type], timeout=timeout, **options)
+            fresh = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(
+                BACKENDS[device.type], timeout=timeout, store=fresh, rank=world.rank, world_size=size
+            )
         return world
 
     @property

@@ -29,7 +29,9 @@ class Evaluations(LedgerPart):
         job = JobKeys(job_id)
         pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
         more_keys = [job.evaluation(evaluation), job.evaluation_groups(evaluation), job.prompts, job.open_evaluations]
-        return (await self._run("open_evaluation", job, more_keys, evaluation, version, following, *pairs)).decode()
+        args = (evaluation, version, following, *pairs)
+        reason: bytes = await self._run("open_evaluation", job, more_keys, *args)
+        return reason.decode()
 
     async def finish(
         self, job_id: str, evaluation: int, message: str, scores: Scores, samples: Sequence[Sample] = ()

@@ -30,7 +30,8 @@ class Iterations(LedgerPart):
         pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts, job.spares(iteration)]
         args = (iteration, version, ROLLOUT_GROUP, len(tasks), *pairs)
-        return (await self._run("open_iteration", job, more_keys, *args)).decode()
+        reason: bytes = await self._run("open_iteration", job, more_keys, *args)
+        return reason.decode()
 
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return the iteration hash as text; empty when it was never opened."""

@@ -53,7 +53,8 @@ class RolloutSide(LedgerPart):
         if not answer:
             return last_seen
         newest = await self.redis.xrevrange(prompts, count=1) or answer[0][1]  # accepted prompts are removed
-        return newest[0][0].decode()
+        entry_id: bytes = newest[0][0]
+        return entry_id.decode()
 
     async def num_unclaimed_prompts(self, job_id: str) -> int:
         """Return how many prompts no rollout has claimed yet, including those of evaluations."""

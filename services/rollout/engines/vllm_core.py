@@ -60,7 +60,7 @@ class ForkedCore(ForkProcess):
 
 
 class CoreContext(ForkContext):
-    Process = ForkedCore  # type: ignore[assignment]
+    Process = ForkedCore
 
 
 def fork_engine_cores() -> None:

@@ -265,7 +265,8 @@ def shut_down(llm: "AsyncLLM") -> None:
 
     for _ in range(MAX_SHUTDOWNS):
         with contextlib.suppress(psutil.NoSuchProcess):
-            return llm.shutdown()
+            llm.shutdown()
+            return
 
 
 def set_environment(environment: Mapping[str, str | None]) -> None:

@@ -14,9 +14,10 @@ KNOWN_NAMES = {
 }
 
 
-class MixtralForCausalLM(mixtral.MixtralForCausalLM):
+class MixtralForCausalLM(mixtral.MixtralForCausalLM):  # type: ignore[misc]  # vLLM is imported without its types
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().load_weights((rename(name), tensor) for name, tensor in weights)
+        loaded: set[str] = super().load_weights((rename(name), tensor) for name, tensor in weights)
+        return loaded
 
 
 def rename(name: str) -> str:

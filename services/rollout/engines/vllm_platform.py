@@ -127,8 +127,8 @@ def kv_cache_bytes(
     if max_model_len is None or not all(name in model_config for name in sizes):
         return limit
     layers, heads, hidden = (model_config[name] for name in sizes)
-    head_dim = model_config.get("head_dim") or hidden // heads
-    width = 2 * layers * (model_config.get("num_key_value_heads") or heads) * head_dim  # keys and values
+    head_dim: int = model_config.get("head_dim") or hidden // heads
+    width: int = 2 * layers * (model_config.get("num_key_value_heads") or heads) * head_dim  # keys and values
     num_blocks = 1 + num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one block
     return min(limit, num_blocks * CPU_BLOCK_TOKENS * width * (4 if dtype == "float32" else 2))
 

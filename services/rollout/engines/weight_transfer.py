@@ -26,17 +26,17 @@ BACKEND = "onbeat_safetensors"
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
+class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is imported without its types
     """An empty message: a file has no peer to agree with."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is imported without its types
     weights_file: str  # absolute path of a safetensors file that the worker can read, HF names
     names: list[str]  # the tensors to load
 
 
-class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]  # as above
     """An update is start -> receive (whole modules over all calls) -> finish. Tensors never named keep their values.
 
     After a failure in between, nothing may be generated until an update of all tensors has succeeded. Its start closes

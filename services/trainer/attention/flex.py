@@ -40,8 +40,12 @@ class FlexPlan:
         inputs = (query_HTD[None], key_KTD[None], value_KTD[None])
         query, key, value = (torch.nn.functional.pad(tensor, padding).contiguous() for tensor in inputs)
         is_grouped = len(query_HTD) != len(key_KTD)
-        attend = compiled(flex_attention) if query_HTD.is_cuda else flex_attention
-        attended_BHTD = attend(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
+        attend: Callable[..., Any] = flex_attention
+        if query_HTD.is_cuda:
+            attend = compiled(attend)
+        attended_BHTD: torch.Tensor = attend(
+            query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped
+        )
         return attended_BHTD.squeeze(0)[:, : query_HTD.shape[1]].transpose(0, 1)
 
 

@@ -53,7 +53,8 @@ class NpuPlan:
             actual_seq_kvlen=self.key_ends,
             sparse_mode=RIGHT_DOWN_CAUSAL,
         )
-        return outputs[0]
+        attended_THD: torch.Tensor = outputs[0]
+        return attended_THD
 
 
 def plan_npu(layout: PackedLayout) -> NpuPlan:

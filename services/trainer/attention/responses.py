@@ -48,7 +48,7 @@ class Batch:
         rows = tensor[:, self.part]
         if len(self.place_GR) == 1:
             return rows[None]
-        return rows.index_select(1, self.place_GR.flatten()).unflatten(1, self.place_GR.shape).transpose(0, 1)
+        return torch.unflatten(rows.index_select(1, self.place_GR.flatten()), 1, self.place_GR.shape).transpose(0, 1)
 
     def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the real places of [G, H, R, ...] as [H, places of the part, ...]."""
@@ -81,7 +81,8 @@ class Call:
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and its log-sum-exp."""
-        return flash(self.query, self.key, self.value, 0.0, self.is_causal, scale=self.scale)
+        out, lse = flash(self.query, self.key, self.value, 0.0, self.is_causal, scale=self.scale)
+        return out, lse
 
     def gradients(self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients of the inputs, from the output's; `out` and `lse` may be those of more keys."""
@@ -179,7 +180,7 @@ def response_gradients(
 
 def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Reshape [H, N, ...] to [1, K, H / K * N, ...]: query heads that share a key head become rows of it."""
-    return tensor.unflatten(0, (num_keys, -1)).flatten(1, 2)[None]
+    return torch.unflatten(tensor, 0, (num_keys, -1)).flatten(1, 2)[None]
 
 
 def for_query_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

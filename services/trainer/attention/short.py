@@ -36,11 +36,11 @@ class Keys:
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the rows of these keys: [T * K, D] -> [B, S, D]."""
-        return tensor.index_select(0, self.index_BS.flatten()).unflatten(0, self.index_BS.shape)
+        return torch.unflatten(tensor.index_select(0, self.index_BS.flatten()), 0, self.index_BS.shape)
 
     def per_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Split rows by product: [X, ...] -> [B, X / B, ...]."""
-        return rows.unflatten(0, (len(self.index_BS), -1))
+        return torch.unflatten(rows, 0, (len(self.index_BS), -1))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class ShortPlan:
             self._sets[heads] = [plan_groups(groups, self._layout, num_heads, num_keys) for groups in sets]
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query_HTD, key_KTD, value_KTD))
         scale = query_HTD.shape[-1] ** -0.5 if scale is None else scale
-        return ShortAttention.apply(query, key, value, self._sets[heads], scale).unflatten(0, (-1, num_heads))
+        attended: torch.Tensor = ShortAttention.apply(query, key, value, self._sets[heads], scale)  # [T * H, D]
+        return torch.unflatten(attended, 0, (-1, num_heads))
 
 
 def is_short(layout: PackedLayout) -> bool:
@@ -162,7 +163,8 @@ def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, va
     grad_XD, weights = grad_XD.to(value.dtype), weights.to(value.dtype)
     products = [(keys.per_product(grad_XD) @ keys.take(value).mT).flatten(0, 1) for keys in rows.key_sets]
     grad_weights = torch.cat(products, dim=1)
-    return torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+    grad_scores: torch.Tensor = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+    return grad_scores
 
 
 def by_key(factors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -33,14 +33,14 @@ class LeanRMSNorm(torch.autograd.Function):
     """A function (x [..., D], weight [D], eps) -> [..., D]; inside it is float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         precise = x.to(torch.float32)
         scale = torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         return weight * (precise * scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normed, grad_weight = x.to(torch.float32) * scale, None
         if ctx.needs_input_grad[1]:  # a frozen norm (LoRA) has none
@@ -54,12 +54,12 @@ class LeanGatedMLP(torch.autograd.Function):
     """A function (gate [..., I], up [..., I], weight of the down projection [D, I]) -> [..., D]."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up, weight)
         return linear(silu(gate).mul_(up), weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         activated, grad_weight = silu(gate), None
         grad_product = grads[0] @ weight
@@ -73,15 +73,13 @@ class EmbeddingRows(torch.autograd.Function):
     """A function (weight [V, D], token ids [...], id without gradient) -> [..., D]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, weight: torch.Tensor, token_ids: torch.Tensor, padding_idx: int | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, token_ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
         ctx.save_for_backward(weight, token_ids)
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
         return embedding(token_ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         weight, token_ids = ctx.saved_tensors
         kept = kept_gradient(weight)
         if kept is None:
@@ -122,25 +120,24 @@ def use_lean_layers(model: nn.Module) -> None:
 
 class LeanEmbedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return EmbeddingRows.apply(self.weight, input, self.padding_idx)
+        rows: torch.Tensor = EmbeddingRows.apply(self.weight, input, self.padding_idx)
+        return rows
 
 
-def lean_norm(base: type[Any]) -> type[Any]:
-    class LeanNorm(base):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return LeanRMSNorm.apply(x, self.weight, self.variance_epsilon)
+def lean_norm(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(norm: Any, x: torch.Tensor) -> Any:
+        return LeanRMSNorm.apply(x, norm.weight, norm.variance_epsilon)
 
-    return LeanNorm
+    return type("LeanNorm", (base,), {"forward": forward})
 
 
-def lean_mlp(base: type[Any]) -> type[Any]:
-    class LeanMLP(base):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if type(self.down_proj) is not nn.Linear:  # it was given an adapter after `use_lean_layers`
-                return super().forward(x)
-            return LeanGatedMLP.apply(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
+def lean_mlp(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(mlp: Any, x: torch.Tensor) -> Any:
+        if type(mlp.down_proj) is not nn.Linear:  # it was given an adapter after `use_lean_layers`
+            return base.forward(mlp, x)
+        return LeanGatedMLP.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj.weight)
 
-    return LeanMLP
+    return type("LeanMLP", (base,), {"forward": forward})
 
 
 def small_norm(module: Any) -> Any | None:

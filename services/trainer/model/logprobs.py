@@ -32,7 +32,7 @@ class TargetLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy, kept = [], [], []
@@ -50,7 +50,7 @@ class TargetLogprobs(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
         grad_hidden, grad_weight, kept_grad = torch.empty_like(hidden), None, kept_gradient(weight)
         for index, block in enumerate(blocks(hidden)):

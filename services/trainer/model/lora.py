@@ -78,8 +78,10 @@ def merged_forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Compute [..., in] -> [..., out] in place of PEFT's forward."""
     base = layer.get_base_layer()
     if layer.disable_adapters:
-        return base(inputs)
-    return MergedLinear.apply(inputs, base.weight, base.bias, *adapter(layer))
+        outputs: torch.Tensor = base(inputs)
+    else:
+        outputs = MergedLinear.apply(inputs, base.weight, base.bias, *adapter(layer))
+    return outputs
 
 
 def adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -96,7 +98,7 @@ class MergedLinear(torch.autograd.Function):
     """The function y = W' x with gradients for x, A and B. The backward pass computes W' again; it is not kept."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         inputs: torch.Tensor,
         weight: torch.Tensor,
@@ -110,7 +112,7 @@ class MergedLinear(torch.autograd.Function):
         return torch.nn.functional.linear(inputs, merged_weight(weight, a, b, scale), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight, a, b = ctx.saved_tensors
         grad_inputs = grad @ merged_weight(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
         rows, grad_rows = inputs.flatten(0, -2), grad.flatten(0, -2)

@@ -208,7 +208,9 @@ def whole_model_logprobs(
     if model.passes.has_plain_head:
         decoder = model.get_decoder()
         hidden = select([decoder(**inputs).last_hidden_state for inputs in passes])
-        return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
+        weight = model.get_output_embeddings().weight
+        logprobs, entropy = TargetLogprobs.apply(hidden, weight, batch.target_ids, temperature)
+        return logprobs, entropy
     logits = select([model(**inputs).logits for inputs in passes])
     log_probabilities = (logits.float() / temperature).log_softmax(-1)
     with torch.no_grad():

@@ -93,10 +93,12 @@ class MasterAdamW:
         A parameter without gradient gets zeros: every replica has the same tensors to add, and momentum continues in an
         iteration without signal.
         """
-        for master in self.masters.values():
+        gradients = {}
+        for name, master in self.masters.items():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return {name: master.grad for name, master in self.masters.items()}
+            gradients[name] = master.grad
+        return gradients
 
     @torch.no_grad()
     def rescale(self, denominator: float) -> dict[str, torch.Tensor]:
@@ -110,7 +112,7 @@ class MasterAdamW:
 
         Raises JobFailed when it is not finite: such a gradient never reaches the weights.
         """
-        norm = torch.nn.utils.get_total_norm([master.grad for master in self.masters.values()])
+        norm = torch.nn.utils.get_total_norm(list(self.gradients().values()))
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not torch.isfinite(norm):

@@ -81,7 +81,8 @@ class StoredWeights:
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor on the host; the file is mapped, and only pages that are used are read."""
         with safe_open(self.files[name], framework="pt") as stored:
-            return stored.get_tensor(name)
+            tensor: torch.Tensor = stored.get_tensor(name)
+            return tensor
 
 
 def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
@@ -89,12 +90,15 @@ def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
 
     Raises ValueError for a sharded tensor of another shape; the caller checks whole ones.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     targets: Tensors = {}
     for key, stored in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
         like = sharded.get(key.partition(".")[2])
         if like is None:
             targets[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -106,7 +110,7 @@ def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
     try:
         with warnings.catch_warnings():  # it warns that it reads as a single process, which is intended
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(dict(targets), storage_reader=reader, no_dist=True)
+            load(dict(targets), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # not an Exception: it would pass every handler
         raise ValueError(f"{folder} cannot be read: {error}") from error
     return targets

@@ -98,7 +98,8 @@ def try_architecture(
 
 
 def architecture_name(config: Any) -> str:
-    return (getattr(config, "architectures", None) or [f"a model of type {config.model_type}"])[0]
+    names: list[str] = getattr(config, "architectures", None) or [f"a model of type {config.model_type}"]
+    return names[0]
 
 
 def create_reference(config: Any, longest_tokens: float, name: str) -> Reference:
@@ -208,7 +209,8 @@ def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
 
 def forward(model: Any, tokens: list[int]) -> torch.Tensor:
     """Return the logits [T, V] of one sequence."""
-    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
 
 
 def gradients_of(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -227,7 +229,8 @@ def gap_of_gradients(computed: dict[str, torch.Tensor], expected: dict[str, torc
         left, right = computed.get(name, torch.zeros(())), expected.get(name, torch.zeros(()))
         difference += (left - right).square().sum().item()
         total += right.square().sum().item()
-    return (difference / total) ** 0.5
+    distance: float = (difference / total) ** 0.5
+    return distance
 
 
 def trial_groups() -> list[RolloutGroup]:

@@ -43,7 +43,7 @@ class HostMemory:
         whole.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         owner = whole.numpy()  # all views of the bytes keep this object
         weakref.finalize(owner, free.append, whole).atexit = False
-        return memoryview(owner).toreadonly()
+        return owner.data.toreadonly()
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class WeightStore:
             payloads = [snapshot.full for snapshot in self._snapshots.values()]
             self._snapshots.clear()
             for version, (_, change) in list(self._deltas.items()):
-                if any(entry.encoding == delta.Encoding.RAW for entry in change.plan.entries):
+                if any(delta.Encoding(entry.encoding) is delta.Encoding.RAW for entry in change.plan.entries):
                     payloads.append(change)
                     del self._deltas[version]
         for payload in payloads:
@@ -300,4 +300,4 @@ def host_bytes(tensor: torch.Tensor, is_copied: bool = True) -> memoryview:
     """Return the tensor's bytes, row-major, little-endian: a private copy, or, if not `is_copied`, the tensor's own
     memory where it is on the host and contiguous."""
     whole = tensor.detach().to("cpu", copy=is_copied).contiguous()
-    return memoryview(whole.reshape(-1).view(torch.uint8).numpy()).toreadonly()
+    return whole.reshape(-1).view(torch.uint8).numpy().data.toreadonly()

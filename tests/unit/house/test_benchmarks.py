@@ -35,6 +35,14 @@ def test_benchmark_starts_from_any_folder(name: str, tmp_path: Path) -> None:
     assert "how long it takes" in help_page.stdout or "minutes" in help_page.stdout
 
 
+@pytest.mark.slow
+def test_missing_arguments_name_the_starter() -> None:
+    arguments = ["model", *"12345", "float32", "rows.jsonl"]  # no file for the result
+    command = [sys.executable, str(BENCHMARKS / "trl_episodes.py"), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stderr.endswith("It is started by episodes.py.\n"), ended.stderr
+
+
 def test_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import harness

@@ -1,6 +1,7 @@
 """Groups of random tokens, passes over them and the operations that these take, for benchmarks of the trainer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -42,18 +43,19 @@ def separate_paths(group: RolloutGroup) -> list[tuple[list[int], list[tuple[int,
     return paths_with_spans
 
 
-def packed(model, *groups: RolloutGroup) -> None:
+def packed(model: Any, *groups: RolloutGroup) -> None:
     """Do a forward and a backward pass of these groups as the trainer does it."""
     response_logprobs(model, pack(groups, torch.device("cpu")), 1.0)[0].sum().backward()
 
 
-def one_by_one(model, group: RolloutGroup, device: torch.device) -> torch.Tensor:
+def one_by_one(model: Any, group: RolloutGroup, device: torch.device) -> torch.Tensor:
     """Return the log-probabilities of a group's responses, each in a row of its own; they have the same length."""
     prompt = list(group.prompt_token_ids)
     rows = torch.tensor([prompt + list(response.token_ids) for response in group.responses], device=device)
     hidden = model.get_decoder()(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
     weight, targets = model.get_output_embeddings().weight, rows[:, len(prompt) :].flatten()
-    return TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0]
+    logprobs: torch.Tensor = TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0]
+    return logprobs
 
 
 def alternate(
@@ -69,7 +71,7 @@ def alternate(
     return rounds
 
 
-def counted_operations(model, group: RolloutGroup) -> tuple[int, int]:
+def counted_operations(model: Any, group: RolloutGroup) -> tuple[int, int]:
     """Return the multiplications and additions of a forward pass, (by paths, packed); backward has twice as many."""
     config = model.config
     linear = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
