@@ -1,6 +1,7 @@
 """The groups that this rollout has claimed and not yet submitted, and the leases that keep them its own."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,7 @@ class Flight:
     stage: Stage = Stage.WAITING
     episodes: GroupEpisodes | None = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
+    failed_episodes: Counter[str] = field(default_factory=Counter)  # by kind, those of earlier attempts included
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
 
     @property

@@ -81,7 +81,7 @@ class RolloutSession:
             "waiting_episode": max(waits, key=lambda wait: wait.waited_s, default=None),
             "policy_version": self._parts.engine.version(),
             "num_in_flight": len(flights),
-            "tokens_per_s": self._parts.producer.token_rate.per_second(),
+            "tokens_per_s": self._parts.generation.token_rate.per_second(),
         }
 
     def _state(self, otherwise: str) -> str:
