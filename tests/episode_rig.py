@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 
 from onbeat.contracts.states import EpisodeFailureKind as Kind
+from onbeat.engines import GeneratedResponse, Sampling, VersionSpan
 from onbeat.environments import Outcome, Session, Task
 from onbeat.streams.codec import Environment, Message, PromptTask, RolloutGroup, check_group
 from onbeat.streams.ledger import Claim
-from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionSpan
 from services.rollout.environments.child import is_of_network
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.runner import EpisodeRunner

@@ -14,6 +14,7 @@ require_extra("rollout", user="the rollout", error=SystemExit)  # before the imp
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
+from onbeat.engines import Engine
 from onbeat.machine.cores import run_on_cores
 from onbeat.process.logging import configure
 from onbeat.process.settings import read_settings, warn_of_misspelt
@@ -23,7 +24,6 @@ from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.attach import Factories
 from services.rollout.chat.server import create_chat_server
-from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import check_engine, create_engine, find_hardware, prepare_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker

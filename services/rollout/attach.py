@@ -13,6 +13,7 @@ from typing import Protocol
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.records import WeightUpdate
+from onbeat.engines import Engine
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
@@ -21,7 +22,6 @@ from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
-from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate

@@ -19,11 +19,11 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import WeightsError
 from onbeat.contracts.states import Verdict
+from onbeat.engines import Engine, EngineBroken, EngineDied, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
 from services.rollout import meters
-from services.rollout.engines.interface import Engine, VersionMismatch
-from services.rollout.engines.registry import CANCEL_DEADLINE_S, EngineBroken, EngineDied
+from services.rollout.engines.registry import CANCEL_DEADLINE_S
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from onbeat.engines import GeneratedResponse, Sampling
 from onbeat.streams.codec import PromptTask
 from services.rollout import meters
-from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.gate import VersionGate
 from services.rollout.meters import BusyMeter, TokenRate
 from services.rollout.prompts import GroupFailed

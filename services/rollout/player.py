@@ -2,9 +2,9 @@
 
 import time
 
+from onbeat.engines import GeneratedResponse, Sampling
 from onbeat.streams.codec import RolloutGroup
 from services.rollout import meters
-from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.generation import Generation
 from services.rollout.inflight import Flight, Stage

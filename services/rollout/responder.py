@@ -5,9 +5,9 @@ import json
 import time
 from dataclasses import replace
 
+from onbeat.engines import GeneratedResponse, Sampling
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
 from services.rollout import meters
-from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.generation import Generation
 from services.rollout.inflight import Flight, Stage
 from services.rollout.prompts import GroupFailed, PromptEncoder

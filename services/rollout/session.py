@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.states import JobState
+from onbeat.engines import EngineBroken
 from onbeat.process.temporary import private_folder
 from services.rollout.attach import Attachment, Factories, Parts
 from services.rollout.claim_loop import Assignment, Ends
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.puller import WeightsPuller
 
 logger = logging.getLogger(__name__)
