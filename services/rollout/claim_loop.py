@@ -23,7 +23,7 @@ from onbeat.engines import Engine, EngineBroken, EngineDied, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
 from services.rollout import meters
-from services.rollout.engines.registry import CANCEL_DEADLINE_S
+from services.rollout.deadlines import CANCEL_DEADLINE_S, FAREWELL_S
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
@@ -39,7 +39,6 @@ RETRY_DELAY_S = 1.0  # no claims for this long after an error
 MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
-RELEASE_DEADLINE_S = 5.0
 
 
 class StaleGroup(Exception):
@@ -163,7 +162,7 @@ class ClaimLoop:
         if flights:  # an engine that ignores the cancellation is left behind
             await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
-            async with asyncio.timeout(RELEASE_DEADLINE_S):
+            async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*map(self._hand_back, flights))
         meters.IN_FLIGHT.set(0)
 

@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 from onbeat.process.confine import MEBIBYTE, lower_limits
 
-LOAD_S = 120.0  # start of Python and import of the foreign code: not counted as its work
 MAX_FILE_BYTES = 256 * MEBIBYTE  # size of one file
 NICENESS = 5  # the engine goes first
 MOST_EXPENDABLE = "1000"  # the kernel's out-of-memory killer takes this process rather than the engine

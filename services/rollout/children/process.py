@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from onbeat.machine.malloc import KEEP_FREED
-from services.rollout.children.limits import LOAD_S, MAX_ANSWER_BYTES, MAX_OUTPUT_BYTES
+from services.rollout.children.limits import MAX_ANSWER_BYTES, MAX_OUTPUT_BYTES
+from services.rollout.deadlines import LOAD_S
 
 STDERR_TAIL_BYTES = 2000
 END_S = 1.0  # seconds until a killed process is gone and its last output is read

@@ -13,12 +13,12 @@ from onbeat.contracts.installed import ENGINES, load_installed
 from onbeat.engines import Engine, EngineBroken
 from onbeat.machine.processor import Hardware, read_processor
 from onbeat.moved import names_from
+from services.rollout.deadlines import CANCEL_DEADLINE_S
 
 __getattr__ = names_from("services.rollout.engines.registry", "onbeat.engines")  # the old name of EngineDied
 
 logger = logging.getLogger(__name__)
 
-CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
 STOP_DEADLINE_S = 150.0  # vLLM's start runs in a thread that cannot be stopped, and may need this long
 
 

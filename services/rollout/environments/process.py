@@ -10,8 +10,8 @@ from pydantic import Field, NonNegativeInt, TypeAdapter
 from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.environments import Outcome
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
-from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
+from services.rollout.deadlines import LOAD_S
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 from services.rollout.rewards.outcome import Number
 

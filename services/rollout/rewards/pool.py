@@ -12,8 +12,8 @@ from pydantic import Field, TypeAdapter
 
 from onbeat.contracts.rewards import MAX_REWARDS
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
-from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
+from services.rollout.deadlines import LOAD_S
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
 CODE = "the reward"  # in messages
