@@ -253,20 +253,20 @@ SLOW_PATTERN = {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010
 
 
 @pytest.mark.parametrize(
-    "slow",
+    ("slow", "held_after_s"),
     [
-        {"data": {"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"}},
-        {"reward": SLOW_PATTERN},
-        {"reward": {"name": "math"}},
+        ({"data": {"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"}}, 2.5),
+        ({"reward": SLOW_PATTERN}, 0.5),  # its process gives up after PATTERN_S
+        ({"reward": {"name": "math"}}, 2.5),
     ],
     ids=["data", "pattern", "trial"],
 )
-async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, monkeypatch, slow):
+async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, monkeypatch, slow, held_after_s):
     monkeypatch.setattr("services.broker.admission.rewards.find_failure", lambda *_: asyncio.sleep(60))
     monkeypatch.setattr("services.broker.datasets.process.PLACE_S", 0.3)
     (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
     others = [asyncio.create_task(broker.post("/v1/jobs:validate", json=job_body(**slow))) for _ in range(MAX_TRIALS)]
-    await asyncio.sleep(2.5)
+    await asyncio.sleep(held_after_s)
     answer = await broker.post("/v1/jobs", json=job_body(**slow))
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert "busy for 0.3 s with checks of other jobs" in answer.json()["detail"]
