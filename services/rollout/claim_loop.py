@@ -25,7 +25,7 @@ from onbeat.streams.ledger import Claim, Ledger
 from services.rollout import meters
 from services.rollout.deadlines import CANCEL_DEADLINE_S, FAREWELL_S
 from services.rollout.episodes.runner import EnvironmentFailed
-from services.rollout.inflight import Flight, Load, Stage, num_claimable
+from services.rollout.inflight import Flight, RoundSize, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import Announcements
 from services.rollout.rewards.outcome import RewardUnavailable, ServiceMissing
@@ -67,7 +67,7 @@ class Ends:
     """The two ends of a session, set by the one who decides on them."""
 
     drain: asyncio.Event = field(default_factory=asyncio.Event)  # claim no more
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # abandon groups in flight
+    abandon: asyncio.Event = field(default_factory=asyncio.Event)  # abandon groups in flight
 
 
 class Pause:
@@ -130,13 +130,13 @@ class ClaimLoop:
         for flight in self.flights.values():
             if flight.stage is Stage.WAITING:
                 flight.task.cancel()
-        hurry = asyncio.create_task(self._ends.hurry.wait())
+        abandoning = asyncio.create_task(self._ends.abandon.wait())
         deadline = time.monotonic() + drain_s
-        while self.flights and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
-            waited = {*self._tasks(), hurry}
+        while self.flights and not abandoning.done() and (left_s := deadline - time.monotonic()) > 0:
+            waited = {*self._tasks(), abandoning}
             await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             await self._settle()
-        hurry.cancel()
+        abandoning.cancel()
 
     async def keep_leases(self) -> None:
         """Renew the leases of what is in flight, for ever; cancel what another worker has taken over."""
@@ -177,7 +177,7 @@ class ClaimLoop:
     def _num_claimable(self) -> int:
         if self._pause.is_on():
             return 0
-        training, evaluation = loads_of(self._job.config)
+        training, evaluation = round_sizes(self._job.config)
         flights, capacity, num_playable = self.flights.values(), self._engine.capacity(), self._producer.num_playable()
         return num_claimable(flights, capacity, training, evaluation, self.num_workers, num_playable)
 
@@ -263,13 +263,13 @@ class ClaimLoop:
             await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, is_attempt=is_attempt)
 
 
-def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
-    """Return the loads of training and of evaluation."""
+def round_sizes(config: JobConfig) -> tuple[RoundSize, RoundSize | None]:
+    """Return the sizes of an iteration and of an evaluation."""
     rollout, evaluation = config.rollout, config.evaluation
-    training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
+    training = RoundSize(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     if evaluation is None:
         return training, None
-    return training, Load(sum(each.num_prompts for each in config.held_out), evaluation.num_samples_per_prompt)
+    return training, RoundSize(sum(each.num_prompts for each in config.held_out), evaluation.num_samples_per_prompt)
 
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:

@@ -55,7 +55,7 @@ class RolloutSession:
     def stop(self) -> None:
         """Drain and leave; when called again, leave at once."""
         if self._is_stopping:
-            self._ends.hurry.set()
+            self._ends.abandon.set()
         self._is_stopping = True
         self._ends.drain.set()
 
@@ -95,7 +95,7 @@ class RolloutSession:
             if not await self._is_served():
                 logger.info("job %s needs no more rollouts", self.job_id)
                 self._ends.drain.set()
-                self._ends.hurry.set()
+                self._ends.abandon.set()
             if self._parts is not None:
                 self._parts.loop.num_workers = 1 + await self._num_peers()
             await asyncio.sleep(FOLLOW_S)

@@ -141,5 +141,5 @@ async def is_trainer_wanted(ledger: Ledger, pool: str) -> bool:
     if await ledger.lists.num_waiting(pool):
         return True
     started, now = await existing_jobs(ledger, await ledger.lists.started()), await ledger.now()
-    running = [of for of in started.values() if of.get("pool") == pool and of["state"] == JobState.RUNNING]
-    return any(float(of.get("lease_until", "0")) < now for of in running)
+    running = [job for job in started.values() if job.get("pool") == pool and job["state"] == JobState.RUNNING]
+    return any(float(job.get("lease_until", "0")) < now for job in running)
