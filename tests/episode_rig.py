@@ -8,16 +8,18 @@ from typing import Any
 import httpx
 
 from onbeat.contracts.states import EpisodeFailureKind as Kind
+from onbeat.engines import GeneratedResponse, Sampling, VersionSpan
 from onbeat.environments import Outcome, Session, Task
 from onbeat.streams.codec import Environment, Message, PromptTask, RolloutGroup, check_group
 from onbeat.streams.ledger import Claim
-from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionSpan
 from services.rollout.environments.child import is_of_network
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.episodes.server import SessionServer
+from services.rollout.generation import Generation
 from services.rollout.inflight import Flight
-from services.rollout.producer import Attempts, GroupProducer
+from services.rollout.player import Player
+from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.trainer.episode import turn_paths
 from tests.tiny_models import build_tokenizer
@@ -238,8 +240,8 @@ class Rig:
         self.environments = InProcess(run)
         self.server = SessionServer()
         self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
-        no_rewards: Any = None
-        self.producer = GroupProducer(self.gate, encoder, no_rewards, Attempts(reward=2, group=3), self.runner)
+        generation = Generation(self.gate)
+        self.producer = GroupProducer(Player(generation, self.runner), generation.busy, max_attempts=3)
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""

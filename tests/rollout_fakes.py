@@ -8,10 +8,10 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from onbeat.contracts.errors import VersionNotHeld, WeightsError
+from onbeat.engines import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 from onbeat.weights.client import Itinerary, ModelDescription
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Manifest, PayloadKey, Peer, Plan, Tensor
-from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 
 TOKENS_PER_RESPONSE = 3
 

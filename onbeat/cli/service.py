@@ -3,7 +3,6 @@
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from onbeat.cli.options import App, DataDir, JobId
 from onbeat.local.state import resolve_data_dir, running_stack
+from onbeat.process.children import command_of, last_words
 from onbeat.process.extras import require_extra
 
 app = App("Manage models on this machine.")
@@ -24,18 +24,18 @@ def run_service(module: str, arguments: Sequence[str], given: str, deadline_s: f
     Raises ValueError if it prints nothing or takes longer than DEADLINE_S. With a `deadline_s`, what it has printed
     until then counts.
     """
-    command = [sys.executable, "-P", "-m", module, *arguments]
     limit_s = DEADLINE_S if deadline_s is None else deadline_s
     try:
-        child = subprocess.run(command, input=given, capture_output=True, text=True, timeout=limit_s, check=False)
+        child = subprocess.run(
+            command_of(module, *arguments), input=given, capture_output=True, text=True, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired as error:
         if error.stdout and deadline_s is not None:
             return error.stdout.decode()  # bytes, despite `text`
         text = f"{module} took longer than {limit_s:.0f} s; try again when this machine is less busy"
         raise ValueError(text) from error
     if not child.stdout:
-        complaints = child.stderr.strip()
-        raise ValueError(complaints.splitlines()[-1] if complaints else f"{module} failed")
+        raise ValueError(last_words(child.stderr) or f"{module} failed")
     return child.stdout
 
 
@@ -45,8 +45,7 @@ def prepare(
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
     require_extra("trainer", user="a model of the trainer")
-    command = [sys.executable, "-P", "-m", "services.trainer.model.bundled", name]
-    raise typer.Exit(subprocess.call(command))
+    raise typer.Exit(subprocess.call(command_of("services.trainer.model.bundled", name)))
 
 
 def replay(
@@ -71,5 +70,5 @@ def replay(
         remedy = f"start it with `onbeat up --data-dir {shlex.quote(str(folder))}`, or set ONBEAT_REDIS_URL"
         raise ValueError(f"no stack runs in {folder}: {remedy}")
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
-    command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
+    command = command_of("services.trainer.replay", job_id, str(iteration))
     raise typer.Exit(subprocess.call(command, env=environment))

@@ -5,7 +5,6 @@ enemy use a virtual machine.
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.process import confine
+from onbeat.process.children import end_group
 from onbeat.process.temporary import PrivateFolder, remove_dead
 
 PREFIX = "onbeat-python-"
 MAX_OUTPUT_BYTES = 64 << 10  # limit of stdout and of stderr; the process is ended beyond it
 MAX_FILE_MB = 16
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-END_S = 2.0  # until a killed process is gone
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ async def read_result(process: asyncio.subprocess.Process, timeout_s: float) -> 
     except OutputTooLong:
         pass
     finally:  # this may have been cancelled
-        await end(process)
+        await end_group(process)
     stdout, stderr = (output[:MAX_OUTPUT_BYTES].decode(errors="replace") for output in outputs)
     is_cut = any(len(output) > MAX_OUTPUT_BYTES for output in outputs)
     code = process.returncode if process.returncode is not None else -signal.SIGKILL
@@ -107,13 +106,3 @@ async def read_up_to(stream: asyncio.StreamReader, output: bytearray) -> None:
         output += chunk
         if len(output) > MAX_OUTPUT_BYTES:
             raise OutputTooLong
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the process and of what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(END_S):
-            await process.wait()
-    process._transport.close()  # type: ignore[attr-defined]  # our ends of the pipes

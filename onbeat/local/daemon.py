@@ -25,10 +25,11 @@ from onbeat.local.state import (
     this_machine,
     wait_until,
 )
+from onbeat.process.children import command_of
 
 log = logging.getLogger(__name__)
 
-DAEMON_COMMAND = [sys.executable, "-P", "-m", "onbeat.local.daemon"]
+DAEMON_COMMAND = command_of("onbeat.local.daemon")
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 120.0
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from onbeat.machine.accelerators import available_devices, device_environments
 from onbeat.machine.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.machine.processor import read_processor
+from onbeat.process.children import command_of
 from onbeat.process.temporary import PrivateFolder
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def check_engine_name(name: str) -> None:
 
 
 def service_command(name: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"services.{name}"]  # -P: a folder `services` of the user is not ours
+    return command_of(f"services.{name}")
 
 
 def missing_answer(url: str, instance_id: str = "") -> str:

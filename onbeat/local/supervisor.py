@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from onbeat.contracts.errors import OnbeatError
+from onbeat.process.children import command_of, kill_group
 
 MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
@@ -59,7 +59,7 @@ class Service:
         self.spawn()
 
     def spawn(self) -> None:
-        guard = [sys.executable, "-P", "-m", "onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s)]
+        guard = command_of("onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s))
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
         variables = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
@@ -78,8 +78,7 @@ class Service:
 
     def kill_group(self) -> None:
         """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.guard.pid, signal.SIGKILL)
+        kill_group(self.guard.pid)
         self.guard.wait()
 
     def schedule_restart(self) -> bool:

@@ -14,6 +14,7 @@ require_extra("rollout", user="the rollout", error=SystemExit)  # before the imp
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
+from onbeat.engines import Engine
 from onbeat.machine.cores import run_on_cores
 from onbeat.process.logging import configure
 from onbeat.process.settings import read_settings, warn_of_misspelt
@@ -23,14 +24,13 @@ from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.attach import Factories
 from services.rollout.chat.server import create_chat_server
-from services.rollout.engines.interface import Engine
+from services.rollout.deadlines import FAREWELL_S
 from services.rollout.engines.registry import check_engine, create_engine, find_hardware, prepare_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-REPORT_DEADLINE_S = 5.0
 EXIT_DEADLINE_S = 30.0
 MAX_FILES = 65_536
 
@@ -127,7 +127,7 @@ async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseExce
         return
     message = f"{worker_id} ends: {type(cause).__name__}: {cause}"
     with best_effort("the failure could not be recorded in the job"):
-        async with asyncio.timeout(REPORT_DEADLINE_S):
+        async with asyncio.timeout(FAREWELL_S):
             await ledger.event_log.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.records import WeightUpdate
+from onbeat.engines import Engine
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
@@ -21,13 +22,15 @@ from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
-from services.rollout.engines.interface import Engine
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
-from services.rollout.producer import Attempts, GroupProducer
+from services.rollout.generation import Generation
+from services.rollout.player import Player
+from services.rollout.producer import GroupFiller, GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
+from services.rollout.responder import Responder
 from services.rollout.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class Parts:
 
     engine: Engine
     gate: VersionGate
-    producer: GroupProducer
+    generation: Generation
     loop: ClaimLoop
     visitors: VisitorServer | None
 
@@ -126,32 +129,34 @@ class Attachment:
         limits = GateLimits(settings.engine_load_s, settings.chat_grace_s)
         gate = VersionGate(engine, puller, self._record_ready, await pull.known(), limits)
         cleanup.push_async_callback(gate.close)
-        rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
-        cleanup.push_async_callback(rewards.close)
-        scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
-        assert scored_by is not None, "a job has a reward or an environment"
-        attempts = Attempts(scored_by.max_attempts, self._config.rollout.max_group_attempts)
-        episodes = await self._serve_episodes(cleanup, encoder)
-        producer = GroupProducer(gate, encoder, rewards, attempts, episodes)
+        generation = Generation(gate)
+        filler = await self._create_filler(cleanup, generation, encoder)
+        producer = GroupProducer(filler, generation.busy, self._config.rollout.max_group_attempts)
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         serve_visitors = self._factories.serve_visitors
         visitors = serve_visitors(self._job, engine, gate, encoder, self._ends.drain) if serve_visitors else None
-        return Parts(engine, gate, producer, loop, visitors)
+        return Parts(engine, gate, generation, loop, visitors)
 
-    async def _serve_episodes(self, cleanup: AsyncExitStack, encoder: PromptEncoder) -> EpisodeRunner | None:
-        """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
+    async def _create_filler(
+        self, cleanup: AsyncExitStack, generation: Generation, encoder: PromptEncoder
+    ) -> GroupFiller:
+        """Create what fills the job's groups. With an environment, serve sessions to it; raises ImportError where a web
+        server is missing."""
+        settings = self._settings
         if (environment := self._config.environment) is None:
-            return None
+            rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
+            cleanup.push_async_callback(rewards.close)
+            return Responder(generation, encoder, rewards, self._config.rewards[0].max_attempts)
         from services.rollout.environments import EnvironmentProcesses
         from services.rollout.episodes.server import SessionServer
 
-        environments = EnvironmentProcesses(self._settings.environment_processes, environment.memory_limit_mb)
+        environments = EnvironmentProcesses(settings.environment_processes, environment.memory_limit_mb)
         server = SessionServer()
         cleanup.push_async_callback(environments.close)
         await server.start()
         cleanup.push_async_callback(server.stop)
-        return EpisodeRunner(encoder, environments, server, environment.max_attempts)
+        return Player(generation, EpisodeRunner(encoder, environments, server, environment.max_attempts))
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""

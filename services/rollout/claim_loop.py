@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import WeightsError
 from onbeat.contracts.states import Verdict
+from onbeat.engines import Engine, EngineBroken, EngineDied, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
 from services.rollout import meters
-from services.rollout.engines.interface import Engine, VersionMismatch
-from services.rollout.engines.registry import CANCEL_DEADLINE_S, EngineBroken, EngineDied
+from services.rollout.deadlines import CANCEL_DEADLINE_S, FAREWELL_S
 from services.rollout.episodes.runner import EnvironmentFailed
-from services.rollout.inflight import Flight, Load, Stage, num_claimable
+from services.rollout.inflight import Flight, RoundSize, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import Announcements
 from services.rollout.rewards.outcome import RewardUnavailable, ServiceMissing
@@ -39,7 +39,6 @@ RETRY_DELAY_S = 1.0  # no claims for this long after an error
 MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # errors in a row, before the process gives up
-RELEASE_DEADLINE_S = 5.0
 
 
 class StaleGroup(Exception):
@@ -68,7 +67,7 @@ class Ends:
     """The two ends of a session, set by the one who decides on them."""
 
     drain: asyncio.Event = field(default_factory=asyncio.Event)  # claim no more
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # abandon groups in flight
+    abandon: asyncio.Event = field(default_factory=asyncio.Event)  # abandon groups in flight
 
 
 class Pause:
@@ -131,13 +130,13 @@ class ClaimLoop:
         for flight in self.flights.values():
             if flight.stage is Stage.WAITING:
                 flight.task.cancel()
-        hurry = asyncio.create_task(self._ends.hurry.wait())
+        abandoning = asyncio.create_task(self._ends.abandon.wait())
         deadline = time.monotonic() + drain_s
-        while self.flights and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
-            waited = {*self._tasks(), hurry}
+        while self.flights and not abandoning.done() and (left_s := deadline - time.monotonic()) > 0:
+            waited = {*self._tasks(), abandoning}
             await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             await self._settle()
-        hurry.cancel()
+        abandoning.cancel()
 
     async def keep_leases(self) -> None:
         """Renew the leases of what is in flight, for ever; cancel what another worker has taken over."""
@@ -163,7 +162,7 @@ class ClaimLoop:
         if flights:  # an engine that ignores the cancellation is left behind
             await asyncio.wait({flight.task for flight in flights}, timeout=CANCEL_DEADLINE_S)
         with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
-            async with asyncio.timeout(RELEASE_DEADLINE_S):
+            async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*map(self._hand_back, flights))
         meters.IN_FLIGHT.set(0)
 
@@ -178,7 +177,7 @@ class ClaimLoop:
     def _num_claimable(self) -> int:
         if self._pause.is_on():
             return 0
-        training, evaluation = loads_of(self._job.config)
+        training, evaluation = round_sizes(self._job.config)
         flights, capacity, num_playable = self.flights.values(), self._engine.capacity(), self._producer.num_playable()
         return num_claimable(flights, capacity, training, evaluation, self.num_workers, num_playable)
 
@@ -264,13 +263,15 @@ class ClaimLoop:
             await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, is_attempt=is_attempt)
 
 
-def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
-    """Return the loads of training and of evaluation."""
+def round_sizes(config: JobConfig) -> tuple[RoundSize, RoundSize | None]:
+    """Return the sizes of an iteration and of an evaluation."""
     rollout, evaluation = config.rollout, config.evaluation
-    training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
+    training = RoundSize(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     if evaluation is None:
         return training, None
-    return training, Load(sum(held_out.num_prompts for held_out in config.held_out), evaluation.num_samples_per_prompt)
+    return training, RoundSize(
+        sum(held_out.num_prompts for held_out in config.held_out), evaluation.num_samples_per_prompt
+    )
 
 
 def is_engine_silent(flight: Flight, error: BaseException) -> bool:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.contracts.errors import WeightsError
+from onbeat.engines import Engine, EngineBroken
 from onbeat.weights.pull import Pull
 from onbeat.weights.wire import Manifest
-from services.rollout.engines.arrivals import names_to_load
-from services.rollout.engines.interface import Engine
-from services.rollout.engines.registry import EngineBroken, give_up, wait_for_engine
+from services.rollout.engines.registry import give_up, wait_for_engine
+from services.rollout.engines.weight_files import names_to_load
 from services.rollout.puller import VersionGone, WeightsPuller
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """The groups that this rollout has claimed and not yet submitted, and the leases that keep them its own."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,7 @@ class Flight:
     stage: Stage = Stage.WAITING
     episodes: GroupEpisodes | None = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
+    failed_episodes: Counter[str] = field(default_factory=Counter)  # by kind, those of earlier attempts included
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
 
     @property
@@ -60,7 +62,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Load:
+class RoundSize:
     """The size of an iteration, or of an evaluation."""
 
     num_prompts: int  # prompts that are published together
@@ -70,8 +72,8 @@ class Load:
 def num_claimable(
     flights: Collection[Flight],
     capacity: int,
-    training: Load,
-    evaluation: Load | None,
+    training: RoundSize,
+    evaluation: RoundSize | None,
     num_workers: int,
     num_playable: int | None = None,
 ) -> int:
@@ -87,9 +89,9 @@ def num_claimable(
     Episodes that wait for their environment hold no place either. Their groups are bounded by `num_playable`: so many
     can be played at a time; None for jobs without episodes. The flights come in the order of their claims.
     """
-    loads = {False: training, True: evaluation or training}
-    largest = max(load.num_samples for load in loads.values())
-    shares = {kind: -(-load.num_prompts // num_workers) for kind, load in loads.items()}
+    sizes = {False: training, True: evaluation or training}
+    largest = max(size.num_samples for size in sizes.values())
+    shares = {kind: -(-size.num_prompts // num_workers) for kind, size in sizes.items()}
     generating = [flight for flight in flights if flight.stage in (Stage.WAITING, Stage.GENERATING)]
     num_free = (capacity + largest - num_places(generating)) // largest
     num_tolerable = (2 * (capacity // largest + 1) * largest - num_places(flights)) // largest

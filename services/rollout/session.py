@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.states import JobState
+from onbeat.engines import EngineBroken
 from onbeat.process.temporary import private_folder
 from services.rollout.attach import Attachment, Factories, Parts
 from services.rollout.claim_loop import Assignment, Ends
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.puller import WeightsPuller
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RolloutSession:
     def stop(self) -> None:
         """Drain and leave; when called again, leave at once."""
         if self._is_stopping:
-            self._ends.hurry.set()
+            self._ends.abandon.set()
         self._is_stopping = True
         self._ends.drain.set()
 
@@ -81,7 +81,7 @@ class RolloutSession:
             "waiting_episode": max(waits, key=lambda wait: wait.waited_s, default=None),
             "policy_version": self._parts.engine.version(),
             "num_in_flight": len(flights),
-            "tokens_per_s": self._parts.producer.token_rate.per_second(),
+            "tokens_per_s": self._parts.generation.token_rate.per_second(),
         }
 
     def _state(self, otherwise: str) -> str:
@@ -95,7 +95,7 @@ class RolloutSession:
             if not await self._is_served():
                 logger.info("job %s needs no more rollouts", self.job_id)
                 self._ends.drain.set()
-                self._ends.hurry.set()
+                self._ends.abandon.set()
             if self._parts is not None:
                 self._parts.loop.num_workers = 1 + await self._num_peers()
             await asyncio.sleep(FOLLOW_S)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.contracts.deadlines import HEARTBEAT_S
 from onbeat.contracts.records import WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.machine.malloc import give_back_freed
@@ -21,16 +22,15 @@ from onbeat.streams.ledger import Ledger
 from services.rollout.attach import Factories
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.claim_loop import Assignment
+from services.rollout.deadlines import FAREWELL_S
 from services.rollout.session import SERVED_STATES, RolloutSession
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 FIND_JOB_S = 0.5
-HEARTBEAT_S = 2.0
 STATE_CHECK_S = 0.1  # a change of state is reported this soon
 MOVE_CHECK_S = 15.0  # a move has to be due at two checks in a row
-FAREWELL_DEADLINE_S = 5.0
 
 
 class Worker:
@@ -180,5 +180,5 @@ class Worker:
 
     async def _say_farewell(self) -> None:
         with best_effort(f"Redis still lists {self._settings.worker_id}"):
-            async with asyncio.timeout(FAREWELL_DEADLINE_S):
+            async with asyncio.timeout(FAREWELL_S):
                 await self._ledger.workers.remove(self._settings.pool, self._settings.worker_id)

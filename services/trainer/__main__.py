@@ -80,8 +80,8 @@ def main() -> int:
             run_on_cores(settings.cpu_cores)
         world = World.from_environment(device, settings.peer_timeout_s)
         place = (settings.pool, settings.trainer_id)
-        of_main = closing(Presence(background, ledger, *place, installed_trackers())) if world.is_main else None
-        with of_main or nullcontext() as presence:
+        heartbeat = closing(Presence(background, ledger, *place, installed_trackers())) if world.is_main else None
+        with heartbeat or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
         world.close()
     except (RedisError, TimeoutError) as error:

@@ -45,11 +45,7 @@ class GroupFeed:
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
         dynamic sampling those that were dispatched to replace others."""
-        self._known = {
-            group_id: group_iteration
-            for group_id, group_iteration in self._known.items()
-            if group_iteration >= iteration
-        }
+        self._known = {group_id: number for group_id, number in self._known.items() if number >= iteration}
         self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
         self._quiet_since = time.monotonic()
         if iteration < self._num_opened:

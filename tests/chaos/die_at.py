@@ -36,7 +36,7 @@ METHODS = {
     "services.rollout": [
         f"{LEDGER}.rollout_side:RolloutSide.claim",
         f"{LEDGER}.rollout_side:RolloutSide.submit",
-        "services.rollout.producer:GroupProducer._generate",
+        "services.rollout.responder:Responder._generate",
         "services.rollout.episodes.runner:EpisodeRunner.play",
         "services.rollout.episodes.episode:Episode.chat",
         "services.rollout.engines.transformers_engine:TransformersEngine._sample",

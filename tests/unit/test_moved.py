@@ -12,6 +12,9 @@ import pytest
         ("onbeat.types", "JobState", "onbeat.contracts.states"),
         ("onbeat.section", "Float", "onbeat.contracts.section"),
         ("onbeat.errors", "OnbeatError", "onbeat.contracts.errors"),
+        ("services.rollout.engines.interface", "Engine", "onbeat.engines"),
+        ("services.rollout.engines.arrivals", "gathered", "onbeat.engines.arrivals"),
+        ("services.rollout.engines.registry", "EngineDied", "onbeat.engines"),
     ],
 )
 def test_moved_name_works_with_a_warning(old: str, name: str, new: str) -> None:

@@ -62,21 +62,21 @@ class Admission:
         complaints = unusable + review_environment(config)
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in reward_uses(config):
-            of_pattern, num_groups = await self._review_pattern(use)
-            of_reward = review_reward(use, num_groups)
-            complaints += of_reward + of_pattern
-            if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
+            pattern_complaints, num_groups = await self._review_pattern(use)
+            reward_complaints = review_reward(use, num_groups)
+            complaints += reward_complaints + pattern_complaints
+            if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not reward_complaints:
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
             complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
             return complaints, []
-        of_data, first, notes = await self._review_data(config)
-        complaints += of_data
+        data_complaints, first, notes = await self._review_data(config)
+        complaints += data_complaints
         for use, num_groups in to_try:
             async with hold(self._trials):
-                of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
-            complaints += of_trial
+                trial_complaints, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
+            complaints += trial_complaints
             notes += more_notes
         return complaints, notes
 

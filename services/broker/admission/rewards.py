@@ -4,15 +4,12 @@ It needs what the reward imports. Where that is not installed beside the broker,
 """
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import sys
 from typing import Any
 
 from onbeat.config.explain import MAX_SHOWN
 from onbeat.contracts.rewards import RewardConfig
+from onbeat.process.children import ChildDied, ChildProcess
 from services.broker.datasets import PromptItem
 
 CHILD = "services.rollout.rewards.child"
@@ -67,24 +64,17 @@ async def review_on_data(
 async def find_failure(reward: RewardConfig, context: dict[str, Any], responses: list[str]) -> Answer | None:
     """Score the responses in a process of their own. Return how that failed; None where it did not, or ended early."""
     request = {"request": 1, "reward": reward.name, "options": reward.options, "context": context}
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", CHILD, str(reward.timeout_s), str(reward.memory_limit_mb)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")},
-        start_new_session=True,
-    )
+    limits = str(reward.timeout_s), str(reward.memory_limit_mb)
+    child = await ChildProcess.start("the scoring process", CHILD, *limits)
     try:
         async with asyncio.timeout(TRIAL_S):
-            printed, _ = await child.communicate(json.dumps(request | {"responses": responses}).encode() + b"\n")
-    except TimeoutError:
+            await child.send(request | {"responses": responses}, TRIAL_S)
+            for _ in ("loaded", *responses):
+                answer: Answer = json.loads(await child.receive(TRIAL_S))
+                if answer.get("step") == "failed":
+                    return answer
+    except (TimeoutError, ChildDied, ValueError):
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # and what the reward has started
-            os.killpg(child.pid, signal.SIGKILL)
-        await child.wait()
-    with contextlib.suppress(ValueError):
-        answers = [json.loads(line) for line in printed.splitlines()]
-        return next((answer for answer in answers if answer.get("step") == "failed"), None)
+        await child.kill()
     return None

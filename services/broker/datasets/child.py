@@ -38,7 +38,6 @@ REQUEST: TypeAdapter[ReadRequest | PatternRequest] = TypeAdapter(ReadRequest | P
 def main() -> None:
     data_dir, memory_mb = Path(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the broker; its end closes our standard input
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     answers = take_stdout()
     open_datasets: dict[str, PromptDataset] = {}

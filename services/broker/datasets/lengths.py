@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from array import array
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ from typing import Any
 
 from onbeat.config import RowData
 from onbeat.contracts.records import DATASETS_FOLDER
+from onbeat.process.children import MAX_LAST_WORDS, command_of, last_words
 from services.broker.datasets import DatasetError, PromptItem
 
 COUNTER = "services.trainer.prompt_lengths"
 FIELD = "data.max_prompt_tokens"
-MAX_REASON = 300  # characters of what the tokenizer says
 
 
 def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object, data_dir: Path) -> "array[int]":
@@ -53,10 +52,10 @@ def count_in_process(items: Iterator[PromptItem], model_path: str) -> list[int]:
             prompts.write(json.dumps(item.model_dump(include={"messages", "text"})) + "\n")
         prompts.flush()
         prompts.seek(0)
-        command = [sys.executable, "-P", "-m", COUNTER, model_path]
+        command = command_of(COUNTER, model_path)
         done = subprocess.run(command, stdin=prompts, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:MAX_REASON]
+        reason = last_words(done.stderr)[:MAX_LAST_WORDS] or "it says nothing"
         message = f"the tokenizer of {model_path} cannot be used where the broker runs: {reason}"
         raise DatasetError(FIELD, f"{message}; leave too long prompts out of the data, and this away")
     return list(map(int, done.stdout.split()))

@@ -3,20 +3,16 @@
 import asyncio
 import contextlib
 import json
-import logging
 import signal
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from onbeat.config import HubData
 from onbeat.contracts.errors import OnbeatError
+from onbeat.process.children import ChildDied, ChildProcess, name_of_signal
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
-
-logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 30
 GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the broker kills it
@@ -55,8 +51,7 @@ class DatasetProcess:
         self._idle_s = idle_s
         self._ending: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
-        self._child: asyncio.subprocess.Process | None = None
-        self._stderr: IO[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._is_mid_exchange = False  # a cancelled caller left a request without its answer
 
     async def read(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
@@ -77,80 +72,58 @@ class DatasetProcess:
 
     async def close(self) -> None:
         child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            child.kill()
-            await child.wait()
-        if self._stderr is not None:
-            self._stderr.close()
-            self._stderr = None
+        if child is not None:
+            await child.kill()
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
             if self._ending is not None:
                 self._ending.cancel()
             try:
-                return await self._exchange(json.dumps(request | {"timeout_s": self._timeout_s}).encode() + b"\n")
+                return await self._exchange(request | {"timeout_s": self._timeout_s})
             finally:
                 if self._idle_s is not None:
                     self._ending = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle)
 
     def _end_idle(self) -> None:
         child, self._child = self._child, None
-        if child is not None and child.stdin is not None:
-            child.stdin.close()  # then it ends by itself
+        if child is not None:
+            child.end_input()
 
-    async def _exchange(self, request: bytes) -> dict[str, Any]:
-        child = await self._running_child()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        self._is_mid_exchange, line, is_late = True, b"", False
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        child, deadline_s = await self._running_child(), self._timeout_s + GRACE_S
+        self._is_mid_exchange = True
         try:
-            async with asyncio.timeout(self._timeout_s + GRACE_S):
-                child.stdin.write(request)
-                await child.stdin.drain()
-                line = await child.stdout.readline()
-        except TimeoutError:
-            is_late = True
-        except (BrokenPipeError, ConnectionResetError):
-            logger.warning("the data process ended; it is started again when it is needed")
-        if not line.endswith(b"\n"):
-            raise DatasetError("data", await self._end_child(child, is_late))
+            async with asyncio.timeout(deadline_s):
+                await child.send(request, deadline_s)
+                answer: dict[str, Any] = json.loads(await child.receive(deadline_s))
+        except (TimeoutError, ChildDied) as error:
+            await self.close()
+            raise DatasetError("data", self._reason(error)) from error
         self._is_mid_exchange = False
-        answer: dict[str, Any] = json.loads(line)
         return answer
 
-    async def _running_child(self) -> asyncio.subprocess.Process:
-        if self._child is None or self._child.returncode is not None or self._is_mid_exchange:
+    async def _running_child(self) -> ChildProcess:
+        if self._child is None or not self._child.is_alive or self._is_mid_exchange:
             await self.close()
-            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the child
-            self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "services.broker.datasets.child"),
+            self._child = await ChildProcess.start(
+                "the process that reads it",
+                "services.broker.datasets.child",
                 *(str(self._data_dir), str(self._memory_mb)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=self._stderr,
-                limit=MAX_ANSWER_BYTES,
+                max_answer_bytes=MAX_ANSWER_BYTES,
             )
         return self._child
 
-    async def _end_child(self, child: asyncio.subprocess.Process, is_late: bool) -> str:
-        """End the child if it still runs. Returns why it gave no answer."""
-        if is_late and child.returncode is None:
-            child.kill()
-        code = await child.wait()  # it is ending by itself, or was just killed
-        assert self._stderr is not None
-        self._stderr.seek(0)
-        last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        await self.close()
-        if is_late or code == -signal.SIGALRM:
+    def _reason(self, error: TimeoutError | ChildDied) -> str:
+        """Return why there was no answer."""
+        if isinstance(error, TimeoutError) or error.exit_code == -signal.SIGALRM:
             return f"takes longer than {self._timeout_s:g} s; choose something cheaper or less"
-        if code < 0:
+        if error.exit_code < 0:
             remedy = "if it was for want of memory, choose something smaller"
-            return f"cannot be read: {signal.Signals(-code).name} ended the process that reads it; {remedy}"
-        why = last_words[0] if last_words else f"exit code {code}"
-        if "MemoryError" in why:
+            return f"cannot be read: {name_of_signal(-error.exit_code)} ended the process that reads it; {remedy}"
+        if "MemoryError" in error.last_words:
             return f"needs more than {self._memory_mb} MB; choose something smaller"
-        return f"cannot be read: {why}; correct the options or the file"
+        return f"cannot be read: {error.last_words or error}; correct the options or the file"
 
 
 class DatasetPool:

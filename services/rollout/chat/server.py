@@ -21,20 +21,13 @@ from redis.exceptions import RedisError
 
 from onbeat.contracts.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
 from onbeat.contracts.errors import WeightsError
+from onbeat.engines import ChatSampling, Engine, FinishReason, StreamingEngine, TextPiece, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
 from services.rollout.chat.stops import StopFilter
 from services.rollout.claim_loop import Assignment
-from services.rollout.engines.interface import (
-    ChatSampling,
-    Engine,
-    FinishReason,
-    StreamingEngine,
-    TextPiece,
-    VersionMismatch,
-)
 from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.prompts import MAX_CHARS_PER_TOKEN, GroupFailed, PromptEncoder
 

@@ -4,7 +4,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from services.rollout.children.process import ChildDied, ChildProcess
+from onbeat.process.children import ChildDied, ChildProcess
 
 
 class Answer(BaseModel):

@@ -10,13 +10,10 @@ from typing import Any, TextIO
 
 from onbeat.process.confine import MEBIBYTE, lower_limits
 
-LOAD_S = 120.0  # start of Python and import of the foreign code: not counted as its work
 MAX_FILE_BYTES = 256 * MEBIBYTE  # size of one file
 NICENESS = 5  # the engine goes first
 MOST_EXPENDABLE = "1000"  # the kernel's out-of-memory killer takes this process rather than the engine
-MAX_ANSWER_BYTES = MEBIBYTE  # size of a line of a child
 MAX_MESSAGE = 500  # characters of an error message, which foreign code writes
-MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # bytes printed between two answers; the parent kills a child that prints more
 
 
 def restrict_this_process(memory_mb: int, max_open_files: int) -> None:

@@ -1,8 +1,7 @@
-"""The engines that generate tokens, behind one interface, and what they need.
+"""The engines that generate tokens, behind the interface `onbeat.engines`, and what they need.
 
-interface             the promises of an engine
 registry              the installed engines by name, and the deadlines of their start and stop
-arrivals              the tensors of a version, checked and handed over as they arrive
+weight_files          the safetensors file of a version, checked before it is loaded
 vllm_engine           vLLM; `vllm_platform` has what it needs on each device
 weight_transfer       its plug-in in vLLM's processes, with `vllm_kernels`, `cpu_sampling` and `vllm_mixtral`
 vllm_core             the process of its engine core

@@ -10,21 +10,16 @@ from types import TracebackType
 from typing import Any
 
 from onbeat.contracts.installed import ENGINES, load_installed
+from onbeat.engines import Engine, EngineBroken
 from onbeat.machine.processor import Hardware, read_processor
-from services.rollout.engines.interface import Engine
+from onbeat.moved import names_from
+from services.rollout.deadlines import CANCEL_DEADLINE_S
+
+__getattr__ = names_from("services.rollout.engines.registry", "onbeat.engines")  # the old name of EngineDied
 
 logger = logging.getLogger(__name__)
 
-CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
 STOP_DEADLINE_S = 150.0  # vLLM's start runs in a thread that cannot be stopped, and may need this long
-
-
-class EngineBroken(Exception):
-    """The engine cannot go on; the process has to be replaced."""
-
-
-class EngineDied(EngineBroken):
-    """The engine died while it generated a group. The group may be the cause, so this counts as an attempt at it."""
 
 
 def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:

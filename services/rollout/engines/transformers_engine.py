@@ -15,14 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.arrivals import (
-    LM_HEAD_WEIGHT,
-    TensorShapes,
-    check_weight_file,
-    gathered,
-    read_checkpoint_shapes,
-)
-from services.rollout.engines.interface import (
+from onbeat.engines import (
     ChatSampling,
     FinishReason,
     GeneratedResponse,
@@ -30,6 +23,13 @@ from services.rollout.engines.interface import (
     TextPiece,
     VersionMismatch,
     VersionSpan,
+)
+from onbeat.engines.arrivals import gathered
+from services.rollout.engines.weight_files import (
+    LM_HEAD_WEIGHT,
+    TensorShapes,
+    check_weight_file,
+    read_checkpoint_shapes,
 )
 from services.tokenizer import load_tokenizer
 

@@ -18,24 +18,19 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onbeat.machine.accelerators import ROLLOUTS_MEMORY
-from services.rollout.engines.arrivals import (
-    Arrivals,
-    TensorShapes,
-    check_weight_file,
-    gathered,
-    read_checkpoint_shapes,
-)
-from services.rollout.engines.imports import large_import
-from services.rollout.engines.interface import (
+from onbeat.engines import (
     ChatSampling,
+    EngineDied,
     GeneratedResponse,
     Sampling,
     TextPiece,
     VersionMismatch,
     VersionSpan,
 )
-from services.rollout.engines.registry import EngineDied, find_device
+from onbeat.engines.arrivals import Arrivals, gathered
+from onbeat.machine.accelerators import ROLLOUTS_MEMORY
+from services.rollout.engines.imports import large_import
+from services.rollout.engines.registry import find_device
 from services.rollout.engines.vllm_core import fork_engine_cores
 from services.rollout.engines.vllm_platform import (
     check_vllm,
@@ -44,6 +39,7 @@ from services.rollout.engines.vllm_platform import (
     kv_cache_bytes,
     num_cached_seqs,
 )
+from services.rollout.engines.weight_files import TensorShapes, check_weight_file, read_checkpoint_shapes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -30,9 +30,9 @@ from typing import Any, TextIO
 from onbeat.environments import Environment, Outcome, Session, Task
 from onbeat.environments.final_reward import SCORE
 from onbeat.environments.load import load_environment
+from onbeat.process.children import MAX_ANSWER_BYTES
 from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import (
-    MAX_ANSWER_BYTES,
     MAX_MESSAGE,
     Answers,
     restrict_this_process,

@@ -9,9 +9,9 @@ from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.environments import Outcome
+from onbeat.process.children import ChildDied, ChildProcess
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
-from services.rollout.children.limits import LOAD_S
-from services.rollout.children.process import ChildDied, ChildProcess
+from services.rollout.deadlines import LOAD_S
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 from services.rollout.rewards.outcome import Number
 
@@ -92,7 +92,7 @@ class EnvironmentProcess:
         not_loaded = EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")
         is_loaded = self._num_requests > 1
         try:
-            await self.child.send(as_message(request, self._num_requests))
+            await self.child.send(as_message(request, self._num_requests), LOAD_S)
             if not is_loaded:
                 answer = await self._receive(LOAD_S)
                 if isinstance(answer, Failed):

@@ -20,9 +20,9 @@ from typing import Any
 from onbeat.contracts.completions import ChatFailed
 from onbeat.contracts.records import EpisodeWait
 from onbeat.contracts.seeds import seed_of
+from onbeat.engines import GeneratedResponse, Sampling
 from onbeat.environments import Message
 from onbeat.streams.codec import PromptTask
-from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from onbeat.engines import GeneratedResponse
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Response, Turn, VersionSpan
-from services.rollout.engines.interface import GeneratedResponse
 
 
 @dataclass(frozen=True, eq=False)

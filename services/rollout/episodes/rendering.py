@@ -18,8 +18,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from onbeat.engines import GeneratedResponse
 from onbeat.environments import Message
-from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall

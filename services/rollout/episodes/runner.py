@@ -187,8 +187,9 @@ class EpisodeRunner:
         """Return how many groups can be played at a time."""
         return self._environments.num_groups()
 
-    async def play(self, flight: Flight, generate: Generate, failures: Counter[str]) -> PlayedGroup:
-        """Play all episodes of a group, and add failed tries to `failures`. When this is cancelled, all sessions end.
+    async def play(self, flight: Flight, generate: Generate) -> PlayedGroup:
+        """Play all episodes of a group, and add failed tries to `flight.failed_episodes`. When this is cancelled, all
+        sessions end.
 
         Raises EnvironmentFailed; GroupFailed when the episodes have no prompt in common; and what `generate` raises,
         but for ValueError, which the environment gets.
@@ -196,7 +197,7 @@ class EpisodeRunner:
         request = to_request(flight.claim.task)
         messages, broken = request.task.messages, asyncio.get_running_loop().create_future()
         group = GroupContext(flight.claim.task, messages, generate, self._encoder, self._renderer, broken)
-        flight.episodes = GroupPlay(group, request, failures)
+        flight.episodes = GroupPlay(group, request, flight.failed_episodes)
         played = await flight.episodes.play(self._server, self._environments, self._max_attempts)
         flight.episodes = None
         return played

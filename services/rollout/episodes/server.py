@@ -20,10 +20,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from onbeat.contracts.completions import ChatFailed
+from onbeat.engines import EngineBroken, GeneratedResponse
 from onbeat.process.hangup import unless_left
 from services.rollout import meters
-from services.rollout.engines.interface import GeneratedResponse
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import AnsweredCall, Episode

@@ -26,8 +26,9 @@ from typing import Any
 
 from onbeat.contracts.installed import REWARDS, load_installed
 from onbeat.process.confine import die_with_parent
-from services.rollout.children.limits import LOAD_S, MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
+from services.rollout.children.limits import MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
+from services.rollout.deadlines import LOAD_S
 
 MAX_OPEN_FILES = 256
 # Linux's CPU time of this process by ticks, as RLIMIT_CPU counts it; `process_time` is more exact, and drifts from it.

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from onbeat.contracts.rewards import MAX_REWARDS
+from onbeat.process.children import ChildDied, ChildProcess
 from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
-from services.rollout.children.limits import LOAD_S
-from services.rollout.children.process import ChildDied, ChildProcess
+from services.rollout.deadlines import LOAD_S
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
 CODE = "the reward"  # subject of messages
@@ -75,7 +75,7 @@ class RewardProcess:
             "responses": [request.responses[index] for index in indexes],
         }
         with living(indexes[0], "the scoring process did not take the request"):
-            await self.child.send(message)
+            await self.child.send(message, LOAD_S)
         with living(indexes[0], f"importing {request.name} took longer than {LOAD_S:g} s"):
             if not isinstance(await self._receive(LOAD_S, indexes[0]), Loaded):
                 raise OutOfStep(CODE)

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from onbeat.process.children import MAX_ANSWER_BYTES
 from onbeat.process.network import is_loopback
-from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.settings import RewardServiceSettings
 

@@ -17,6 +17,7 @@ from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
+from services.trainer.deadlines import FAREWELL_S
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.status import Status
 from services.trainer.job.watchdog import Watchdog
@@ -100,7 +101,7 @@ class Lease:
         if self._lost is None and self.job.rank == 0:
             giving_back = self.ledger.trainer.give_back(self.job.id, self.job.epoch, is_handover)
             with best_effort(f"the lease of job {self.job.id} was not handed back; it runs out by itself", LeaseLost):
-                self._background.run(giving_back, timeout_s=5)
+                self._background.run(giving_back, timeout_s=FAREWELL_S)
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -140,7 +141,5 @@ async def is_trainer_wanted(ledger: Ledger, pool: str) -> bool:
     if await ledger.lists.num_waiting(pool):
         return True
     started, now = await existing_jobs(ledger, await ledger.lists.started()), await ledger.now()
-    running = [
-        fields for fields in started.values() if fields.get("pool") == pool and fields["state"] == JobState.RUNNING
-    ]
-    return any(float(fields.get("lease_until", "0")) < now for fields in running)
+    running = [job for job in started.values() if job.get("pool") == pool and job["state"] == JobState.RUNNING]
+    return any(float(job.get("lease_until", "0")) < now for job in running)

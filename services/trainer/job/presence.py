@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
+from onbeat.contracts.deadlines import HEARTBEAT_S
 from onbeat.contracts.records import TrainerRecord
 from onbeat.machine.memory import read_memory
 from onbeat.process.loop_thread import LoopThread
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
+from services.trainer.deadlines import FAREWELL_S
 
 logger = logging.getLogger(__name__)
-
-HEARTBEAT_S = 2.0
 
 
 class Presence:
@@ -55,4 +55,4 @@ class Presence:
         self._heartbeats.cancel()
         self.job_id = None
         with best_effort(f"Redis still lists {self._trainer_id}"):
-            self._background.run(self._send("stopped"), timeout_s=5)
+            self._background.run(self._send("stopped"), timeout_s=FAREWELL_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -562,8 +563,7 @@ async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path):
         await process.read(endless_spec(), 0, 1)
     assert len((await process.read(file_spec(), 3, 2))[0]) == 2
     assert process._child
-    process._child.kill()
-    await process._child.wait()
+    await process._child.kill()
     assert len((await process.read(file_spec(), 5, 1))[0]) == 1
     await process.close()
 
@@ -571,7 +571,7 @@ async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path):
 async def test_killed_data_process_is_named_and_not_its_data(process):
     reading = asyncio.create_task(process.read(endless_spec(), 0, 1))
     await until(lambda: process._child is not None)
-    process._child.kill()
+    os.kill(process._child.pid, signal.SIGKILL)
     with pytest.raises(DatasetError, match="SIGKILL ended the process that reads it; if it was for want of memory"):
         await reading
 
@@ -582,7 +582,7 @@ async def test_idle_data_process_ends_and_starts_again(tmp_path):
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096, idle_s=0.2)
     await process.read(file_spec(), 0, 3)
     assert (first := process._child)
-    assert await asyncio.wait_for(first.wait(), 10) == 0
+    assert await asyncio.wait_for(first._process.wait(), 10) == 0
     assert len((await process.read(file_spec(), 3, 2))[0]) == 2
     await process.close()
 

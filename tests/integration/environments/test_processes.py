@@ -12,8 +12,8 @@ import pytest
 
 from onbeat.contracts.records import HostMemory
 from onbeat.environments import Outcome, Task
+from onbeat.process.children import ChildProcess
 from onbeat.process.confine import MEBIBYTE
-from services.rollout.children.process import ChildProcess
 from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES

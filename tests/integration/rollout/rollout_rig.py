@@ -14,6 +14,7 @@ from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.contracts.states import IterationState, JobState, Verdict
+from onbeat.engines import EngineBroken
 from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
@@ -22,7 +23,6 @@ from onbeat.weights.wire import Peer
 from services.rollout.__main__ import root_cause
 from services.rollout.attach import Factories, SourceFactory
 from services.rollout.chat.server import create_chat_server
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer

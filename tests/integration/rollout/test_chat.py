@@ -17,13 +17,13 @@ from prometheus_client import REGISTRY
 
 from onbeat.contracts.completions import CompletionRequest
 from onbeat.contracts.states import JobState
+from onbeat.engines import ChatSampling, Sampling
 from onbeat.process.api_keys import Role
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.chat import desk as broker_chats
 from services.rollout.chat import server as rollout_chat
-from services.rollout.engines.interface import ChatSampling, Sampling
 from tests.broker_fixtures import Keys
 from tests.integration.rollout.chat_rig import HELLO, ChatRig, PacedEngine, chatting
 from tests.rollout_fakes import FakeEngine

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import openai
 import pytest
 
-from services.rollout.engines.interface import ChatSampling, Sampling, TextPiece
+from onbeat.engines import ChatSampling, Sampling, TextPiece
 from services.rollout.engines.vllm_engine import VllmEngine
 from tests.integration.rollout.chat_rig import chatting
 

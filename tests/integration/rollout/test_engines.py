@@ -23,20 +23,22 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
-from onbeat.machine.processor import read_processor
-from services.rollout.engines import vllm_engine
-from services.rollout.engines.arrivals import BadWeightFile, read_shapes, whole_modules
-from services.rollout.engines.interface import (
+from onbeat.engines import (
+    BadWeightFile,
     ChatSampling,
     Engine,
+    EngineDied,
     GeneratedResponse,
     Sampling,
     VersionMismatch,
     VersionSpan,
 )
-from services.rollout.engines.registry import EngineDied
+from onbeat.engines.arrivals import whole_modules
+from onbeat.machine.processor import read_processor
+from services.rollout.engines import vllm_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.engines.weight_files import read_shapes
 from tests.rollout_fakes import arriving
 from tests.tiny_models import (
     build_tokenizer,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from onbeat.engines import Sampling
 from onbeat.environments import Outcome
 from onbeat.streams.codec import check_group, check_logprobs
-from services.rollout.engines.interface import Sampling
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.prompts import PromptEncoder
 from services.trainer.episode import turn_paths

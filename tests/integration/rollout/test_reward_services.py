@@ -15,10 +15,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from onbeat.contracts.rewards import RewardConfig
+from onbeat.process.children import MAX_ANSWER_BYTES
 from onbeat.streams.codec import Reward
 from services.broker.admission.review import RewardUse, review_reward
 from services.rollout import claim_loop
-from services.rollout.children.limits import MAX_ANSWER_BYTES
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score, ServiceMissing
 from services.rollout.rewards.scorer import Scorer

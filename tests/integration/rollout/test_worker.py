@@ -12,12 +12,12 @@ import pytest
 
 from onbeat.contracts.records import WorkerRecord
 from onbeat.contracts.states import EvaluationState, JobState
+from onbeat.engines import EngineDied
 from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from services.rollout import claim_loop, puller, session
-from services.rollout.engines.registry import EngineDied
 from services.rollout.worker import FIND_JOB_S
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine

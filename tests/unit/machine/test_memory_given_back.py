@@ -10,7 +10,7 @@ import pytest
 from onbeat.contracts.records import HostMemory
 from onbeat.machine import malloc
 from onbeat.machine.malloc import KEEP_FREED
-from services.rollout.children.process import ChildProcess
+from onbeat.process.children import ChildProcess
 from services.rollout.engines.vllm_platform import engine_environment
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ print(held_mib() - before)
 async def test_child_gets_no_settings_of_the_engine_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "free_all.py").write_text(FREE_ALL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("services.rollout.children.process.WAS_OFFLINE", None)
+    monkeypatch.setattr("onbeat.process.children.WAS_OFFLINE", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name, value in engine_environment("cpu", {}).items():
         if value is not None:

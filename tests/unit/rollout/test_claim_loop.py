@@ -173,4 +173,4 @@ def test_first_stop_during_a_job_change_hurries_nobody():
     session = RolloutSession(Assignment(None, None, "job", None), None)
     for act, is_hurried in ((session.leave, False), (session.stop, False), (session.stop, True)):
         act()
-        assert (session._ends.drain.is_set(), session._ends.hurry.is_set()) == (True, is_hurried)
+        assert (session._ends.drain.is_set(), session._ends.abandon.is_set()) == (True, is_hurried)

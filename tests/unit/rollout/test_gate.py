@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from onbeat.contracts.errors import WeightsError
+from onbeat.engines import EngineBroken, Sampling
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Peer
 from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
-from services.rollout.engines.interface import Sampling
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.gate import GateLimits, PolicyMoved, VersionGate
 from services.rollout.puller import WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of

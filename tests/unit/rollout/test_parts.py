@@ -16,7 +16,7 @@ from services.rollout import __main__ as rollout
 from services.rollout.attach import write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
-from services.rollout.inflight import Flight, Load, Stage, num_claimable
+from services.rollout.inflight import Flight, RoundSize, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of, union_of
 from services.rollout.settings import Settings
 
@@ -106,7 +106,7 @@ def add_flights(flights: list[Flight], *stages: Stage, **task) -> None:
 
 
 WAITING, GENERATING, SCORING = Stage.WAITING, Stage.GENERATING, Stage.SCORING
-TRAINING = Load(num_prompts=8, num_samples=8)
+TRAINING = RoundSize(num_prompts=8, num_samples=8)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # the worker's share is 4
 
 
-def claims_until_full(flights: list[Flight], evaluation: Load, num_workers: int, **task) -> int:
+def claims_until_full(flights: list[Flight], evaluation: RoundSize, num_workers: int, **task) -> int:
     """Groups of this kind that a worker claims one claim after the other."""
     before = len(flights)
     while count := num_claimable(flights, 64, TRAINING, evaluation, num_workers):
@@ -161,7 +161,7 @@ def claims_until_full(flights: list[Flight], evaluation: Load, num_workers: int,
 
 
 def test_evaluation_of_single_samples_fills_the_engine_as_well():
-    evaluation = Load(num_prompts=100, num_samples=1)
+    evaluation = RoundSize(num_prompts=100, num_samples=1)
     single = {"num_samples": 1, "is_evaluation": True}
     assert claims_until_full(flights_of(), evaluation, 1, **single) == 65  # full, and something waits
     assert claims_until_full(flights_of(), evaluation, 2, **single) == 50  # the share of each of two workers

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.rollout.engines.arrivals import BadWeightFile, check_weight_file, gathered, whole_modules
+from onbeat.engines import BadWeightFile
+from onbeat.engines.arrivals import gathered, whole_modules
+from services.rollout.engines.weight_files import check_weight_file
 from tests.rollout_fakes import arriving
 
 LAYERS = [

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.rollout.engines.interface import Sampling
+from onbeat.engines import Sampling
 from services.rollout.engines.transformers_engine import TransformersEngine
 
 MORE_THAN_THREADS = 40  # asyncio's own pool has at most 32

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from onbeat.engines import EngineBroken, EngineDied
+from onbeat.engines.arrivals import Arrivals
 from services.rollout.engines import registry, vllm_engine
-from services.rollout.engines.arrivals import Arrivals
-from services.rollout.engines.registry import EngineBroken, EngineDied
 from services.rollout.engines.vllm_engine import VllmEngine
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from tokenizers import AddedToken
 
+from onbeat.engines import GeneratedResponse
 from onbeat.environments import Outcome
-from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import MARKS, Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal

@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from onbeat.engines import EngineBroken
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
-from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes import server as server_module
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES

@@ -1,0 +1,52 @@
+"""Generation for groups: pinned to the group's policy version, and counted in busy seconds and tokens."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from onbeat.engines import GeneratedResponse, Sampling
+from onbeat.streams.codec import PromptTask
+from services.rollout import meters
+from services.rollout.gate import VersionGate
+from services.rollout.meters import BusyMeter, TokenRate
+from services.rollout.prompts import GroupFailed
+from services.rollout.puller import VersionGone
+
+# Prompt's token ids, number of responses, sampling -> responses
+PinnedGenerate = Callable[[list[int], int, Sampling], Awaitable[list[GeneratedResponse]]]
+
+
+class Generation:
+    def __init__(self, gate: VersionGate) -> None:
+        self._gate = gate
+        self.busy = BusyMeter()
+        self.token_rate = TokenRate()
+
+    @asynccontextmanager
+    async def pinned(self, task: PromptTask) -> AsyncIterator[PinnedGenerate]:
+        """Yield a function that generates responses on the task's policy version. Raises as `VersionGate.pinned`.
+
+        An evaluation's group fails when its version is gone for good. A training group is handed back instead, as a
+        trainer that replays publishes the version again.
+        """
+        try:
+            async with self._gate.pinned(task.policy_version) as engine:
+
+                async def generate(
+                    prompt_token_ids: list[int], num_samples: int, sampling: Sampling
+                ) -> list[GeneratedResponse]:
+                    with self.busy.running(task.iteration, task.is_evaluation):
+                        responses = await engine.generate(
+                            prompt_token_ids, num_samples, sampling, expected_version=task.policy_version
+                        )
+                    if len(responses) != num_samples:
+                        raise RuntimeError(f"the engine gave {len(responses)} of {num_samples} responses")
+                    num_tokens = sum(len(response.token_ids) for response in responses)
+                    self.token_rate.add(num_tokens)
+                    meters.RESPONSE_TOKENS.inc(num_tokens)
+                    return responses
+
+                yield generate
+        except VersionGone as error:
+            if not task.is_evaluation:
+                raise
+            raise GroupFailed("version_gone", f"training has moved on: {error}") from error
