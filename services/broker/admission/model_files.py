@@ -11,8 +11,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transfor
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-MAX_HEADER_BYTES = 32 << 20  # of a file of a model; longer ones are left to the trainer
-MAX_JSON_BYTES = 16 << 20  # of a configuration or an index
+MAX_HEADER_BYTES = 32 << 20  # header of a model's file; longer ones are left to the trainer
+MAX_JSON_BYTES = 16 << 20  # size of a configuration or an index
 
 Complaint = tuple[str, str]  # field, message with a remedy
 
@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any:
 class Header:
     """The tensors that a safetensors file names. `is_read`: false of a header that is too long to be read here."""
 
-    problem: str = ""  # what is missing from the file
+    problem: str = ""  # bytes that the file lacks, in words
     names: set[str] = field(default_factory=set)
     packed: list[str] = field(default_factory=list)  # names of tensors with numbers of 8 bits or less
     embedded: set[int] = field(default_factory=set)  # numbers of tokens in embeddings

@@ -44,9 +44,9 @@ def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bo
 
     Dtypes may differ. A tied model's own output head, which no engine reads, may be there or not.
     """
-    found = read_shapes(weights_file)
+    shapes = read_shapes(weights_file)
     ignored = {LM_HEAD_WEIGHT} if is_tied else set()
-    names, expected_names = found.keys() - ignored, expected.keys() - ignored
+    names, expected_names = shapes.keys() - ignored, expected.keys() - ignored
     if names != expected_names:
         missing, unexpected = sorted(expected_names - names), sorted(names - expected_names)
         raise BadWeightFile(
@@ -54,9 +54,9 @@ def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bo
             f"{len(unexpected)} are unexpected {unexpected[:3]}"
         )
     for name in sorted(names):
-        if found[name] != expected[name]:
-            raise BadWeightFile(f"{name} in {weights_file} has shape {found[name]}, the model's is {expected[name]}")
-    return set(found)
+        if shapes[name] != expected[name]:
+            raise BadWeightFile(f"{name} in {weights_file} has shape {shapes[name]}, the model's is {expected[name]}")
+    return set(shapes)
 
 
 def names_to_load(served: Manifest | None, manifest: Manifest) -> set[str]:

@@ -1,4 +1,4 @@
-"""What the broker sees of a model that lies in a folder, and refuses before a trainer tries it."""
+"""Models in folders, of which the broker refuses what a trainer could not use."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def as_safetensors(header: bytes) -> bytes:
 
 
 def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
-    """A whole model, with one tensor of two rows."""
+    """Write a whole model, with one tensor of two rows."""
     header = json.dumps({tensor: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(as_safetensors(header) + bytes(8))
     (folder / "tokenizer.json").write_text("{}")
@@ -30,7 +30,7 @@ def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
 
 
 def complaint(folder: Path, **model: Any) -> tuple[str, str]:
-    """The field and the message of the only one; empty without one."""
+    """Return the field and the message of the only complaint; empty without one."""
     config = JobConfig.model_validate(job_body(model={"path": str(folder)} | model))
     (only_complaint,) = review_model(config, has_model_folders=True) or [("", "")]
     return only_complaint

@@ -44,7 +44,7 @@ UNTIED = {"tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize(
-    ("config", "change", "what"),
+    ("config", "change", "sentence"),
     [
         (tiny_config(), drop("layers.1.mlp"), "lacks 3 tensors (model.layers.1.mlp.down_proj.weight, "),
         (tiny_config(), drop("embed_tokens"), "lacks 2 tensors (lm_head.weight, model.embed_tokens.weight)"),
@@ -67,10 +67,10 @@ UNTIED = {"tie_word_embeddings": False}
         ),
     ],
 )
-def test_missing_and_unused_tensors_end_the_load(tmp_path, config, change, what):
+def test_missing_and_unused_tensors_end_the_load(tmp_path, config, change, sentence):
     load(model_folder(tmp_path / "whole", config))
     spoiled = model_folder(tmp_path / "spoiled", config, change)
-    with pytest.raises(ValueError, match=re.escape(what)):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         load(spoiled)
 
 
