@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 from memory import Sampler, peak_of
 
 from onbeat.contracts.states import JobState
@@ -80,6 +80,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     sampler, started = Sampler(os.getpid()), time.monotonic()
     sampler.start()
     try:
+        note_redis()
         with running(folder, engine="vllm", lease_s=30.0, change=with_ranks, **cores) as stack:
             job_id = stack.client.jobs.create(job).id
             ranks, least_bytes = wait(stack, job_id)

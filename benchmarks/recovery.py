@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -224,6 +224,7 @@ def run(cases: list[Case], repeats: int, has_standby: bool) -> dict[str, dict[st
     table = {}
     with temporary_folder() as folder:
         (folder / "orders").mkdir()
+        note_redis()
         with running(folder, num_rollouts=1 + has_standby, change=changed(folder / "orders", has_standby)) as stack:
             chaos = ChaosStack(stack, folder)
             for case in cases:
