@@ -26,6 +26,31 @@ def test_readme_has_at_most_a_hundred_lines() -> None:
     assert len(README.splitlines()) <= 100
 
 
+def test_output_and_picture_are_of_one_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/quick_start.py` writes both, and the recording. A picture of another run is named as such."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import quick_start
+
+    recordings = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("quick_start*.json")]
+    shown = quick_start.shown_in(README)
+    (recording,) = [each for each in recordings if quick_start.first_screen(each["output"]) == shown]
+    is_of_another = recording.get("picture_sha256") != quick_start.digest_of(quick_start.PICTURE)
+    assert is_of_another == (quick_start.OTHER_PICTURE in README)
+
+
+def test_new_run_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import quick_start
+
+    before = [line for line in quick_start.shown_in(README) if line != "..."]
+    output = [re.sub("TPSPD.*", "TPSPD 1.5  policy entropy 2.471", line) for line in before]
+    text = quick_start.with_run(README, ["using Redis 7.2.4", *output, "TPSPD       1", "reward 0.5  1 + 1 -> 3"])
+    shown = [re.sub("TPSPD.*", "TPSPD 1.5  ...", line) for line in quick_start.shown_in(README)]
+    assert quick_start.shown_in(text) == shown
+    assert quick_start.OTHER_PICTURE not in text
+    assert text.endswith(README[-1000:])
+
+
 @pytest.mark.parametrize(
     ("start", "name"), [("the quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
 )

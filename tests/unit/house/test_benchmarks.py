@@ -25,7 +25,7 @@ def test_benchmark_reads_its_command_line(script: Path) -> None:
     assert "command_line" in calls
 
 
-STARTS_REDIS = {"own_redis", "running", "stormy", "start_in_background", "embedded_server"}
+STARTS_REDIS = {"own_redis", "local_stack", "running", "stormy", "start_in_background", "embedded_server"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
