@@ -13,7 +13,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 
 from onbeat.contracts.errors import OnbeatError
 from tests.chaos.storm import Strike, stormy
@@ -25,6 +25,7 @@ def storms(engine: str, seeds: list[int], num_faults: int) -> dict[str, Any]:
     started = time.monotonic()
     outcomes: dict[int, str] = {}
     strikes: list[Strike] = []
+    note_redis()
     with temporary_folder() as folder, stormy(folder, engine) as sky:
         for seed in seeds:
             try:

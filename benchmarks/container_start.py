@@ -22,7 +22,7 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
-from harness import ROOT, command_line, medians, save, start, termination_as_exit
+from harness import REDIS_SERVERS, ROOT, command_line, medians, save, start, termination_as_exit
 
 from onbeat.client import Client
 from onbeat.config import read_job_file
@@ -74,6 +74,7 @@ def redis_image() -> str:
     candidates = [os.environ["ONBEAT_REDIS_IMAGE"]] if "ONBEAT_REDIS_IMAGE" in os.environ else REDIS_IMAGES
     for name in candidates:
         if has_image(name):
+            REDIS_SERVERS.add(name)
             return name
     raise RuntimeError(f"none of {', '.join(candidates)} is here; pull one, or name one with ONBEAT_REDIS_IMAGE")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import PublishedWeights, WeightUpdate
@@ -26,7 +26,7 @@ from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Ve
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from tests.broker_fixtures import broker_process
-from tests.conftest import own_redis
+from tests.conftest import EMBEDDED, own_redis
 
 NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
 NUM_LARGE_GROUPS = 1000
@@ -215,6 +215,7 @@ async def measure_stream(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def run(num_iterations: int) -> dict[str, Any]:
+    note_redis(EMBEDDED)
     with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)

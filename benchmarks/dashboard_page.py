@@ -29,14 +29,14 @@ from dashboard_api import (
     report,
     write_jobs,
 )
-from harness import command_line, medians, save, start, temporary_folder
+from harness import command_line, medians, note_redis, save, start, temporary_folder
 from playwright.async_api import Browser, Page, async_playwright
 
 from onbeat.config import JobConfig
 from onbeat.contracts.states import JobState
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from tests.conftest import own_redis
+from tests.conftest import EMBEDDED, own_redis
 
 NUM_ITERATIONS, NUM_JOBS, LOADS, NUM_LIVE = 1000, 200, 7, 7
 NUM_LISTED = 50  # the page shows this many at first
@@ -189,6 +189,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
+    note_redis(EMBEDDED)
     with temporary_folder() as folder, own_redis(folder) as redis_url:
         redis = connect(redis_url)
         ledger = Ledger(redis)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_memory import BILLION, CASES, LORA, Case, peaks, write_model
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 from memory import Sampler, peak_of
 
 from onbeat.contracts.states import JobState
@@ -79,6 +79,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     sampler, started = Sampler(os.getpid()), time.monotonic()
     sampler.start()
     try:
+        note_redis()
         with running(
             folder,
             engine="vllm",

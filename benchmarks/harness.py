@@ -19,6 +19,7 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
+from onbeat.local.redis_choice import RedisServer, choose_server
 from onbeat.machine.processor import read_processor
 from onbeat.process.temporary import private_folder
 
@@ -35,6 +36,7 @@ STOP_S = (
     15.0  # time of `onbeat run` to pause its job and to report; services whose `onbeat run` is killed end by themselves
 )
 MAX_LINE = 110  # characters
+REDIS_SERVERS: set[str] = set()  # servers that this benchmark has started, such as `Redis 7.0.15`
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -97,6 +99,7 @@ def run_job(
     `may_be_cut`: of a job that is stopped by its time limit, or by Ctrl-C, the report so far is returned.
     """
     with temporary_folder() as folder:
+        note_redis()
         report = folder / "report.json"
         command = [sys.executable, "-m", "onbeat.cli", "run", str(ROOT / job), "--report", str(report)]
         command += ["--data-dir", str(folder), *options]
@@ -148,6 +151,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def note_redis(server: RedisServer | None = None) -> None:
+    """Let the result name a Redis that this benchmark starts; default: the one that a new local stack takes here."""
+    REDIS_SERVERS.add(str((server or choose_server(ROOT / "no-data")).release))
+
+
 def own_dtype() -> str:
     """Return the dtype that a job with `model.dtype = "auto"` computes in on this machine."""
     return "bfloat16" if read_processor().bfloat16 == "native" else "float32"
@@ -165,7 +173,8 @@ def save(name: str, result: dict[str, Any], dtype: str = "bfloat16") -> None:
     name += "_float32" if dtype == "float32" else ""
     RESULTS.mkdir(parents=True, exist_ok=True)
     head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "took_s": round(time.monotonic() - STARTED)}
-    result = head | {"machine": machine()} | result
+    servers = {"redis": ", ".join(sorted(REDIS_SERVERS))} if REDIS_SERVERS else {}
+    result = head | {"machine": machine() | servers} | result
     text = INNERMOST.sub(lambda match: on_one_line(match[0]), json.dumps(result, indent=2))
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

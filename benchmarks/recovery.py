@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -228,6 +228,7 @@ def run(cases: list[Case], repeats: int, has_standby: bool) -> dict[str, dict[st
     table = {}
     with temporary_folder() as folder:
         (folder / "orders").mkdir()
+        note_redis()
         with running(folder, num_rollouts=1 + has_standby, change=changed(folder / "orders", has_standby)) as stack:
             chaos = ChaosStack(stack, folder)
             for case in cases:

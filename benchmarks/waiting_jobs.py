@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 from dashboard_api import JOB, broker, measure_requests, processor_s
-from harness import command_line, save, start, temporary_folder
+from harness import command_line, note_redis, save, start, temporary_folder
 
 from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from tests.conftest import own_redis
+from tests.conftest import EMBEDDED, own_redis
 
 NUM_JOBS = 10_000
 READ_MS, IDLE_SHARE = 200, 0.01
@@ -71,6 +71,7 @@ async def measure_idle(ledger: Ledger, pid: int) -> dict[str, float]:
 
 
 async def run(num_jobs: int) -> dict[str, Any]:
+    note_redis(EMBEDDED)
     with temporary_folder() as folder, own_redis(folder) as redis_url:
         async with connect(redis_url) as redis:  # all connections end with the block
             job_ids = await create_jobs(Ledger(redis), num_jobs)

@@ -104,16 +104,14 @@ def get(broker: Broker, job_id: JobId) -> None:
 def watch(broker: Broker, job_id: JobId) -> None:
     """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
     from onbeat.contracts.states import JobState
-    from onbeat.local.run import START_GRACE_S, terminations_as_interrupts
+    from onbeat.local.run import terminations_as_interrupts
     from onbeat.terminal.follow import follow
     from onbeat.terminal.summary import print_summary
 
     console = make_console()
-    stack = broker.find_stack()
-    grace_s = stack.started_at + START_GRACE_S - time.time() if stack is not None else 0.0
 
     async def show(client: "AsyncClient") -> JobState:
-        progress = await follow(client, job_id, console, grace_s=grace_s)
+        progress = await follow(client, job_id, console)
         await print_summary(client, progress, console)
         return progress.job.state
 

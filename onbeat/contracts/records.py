@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onbeat.contracts.deadlines import SILENT_S
+from onbeat.contracts.deadlines import SILENT_S, STARTING_S
 from onbeat.contracts.states import EvaluationState, IterationState, JobState
 
 MAX_TRAINER_SPANS = 500  # spans of an iteration, in Redis; where there are as many, neighbours may have been merged
@@ -256,8 +256,9 @@ class ProcessRecord(Record):
 
     id: str
     job_id: str | None = None
-    # a trainer: "idle" (asks for jobs) | "training" | "stopped"
-    # a rollout: "idle" | "unsuited" (can serve none of the jobs) | "starting" | "updating" | "generating" | "draining"
+    # a trainer: "starting" | "idle" (asks for jobs) | "training" | "stopped"
+    # a rollout: "starting" (without a job: the process, with one: the engine) | "idle" | "unsuited" (can serve none of
+    # the jobs) | "updating" | "generating" | "draining"
     state: str
     last_seen_at: float = 0.0  # Redis time at which the record was written
     host: HostMemory | None = None
@@ -267,8 +268,12 @@ class ProcessRecord(Record):
         return max(0.0, now - self.last_seen_at)
 
     def is_alive(self, now: float) -> bool:
-        """Return whether the process has neither stopped nor become silent."""
-        return self.state != "stopped" and self.silence_s(now) < SILENT_S
+        """Return whether the process can take jobs, and has neither stopped nor become silent."""
+        return self.state != "stopped" and not self.is_starting(now) and self.silence_s(now) < SILENT_S
+
+    def is_starting(self, now: float) -> bool:
+        """Return whether the process has announced its start (the last it wrote) and may still load its libraries."""
+        return self.state == "starting" and self.job_id is None and self.silence_s(now) < STARTING_S
 
 
 class WorkerRecord(ProcessRecord):

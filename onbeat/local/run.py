@@ -27,7 +27,6 @@ from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 
 PAUSE_DEADLINE_S = 10.0
-START_GRACE_S = 30.0  # time for trainer and rollouts to import their libraries and to report
 INTERRUPTED = 130
 UP_POOL = "default"
 
@@ -55,7 +54,7 @@ class JobRun:
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
             self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
-            progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
+            progress = await follow(client, job.id, self._console, tick)
             await print_summary(client, progress, self._console)
             if self._report_path is not None:
                 write_report(self._report_path, await build_report(client, job.id))

@@ -1,5 +1,6 @@
 """The local stack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
 
+import asyncio
 import logging
 import os
 import secrets
@@ -81,7 +82,10 @@ def local_stack(
         supervisor = Supervisor(options.data_dir / "logs", report, [lock.children_fd, scratch.lock_fd], scratch.path)
         # A Ctrl-C that comes while this context is being left may close it from outside instead (GeneratorExit).
         held.push(lambda kind, *_: supervisor.stop(is_urgent=kind in (KeyboardInterrupt, GeneratorExit)))
-        supervisor.start([redis, *service_specs(options, redis_url, port)])
+        supervisor.start([redis])
+        specs = service_specs(options, redis_url, port)
+        asyncio.run(announce_services(redis_url, options.pool, specs))
+        supervisor.start(specs)
         lock.write(StackState(os.getpid(), command, url, redis_url, time.time(), this_machine(), gethostname()))
         yield url, supervisor
 
@@ -170,6 +174,17 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         for index, cores in enumerate(plan.rollouts)
     ]
     return [broker, trainer, *rollouts]
+
+
+async def announce_services(redis_url: str, pool: str, specs: Sequence[ServiceSpec]) -> None:
+    """Announce trainer and rollouts, before the broker answers: it would miss them."""
+    from onbeat.streams.connection import connect
+    from onbeat.streams.starting import announce_start
+
+    trainers = [spec.env["ONBEAT_TRAINER_ID"] for spec in specs if "ONBEAT_TRAINER_ID" in spec.env]
+    rollouts = [spec.env["ONBEAT_WORKER_ID"] for spec in specs if "ONBEAT_WORKER_ID" in spec.env]
+    async with connect(redis_url) as redis:
+        await announce_start(redis, pool, trainers, rollouts)
 
 
 def describe_places(options: StackOptions) -> str:

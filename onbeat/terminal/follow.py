@@ -23,16 +23,14 @@ NOTICE_KINDS = frozenset(
 
 
 async def follow(
-    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None, grace_s: float = 0.0
+    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None
 ) -> JobProgress:
-    """Show the job until it is final. `tick` is called about twice a second and may raise. Services that were just
-    started may be away for `grace_s`.
+    """Show the job until it is final. `tick` is called about twice a second and may raise.
 
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.
     """
     progress = JobProgress(await client.jobs.get(job_id))
-    progress.quiet_until = time.monotonic() + grace_s
     printer = Printer(console, progress)
     is_over, is_broker_lost = asyncio.Event(), False
 

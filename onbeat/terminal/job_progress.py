@@ -1,7 +1,6 @@
 """The progress of a job that is followed, as the broker last reported it."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -35,7 +34,6 @@ class JobProgress:
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
         self.news: list[Event] = []  # events that have not been shown yet
-        self.quiet_until = 0.0  # time.monotonic() until which just started services may be away
         self._cursor = "0"  # the newest event that is known
 
     async def look(self, client: AsyncClient) -> None:
@@ -95,10 +93,10 @@ class JobProgress:
     def waits_for(self) -> Finding | None:
         """The first problem that the doctor has found and that has lasted, or else the first long wait.
 
-        None while services start: rollouts report themselves what they do.
+        No wait while rollouts start their engines: they report themselves what they do.
         """
-        is_quiet = self.job.state.is_final or time.monotonic() < self.quiet_until
-        findings = self.diagnosis.findings if self.diagnosis is not None and not is_quiet else []
+        is_over = self.job.state.is_final
+        findings = self.diagnosis.findings if self.diagnosis is not None and not is_over else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
         problems = [
             finding

@@ -175,7 +175,7 @@ def heartbeat_time(workers: Iterable[WorkerRecord], now: float) -> float:
 
 
 def is_silent(worker: WorkerRecord, now: float) -> bool:
-    return now - worker.last_seen_at > SILENT_S
+    return now - worker.last_seen_at > SILENT_S and not worker.is_starting(now)
 
 
 def worker_line(worker: WorkerRecord, now: float) -> str:

@@ -21,6 +21,7 @@ from onbeat.process.settings import read_settings, warn_of_misspelt
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.starting import announce_start
 from onbeat.weights.client import WeightsClient
 from services.rollout.attach import Factories
 from services.rollout.chat.server import create_chat_server
@@ -56,8 +57,9 @@ async def supervise(settings: Settings) -> int:
     try:
         if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
             run_on_cores(settings.cpu_cores)
-        device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
+        await announce_start(ledger.redis, settings.pool, rollouts=[settings.worker_id])
+        device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         health = settings.serve_health()
     except ValueError as error:
         logger.error("%s", error)

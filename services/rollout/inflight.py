@@ -42,9 +42,7 @@ class Flight:
     stage: Stage = Stage.WAITING
     episodes: GroupEpisodes | None = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
-    failed_episodes: Counter[str] = field(
-        default_factory=Counter
-    )  # numbers by kind, those of earlier attempts included
+    failed_episodes: Counter[str] = field(default_factory=Counter)  # numbers by kind, earlier attempts included
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
 
     @property

@@ -19,6 +19,11 @@ from onbeat.process.extras import require_extra
 
 require_extra("trainer", user="the trainer", error=SystemExit)  # before the imports that would fail
 
+if __name__ == "__main__":  # before the imports that take long: those of PyTorch
+    from services.trainer.announcement import announce
+
+    announce()
+
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 

@@ -40,3 +40,16 @@ NOT_A_JOB: dict[tuple[str, str], str] = {
     ("docs/objectives.md", "# its pyproject.toml"): "the same",
     ("docs/objectives.md", "[objective]"): "the same: it names what is installed",
 }
+
+# Figures that stand on several pages without being the same measurement.
+SAME_BY_CHANCE = {
+    "0.25 ms": "of a group, and of a submission without a file",
+    "0.43 s": "of a page of the dashboard, and of a delta on a link",
+    "1.4 GB": "of NeMo-Gym on disk, and of a plan",
+    "2.2 s": "of a broker's container, a step on a GPU, and a killed rollout",
+    "2.5 s": "of a broker's container, and of a worked example",
+    "2.8 s": "of rows of an iteration, and of a killed Redis",
+    "24 GB": "sizes of a card and of a machine",
+    "3.4 s": "of a killed trainer, and of weights on a link",
+    "4.3 s": "of rows of an iteration, and of weights on a link",
+}

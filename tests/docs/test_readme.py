@@ -26,6 +26,31 @@ def test_readme_has_at_most_a_hundred_lines() -> None:
     assert len(README.splitlines()) <= 100
 
 
+def test_output_and_picture_are_of_one_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/quick_start.py` writes both, and the recording. A picture of another run is named as such."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import quick_start
+
+    recordings = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("quick_start*.json")]
+    shown = quick_start.shown_in(README)
+    (recording,) = [run for run in recordings if quick_start.first_screen(run["output"]) == shown]
+    is_of_another = recording.get("picture_sha256") != quick_start.digest_of(quick_start.PICTURE)
+    assert is_of_another == (quick_start.OTHER_PICTURE in README)
+
+
+def test_new_run_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import quick_start
+
+    before = [line for line in quick_start.shown_in(README) if line != "..."]
+    output = [re.sub("TPSPD.*", "TPSPD 1.5  policy entropy 2.471", line) for line in before]
+    text = quick_start.with_run(README, ["using Redis 7.2.4", *output, "TPSPD       1", "reward 0.5  1 + 1 -> 3"])
+    shown = [re.sub("TPSPD.*", "TPSPD 1.5  ...", line) for line in quick_start.shown_in(README)]
+    assert quick_start.shown_in(text) == shown
+    assert quick_start.OTHER_PICTURE not in text
+    assert text.endswith(README[-1000:])
+
+
 @pytest.mark.parametrize(
     ("start", "name"), [("the quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
 )
@@ -34,16 +59,16 @@ def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> No
     assert f"{measured['seconds_to_reward']['median']:.0f} s" in row(start)
     assert isinstance(measured["trl"], dict), "one run"
     assert re.search(rf"TRL.*one seed: {measured['trl']['seconds_to_reward']:.0f} s", row(start))
-    for page in ("comparison", "performance", "platforms"):
-        rows = [line for line in text_of(f"docs/{page}.md").splitlines() if f"`{name}.json`" in line]
-        assert any(f" {measured['seconds_to_reward']['median']:.0f} s" in line for line in rows), page
+    (shown,) = [line for line in text_of("docs/performance.md").splitlines() if f"`{name}.json`" in line]
+    assert f" {measured['trl']['seconds_to_reward']:.0f} s, one seed" in shown
+    assert f" {measured['seconds_to_reward']['median']:.0f} s, median of five seeds" in shown
 
 
 @pytest.mark.parametrize("name", ["vs_trl", "vs_trl_float32", "episodes", "episodes_float32"])
-def test_seconds_beside_trl_stand_on_the_page_of_comparison(name: str) -> None:
+def test_seconds_beside_trl_stand_as_measured(name: str) -> None:
     seconds = results(name)["seconds_per_step"]
-    (line,) = [line for line in text_of("docs/comparison.md").splitlines() if f"`{name}.json`" in line]
-    _, trl_s, onbeat_s = re.findall(r"\| ([^|]*?)(?: s)? (?=\|)", line)[:3]
+    (shown,) = [line for line in text_of("docs/performance.md").splitlines() if f"`{name}.json`" in line]
+    _, trl_s, onbeat_s = re.findall(r"\| ([^|]*?)(?: s)? (?=\|)", shown)[:3]
     assert [float(trl_s), float(onbeat_s)] == pytest.approx([seconds["trl"], seconds["onbeat"]], rel=0.03)
 
 

@@ -249,6 +249,7 @@ export const asOf = (error, seenAt) => `${error.title}. ${error.detail} This is 
 // ---- rollouts ----------------------------------------------------------------------------------------------------
 
 const SILENT_S = 10; // as the broker's doctor counts it
+const STARTING_S = 120; // the longest start of a process that has announced its start and loads its libraries
 const NEWEST_S = 5; // the newest heartbeat of a pool is not older, if any of its rollouts lives
 
 /** Now by the clock of the heartbeats, which may differ from the broker's by minutes. `workers`: all of a pool. */
@@ -259,7 +260,8 @@ export function heartbeatTime(workers) {
 }
 
 /** `now`: of `heartbeatTime`. */
-export const isSilent = (worker, now) => now - worker.last_seen_at > SILENT_S;
+export const isSilent = (worker, now) =>
+  now - worker.last_seen_at > (worker.state === "starting" && !worker.job_id ? STARTING_S : SILENT_S);
 
 /** Names and values side by side, without boxes: [[name, value, about], ...]. */
 export const Figures = ({ label, of, className = "" }) => html`

@@ -16,7 +16,7 @@ from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from services.broker.deadlines import RECENT_S
-from services.broker.doctor.explain import count, explain_job, explain_refused_read
+from services.broker.doctor.explain import count, explain_job, explain_refused_read, explain_starting
 from services.broker.doctor.memory import explain_memory
 
 DEADLINE_S = 10.0  # limit for the whole diagnosis
@@ -140,6 +140,7 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
         findings.append(explain_pool(pool, trainers, workers, now))
         findings += explain_unreadable(pool, of_trainers.unreadable + of_rollouts.unreadable)
         processes: list[ProcessRecord] = [*trainers, *workers]
+        findings += explain_starting(processes, now)
         findings += [finding for process in processes if (finding := explain_silence(process, now))]
         findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
         idle += [process for process in processes if process.job_id is None]  # a job's are explained with it
@@ -170,9 +171,9 @@ def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
 
 
 def explain_silence(process: ProcessRecord, now: float) -> Finding | None:
-    """Report a process that is silent; None if it is alive, has stopped, or is long gone."""
+    """Report a process that is silent; None if it is starting or alive, has stopped, or is long gone."""
     silent_s = process.silence_s(now)
-    if process.state == "stopped" or not SILENT_S < silent_s < RECENT_S:
+    if process.state == "stopped" or process.is_starting(now) or not SILENT_S < silent_s < RECENT_S:
         return None
     sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not sign off: it died or "
     sentence += "lost its connection"

@@ -4,7 +4,7 @@ How the job learns is in services/broker/doctor/learning.py.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
 from onbeat.contracts.deadlines import SILENT_S
-from onbeat.contracts.records import Finding
+from onbeat.contracts.records import Finding, ProcessRecord
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
@@ -80,9 +80,20 @@ async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
     except ValidationError as error:
         sentence = f"this broker does not understand the configuration of {job_id}: {first_wrong(error)}; "
         return [Finding(sentence=sentence + "is it of another version of Onbeat?", job_id=job_id, is_problem=True)]
-    processes = [*situation.trainers.values(), *situation.workers.values()]
+    processes: list[ProcessRecord] = [*situation.trainers.values(), *situation.workers.values()]
     about_memory = explain_memory([process for process in processes if process.job_id == job_id], situation.now)
-    return sorted([*EXPLANATIONS[state](situation), *about_memory], key=lambda finding: not finding.is_problem)
+    findings = [*EXPLANATIONS[state](situation), *about_memory, *explain_starting(processes, situation.now)]
+    return sorted(findings, key=lambda finding: not finding.is_problem)
+
+
+def explain_starting(processes: Iterable[ProcessRecord], now: float) -> list[Finding]:
+    """Name the services that load their libraries: `starting: trainer-0, 12 s; rollout-0, 12 s`."""
+    starting = [process for process in processes if process.is_starting(now)]
+    if not starting:
+        return []
+    parts = [f"{process.id}, {process.silence_s(now):.0f} s" for process in starting]
+    who, since_s = ", ".join(process.id for process in starting), max(process.silence_s(now) for process in starting)
+    return [Finding(sentence=f"starting: {'; '.join(parts)}", who=who, since_s=since_s)]
 
 
 # ---- by state ----------------------------------------------------------------------------------------------------
@@ -111,6 +122,8 @@ def explain_pending(s: Situation) -> list[Finding]:
     elif busy:
         event = f"{busy}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
         findings = [s.find(start + event, **about)]
+    elif starting := s.starting_trainer():
+        findings = [s.find(start + starting, **about)]
     else:
         deadline_s = s.config.schedule.start_deadline_s
         left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)
@@ -190,18 +203,19 @@ def explain_losses(s: Situation) -> list[Finding]:
 def explain_trainer(s: Situation) -> Finding:
     pool, left_s = s.config.pool, s.lease_left_s
     if left_s <= 0:
-        idle, busy = s.live_trainers("idle"), s.busy_trainers()
+        idle, busy, starting = s.live_trainers("idle"), s.busy_trainers(), s.starting_trainer()
         has_left = (record := s.trainers.get(s.owner)) is not None and record.is_alive(s.now)
         gone = "has left the job" if has_left else "stopped, died or lost its connection"
         sentence = f"{s.owner} {gone}: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
         no_trainer = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
         after = f"the first one that is free takes over: {busy}"
-        sentence += f"{idle[0]} takes over" if idle else after if busy else no_trainer
+        sentence += f"{idle[0]} takes over" if idle else after if busy else starting or no_trainer
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
-        return s.find(sentence, who=s.owner, is_problem=not (has_left and busy), **about)
+        return s.find(sentence, who=s.owner, is_problem=not (starting or (has_left and busy)), **about)
     doing = s.fields.get("doing") or "its activity is not reported"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
-    silent_s = record.silence_s(s.now) if (record := s.trainers.get(s.owner)) else 0.0
+    record = s.trainers.get(s.owner)
+    silent_s = record.silence_s(s.now) if record and not record.is_starting(s.now) else 0.0
     is_silent = silent_s >= SILENT_S
     silence = f", and it was last seen {silent_s:.0f} s ago" if is_silent else ""
     sentence = f"{s.owner} holds {s.job_id}: {doing}, for {doing_s:.0f} s"
@@ -335,7 +349,7 @@ def explain_deadline(s: Situation) -> list[Finding]:
 
 
 def missing_rollouts(s: Situation) -> list[Finding]:
-    if s.live_workers():
+    if any(worker.is_alive(s.now) or worker.is_starting(s.now) for worker in s.workers.values()):
         return []
     pool = s.config.pool
     sentence = f"no rollout is alive: none in pool {pool} was seen in the last {SILENT_S:.0f} s; start a rollout: "
@@ -350,7 +364,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
     return [
         explain_silence(s, worker_id, held.get(worker_id, []))
         for worker_id in sorted(held.keys() | served)
-        if worker_id not in s.workers or not s.workers[worker_id].is_alive(s.now)
+        if (worker := s.workers.get(worker_id)) is None or not (worker.is_alive(s.now) or worker.is_starting(s.now))
     ]
 
 

@@ -64,6 +64,11 @@ class Situation:
         busy = [t for t in self.trainers.values() if t.job_id not in (None, self.job_id) and t.is_alive(self.now)]
         return ", ".join(f"{trainer.id} trains {trainer.job_id}" for trainer in busy)
 
+    def starting_trainer(self) -> str:
+        """Return `trainer-a is starting` for one that loads its libraries; '' if none does."""
+        starting = [trainer.id for trainer in self.trainers.values() if trainer.is_starting(self.now)]
+        return f"{starting[0]} is starting" if starting else ""
+
     def live_workers(self) -> list[WorkerRecord]:
         return [worker for worker in self.workers.values() if worker.is_alive(self.now)]
 

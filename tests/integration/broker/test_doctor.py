@@ -1,7 +1,9 @@
 """`explain` says who waits for whom in every phase of a job, and the doctor what is wrong, on a real Redis."""
 
 import asyncio
+import os
 import re
+import sys
 import threading
 import time
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from onbeat.config import JobConfig
+from onbeat.contracts.deadlines import SILENT_S, STARTING_S
 from onbeat.contracts.records import EpisodeWait, Finding, HostMemory, TrainerRecord, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.process.loop_thread import LoopThread
@@ -18,7 +21,7 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.deadlines import ARRIVAL_S
 from services.broker.doctor.diagnosis import diagnose, examine_pools, explain_silence
-from services.broker.doctor.explain import explain_job
+from services.broker.doctor.explain import explain_job, explain_starting
 from services.trainer.feed import GroupFeed
 from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence
@@ -98,6 +101,75 @@ async def test_lost_stream_is_a_problem_of_its_job_alone(ledger, world, pool, br
     assert [shown for shown in findings if shown["job_id"] == job_id] == [finding]
     assert f"streams of {other}: 0 prompts" in str(findings)
     assert "does not answer" not in str(findings)
+
+
+# ---- starting ----------------------------------------------------------------------------------------------------
+
+
+def test_starting_services_are_named_with_their_seconds():
+    trainer = TrainerRecord(id="trainer-0", state="starting", last_seen_at=1000)
+    rollout = WorkerRecord(id="rollout-0", state="starting", last_seen_at=1009)
+    engine = WorkerRecord(id="rollout-1", state="starting", job_id="job-1", last_seen_at=1009)
+    (finding,) = explain_starting([trainer, rollout, engine], now=1012)
+    assert finding.sentence == "starting: trainer-0, 12 s; rollout-0, 3 s"
+    assert not finding.is_problem
+
+
+async def test_job_waits_for_starting_services_without_a_problem(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
+    for record in (TrainerRecord(id="trainer-0", state="starting"), WorkerRecord(id="rollout-0", state="starting")):
+        await world.beat(pool, record, ago_s=2 * SILENT_S)
+    findings = (await diagnose(ledger, is_conducting=True)).findings
+    assert problems([finding for finding in findings if "0" in finding.who or finding.job_id == job_id]) == []
+    assert [sentence_of(finding) for finding in findings if finding.sentence.startswith("starting")] == [
+        "starting: trainer-0, N s; rollout-0, N s"
+    ]
+    assert f"{job_id} has been PENDING for N s: trainer-0 is starting" in text_of(findings)
+    assert await ledger.workers.live(pool) == []
+
+
+async def test_service_that_never_finishes_its_start_is_dead(ledger, world, pool):
+    job_id = await world.create_job(pool=pool)
+    await world.beat(pool, TrainerRecord(id="trainer-0", state="starting"), ago_s=STARTING_S + 1)
+    assert "trainer-0 was last seen N s ago (starting) and did not sign off" in text_of(await examine_pools(ledger))
+    assert "no trainer of pool" in problems(await explain_job(ledger, job_id))[0]
+
+
+async def test_restarted_services_of_a_job_are_no_problem(ledger, world, pool):
+    job_id, _ = await world.started_job(pool=pool)
+    await open_iteration(ledger, job_id, num_groups=2)
+    await world.claim_all(job_id, "rollout-a")
+    await world.beat(pool, TrainerRecord(id="trainer-a", state="starting"), ago_s=2 * SILENT_S)
+    await world.beat(pool, WorkerRecord(id="rollout-a", state="starting"), ago_s=2 * SILENT_S)
+    assert problems(await explain_job(ledger, job_id)) == []
+    await ledger.redis.hset(JobKeys(job_id).job, "lease_until", await ledger.now() - 5)
+    findings = await explain_job(ledger, job_id)
+    assert problems(findings) == []
+    assert "its lease of" in text_of(findings)
+    assert "trainer-a is starting" in text_of(findings)
+
+
+async def test_doctor_names_a_trainer_until_it_has_loaded_pytorch(ledger, world, redis_url, pool, tmp_path):
+    job_id = await world.create_job(pool=pool)
+    await world.start_training(job_id, lease_s=600.0)  # the new trainer has nothing to do
+    place = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(tmp_path)}
+    settings = {**place, "ONBEAT_TRAINER_ID": "trainer-0", "ONBEAT_DEVICE": "cpu"}
+    command = (sys.executable, "-m", "services.trainer")
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | settings)
+
+    async def about_trainer() -> list[str]:
+        return [sentence_of(finding) for finding in await explain_job(ledger, job_id) if "trainer-0" in finding.who]
+
+    async def states() -> list[str]:
+        return [trainer.state for trainer in await ledger.trainers.records(pool)]
+
+    try:
+        await eventually("it is starting", about_trainer, ["starting: trainer-0, N s"], LATER_S)
+        await eventually("it is ready", states, ["idle"], 4 * LATER_S)
+        assert await about_trainer() == []
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), LATER_S)
 
 
 # ---- running -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """The benchmarks start by their path, from any folder, with a help that says how long they take."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from onbeat.local.redis_choice import RedisServer, Release
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 STARTED_BY_OTHERS = {"trl_baseline", "trl_episodes", "weights_peer"}  # processes of other benchmarks
@@ -20,6 +23,29 @@ def test_benchmark_reads_its_command_line(script: Path) -> None:
     calls = [node.func.id for node in ast.walk(ast.parse(script.read_text())) if is_plain_call(node)]
     assert "start" in calls
     assert "command_line" in calls
+
+
+STARTS_REDIS = {"own_redis", "local_stack", "running", "stormy", "start_in_background", "embedded_server"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_benchmark_that_starts_a_redis_names_it(script: Path) -> None:
+    """`run_job` of the harness names that of its stack."""
+    calls = {node.func.id for node in ast.walk(ast.parse(script.read_text())) if is_plain_call(node)}
+    assert not calls & STARTS_REDIS or "note_redis" in calls
+
+
+def test_result_names_kind_and_version_of_the_redis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import harness
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "REDIS_SERVERS", set())
+    harness.save("without", {})
+    harness.note_redis(RedisServer(Release("Valkey", (8, 0, 1)), "valkey-server"))
+    harness.save("with", {})
+    assert "redis" not in json.loads((tmp_path / "without.json").read_text())["machine"]
+    assert json.loads((tmp_path / "with.json").read_text())["machine"]["redis"] == "Valkey 8.0.1"
 
 
 def is_plain_call(node: ast.AST) -> bool:

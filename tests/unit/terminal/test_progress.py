@@ -1,6 +1,5 @@
 import asyncio
 import io
-import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from onbeat.client import BrokerUnreachable
+from onbeat.contracts.deadlines import SILENT_S, STARTING_S
 from onbeat.contracts.records import (
     Diagnosis,
     EvaluationRecord,
@@ -21,7 +21,7 @@ from onbeat.contracts.states import JobState
 from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, Printer
 from onbeat.terminal.formatting import Column, printable, table_lines
 from onbeat.terminal.job_progress import JobProgress, trainer_activity
-from onbeat.terminal.job_view import JobView, plain_line
+from onbeat.terminal.job_view import JobView, is_silent, plain_line
 from onbeat.terminal.live import look_until
 from tests.unit.terminal.records import evaluation_record, iteration_record
 from tests.unit.terminal.test_report import JOB
@@ -99,13 +99,10 @@ def test_live_view_fits_any_terminal(width: int, height: int) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_services_that_start_are_no_cause_for_alarm() -> None:
+def test_engine_that_starts_is_no_cause_for_alarm() -> None:
     progress = progress_of(0, num_accepted=0)
     finding = Finding(sentence="no rollout is alive", waits_for="a rollout", is_problem=True, since_s=500)
     progress.diagnosis = Diagnosis(is_healthy=False, findings=[finding])
-    progress.quiet_until = time.monotonic() + 60
-    assert progress.waits_for is None
-    progress.quiet_until = time.monotonic() - 1
     assert progress.waits_for is finding
     finding.is_problem = False
     assert trainer_activity(event_of("iteration.opened", iteration=5, policy_version=4)) is None  # opened ahead
@@ -154,6 +151,17 @@ def test_silent_rollouts_are_told_apart_whatever_this_clock_says() -> None:
         assert "generating, 3 in flight" in text
         assert "rollout-1    silent for 4" in text
         assert text.count("silent") == 1
+
+
+def test_rollout_that_starts_is_not_silent() -> None:
+    def is_silent_after(seconds: float, job_id: str | None = None) -> bool:
+        return is_silent(
+            WorkerRecord(id="rollout-0", state="starting", job_id=job_id, last_seen_at=1000), 1000 + seconds
+        )
+
+    assert not is_silent_after(SILENT_S + 1)
+    assert is_silent_after(SILENT_S + 1, "job-1"), "its engine starts, and it sends heartbeats"
+    assert is_silent_after(STARTING_S + 1)
 
 
 class Scripted:
