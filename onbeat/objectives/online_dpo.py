@@ -63,7 +63,7 @@ class OnlineDpoObjective(Objective):
         best, worst = torch.tensor(pairs, dtype=torch.int64, device=logprobs.old.device).reshape(-1, 2).unbind(1)
         log_ratio = batch.response_sum(
             logprobs.trainer - logprobs.ref
-        )  # [R]; two long sums would lose their difference
+        )  # [R]; of long sums the difference would be lost
         pair_loss = -logsigmoid(self.beta * (log_ratio[best] - log_ratio[worst]))
         kl = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
         return Loss(pair_loss.sum(), 0, len(pairs), {"kl": kl})
