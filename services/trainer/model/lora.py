@@ -48,7 +48,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         peft_config = peft.LoraConfig(r=config.rank, lora_alpha=alpha)
         for name in targets:
             base = model.get_submodule(name)
-            layer = Linear(base, ADAPTER, peft_config, r=config.rank, lora_alpha=alpha)
+            layer: Any = Linear(base, ADAPTER, peft_config, r=config.rank, lora_alpha=alpha)
             layer.forward = functools.partial(merged_forward, layer)
             model.set_submodule(name, layer)
 
@@ -75,8 +75,7 @@ def target_layers(model: Any, config: LoraConfig) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] in wanted]
 
 
-@functools.cache
-def is_plain(kind: type) -> bool:
+def is_plain(kind: Any) -> bool:
     """Return whether layers of this class compute x W^T + b and nothing else, unlike some routers that inherit it."""
     if kind is torch.nn.Linear or not issubclass(kind, torch.nn.Linear):
         return kind is torch.nn.Linear
