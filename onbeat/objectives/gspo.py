@@ -25,7 +25,7 @@ class GspoObjective(GrpoObjective):
     normalization: Normalization = "sequence_mean"
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
-        log_ratio = inputs.trainer_logprobs.detach() - inputs.old_logprobs
-        response_ratio = ratio_of(inputs.response_mean(log_ratio))
-        token_ratio = response_ratio * (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).exp()
+        logprobs = inputs.trainer_logprobs
+        response_log_ratio = inputs.response_mean(logprobs.detach() - inputs.old_logprobs)
+        token_ratio = ratio_of(response_log_ratio + (logprobs - logprobs.detach()))
         return self.clipped_surrogate(token_ratio, inputs.advantages)

@@ -61,7 +61,9 @@ class OnlineDpoObjective(Objective):
                 pairs.append([place[member] for member in pair])
             first += len(members)
         best, worst = torch.tensor(pairs, dtype=torch.int64, device=logprobs.old.device).reshape(-1, 2).unbind(1)
-        log_ratio = batch.response_sum(logprobs.trainer) - batch.response_sum(logprobs.ref)  # [R]
+        log_ratio = batch.response_sum(
+            logprobs.trainer - logprobs.ref
+        )  # [R]; of long sums the difference would be lost
         pair_loss = -logsigmoid(self.beta * (log_ratio[best] - log_ratio[worst]))
         kl = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
         return Loss(pair_loss.sum(), 0, len(pairs), {"kl": kl})

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from onbeat.contracts.section import IS_ACCEPTED, Float, Section
-from onbeat.objectives.base.inputs import Tensor, ratio_of
+from onbeat.objectives.base.inputs import MAX_LOG_RATIO, Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -62,4 +62,6 @@ def kl_estimate(estimator: Estimator, trainer_logprobs: Tensor, ref_logprobs: Te
         case "k2":
             return 0.5 * log_ratio.square()
         case "k3":
-            return ratio_of(log_ratio) - 1.0 - log_ratio
+            # Both terms end at the bound: beyond it the linear one alone would push away from the reference.
+            bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+            return bounded.exp() - 1.0 - bounded

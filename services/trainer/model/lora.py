@@ -19,8 +19,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.utils import skip_init
 
 from onbeat.config import LoraConfig
+from services.trainer.model.errors import TRIAL_ERRORS
 
 ADAPTER = "default"
 Whole = Callable[[torch.Tensor], torch.Tensor]
@@ -31,24 +33,35 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
 
     B starts at 0, so the policy is unchanged; A is drawn on the CPU from `seed`. The output head takes none: it may be
     tied to the embedding. Raises ValueError for a target module that the model does not have.
+
+    The layers are wrapped one by one: PEFT's search by name would also wrap fused experts, whose parts were once linear
+    layers named like those of a dense MLP.
     """
     import peft
+    from peft.tuners.lora import Linear
 
     targets = target_layers(model, config)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         alpha: Any = config.alpha  # PEFT declares an int and only divides it
-        peft_config = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=targets)
-        peft.inject_adapter_in_model(peft_config, model, ADAPTER)
-    for layer in adapted_layers(model).values():
-        layer.forward = functools.partial(merged_forward, layer)
+        peft_config = peft.LoraConfig(r=config.rank, lora_alpha=alpha)
+        for name in targets:
+            base = model.get_submodule(name)
+            layer: Any = Linear(base, ADAPTER, peft_config, r=config.rank, lora_alpha=alpha)
+            layer.forward = functools.partial(merged_forward, layer)
+            model.set_submodule(name, layer)
 
 
 def target_layers(model: Any, config: LoraConfig) -> list[str]:
     """Return the full names of the linear layers to adapt. Raises ValueError as `add_adapters`."""
     head = model.get_output_embeddings()
-    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    bypassed = model.passes.bypassed if hasattr(model, "passes") else frozenset()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if is_plain(type(module)) and module is not head and role_of(model, name) not in bypassed
+    ]
     if not linear:
         raise ValueError("lora: the model has no linear layers to adapt; leave [lora] out to train all parameters")
     if config.target_modules == "all-linear":
@@ -60,6 +73,46 @@ def target_layers(model: Any, config: LoraConfig) -> list[str]:
             f"use 'all-linear' or some of {', '.join(sorted(existing))}"
         )
     return [name for name in linear if name.rpartition(".")[2] in wanted]
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether layers of this class compute x W^T + b and nothing else, unlike some routers that inherit it."""
+    if kind is torch.nn.Linear or not issubclass(kind, torch.nn.Linear):
+        return kind is torch.nn.Linear
+    layer = skip_init(torch.nn.Linear, 3, 2, device="cpu", dtype=torch.float64).requires_grad_(False)
+    layer.weight.copy_(torch.arange(6.0).view(2, 3))
+    layer.bias.copy_(torch.arange(2.0))
+    inputs = torch.tensor([[1.0, -2.0, 4.0]], device="cpu", dtype=torch.float64)
+    try:
+        outputs = kind.forward(layer, inputs)
+    except TRIAL_ERRORS:  # it needs more than a linear layer has
+        return False
+    return isinstance(outputs, torch.Tensor) and torch.equal(outputs, layer(inputs))
+
+
+def role_of(model: Any, name: str) -> str:
+    """Return the class of the module that a layer belongs to, and its name there: the same in models of any size."""
+    parent, _, own_name = name.rpartition(".")
+    return f"{type(model.get_submodule(parent)).__name__}.{own_name}"
+
+
+@torch.no_grad()
+def bypassed_layers(model: Any, token_ids: torch.Tensor) -> frozenset[str]:
+    """Return the roles of linear layers that a pass over the tokens [1, T] never calls, such as those whose weights the
+    model reads itself: adapters there would have no effect and no gradient."""
+    roles = {module: role_of(model, name) for name, module in model.named_modules() if is_plain(type(module))}
+    called: set[str] = set()
+
+    def record(module: torch.nn.Module, *_: Any) -> None:
+        called.add(roles[module])
+
+    handles = [module.register_forward_hook(record) for module in roles]
+    try:
+        model(token_ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return frozenset(roles.values()) - called
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:

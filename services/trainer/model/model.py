@@ -35,6 +35,7 @@ class Passes:
     attention: str = PACKED_ATTENTION  # or transformers' own, `sdpa` or `eager`: then each response is a separate row
     is_padded: bool = True  # rows are padded to one length, in one pass; otherwise each length has its own pass
     has_plain_head: bool = True  # the logits are just hidden states times a matrix: no bias, no cap, no scale
+    bypassed: frozenset[str] = frozenset()  # roles of layers that take no adapters, as lora.bypassed_layers finds them
 
     @property
     def is_packed(self) -> bool:

@@ -16,12 +16,14 @@ import torch
 MAX_PARAMETERS = 500_000_000  # the largest model that is tried: 2 GB, several times
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
 REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
+NUM_BLOCKS = 2  # blocks of REACHED tokens each: within every sequence of the trial, too
 CAP = 2.0  # limit of logits: low enough to have an effect
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(
-    r"(window|chunk_?size|chunk_length|index_topk|block_size|floor_scale|local_attention)(?!.*(pattern|layers))"
+    r"(window|chunk_?size|chunk_length|index_topk|block_size|floor_scale|local_attention)(?!.*(pattern|layers|blocks))"
 )
+BLOCKS = re.compile(r"topk_blocks$")  # blocks of the `block_size` beside it are a length together
 CAPPED = re.compile(r"soft_?cap|logit_cap")
 NUM_HEADS = re.compile(
     r"(^|_)n?_?(num_)?(q_|k_|v_|key_|value_|kv_|key_value_|attention_)*(?<!index_n_)heads?$|query_groups$"
@@ -61,6 +63,7 @@ def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, i
     replace_numbers(text, r"n_?groups$", lambda value: 1)  # groups of state-space heads
     replace_numbers(text, r"^n_group$", lambda value: min(value, 2))  # groups of experts
     replace_numbers(text, r"^topk_group$", lambda value: 1)
+    shrink_blocks(text, longest_tokens)
     replace_numbers(text, LENGTH, lambda value: REACHED if value < longest_tokens else NOT_REACHED)
     replace_numbers(text, CAPPED, lambda value: CAP)
     if is_narrow:
@@ -81,6 +84,15 @@ def numbers(config: Any) -> dict[str, Any]:
         for name, value in vars(config).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and not name.startswith("_")
     }
+
+
+def shrink_blocks(config: Any, longest_tokens: float) -> None:
+    """Shrink the number of blocks that a token attends to: their tokens together are reached if they were before."""
+    for name, count in numbers(config).items():
+        if BLOCKS.search(name):
+            size_name = BLOCKS.sub("block_size", name)
+            tokens = count * getattr(config, size_name, 1)
+            setattr(config, name, min(count, NUM_BLOCKS) if tokens < longest_tokens else NOT_REACHED)
 
 
 def has_pattern(config: Any) -> bool:
@@ -178,6 +190,8 @@ def random_model(config: Any, attention: str, seed: int = 0) -> Any:
                 noise = torch.randn(tensor.shape)
                 if tensor.dim() > 1 and isinstance(tensor, torch.nn.Parameter):
                     tensor.copy_(noise * GAIN / math.sqrt(tensor.shape[-1]))
+                elif tensor.dim() > 1:  # a buffer whose zeros may hide later tokens
+                    tensor.mul_(1.0 + 0.1 * noise)
                 else:
                     tensor.add_(noise, alpha=0.1)
     return model.eval()

@@ -16,7 +16,7 @@ from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import MicroBatch, pack
 from services.trainer.episode import turn_paths
 from services.trainer.model.errors import TRIAL_ERRORS
-from services.trainer.model.lora import published_tensors
+from services.trainer.model.lora import bypassed_layers, published_tensors
 from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs, set_up
 from services.trainer.passes.shrink import (
     MAX_PARAMETERS,
@@ -81,11 +81,12 @@ def try_architecture(
     if problem:
         raise ValueError(f"{name} cannot be trained: {problem}")
     has_plain_head, cpu = is_head_plain(reference.model), torch.device("cpu")
+    bypassed = bypassed_layers(reference.model, torch.tensor([reference.groups[0].prompt_token_ids]))
     kinds = reference.groups[: len(GROUPS)], reference.groups[len(GROUPS) :]  # other kernels may serve forks
     batches = [pack(groups, cpu) for groups in kinds]
     reasons: list[str] = []
     for attention, is_padded in CANDIDATES if may_pack else CANDIDATES[1:]:
-        passes = Passes(attention, is_padded, has_plain_head)
+        passes = Passes(attention, is_padded, has_plain_head, bypassed)
         if not (reason := try_passes(passes, reference, batches)):
             if is_sharded and not (passes.is_packed or passes.is_padded):
                 raise ValueError(

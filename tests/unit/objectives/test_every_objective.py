@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from onbeat.objectives import BUILT_IN
-from onbeat.objectives.base import Logprobs
+from onbeat.objectives.base import Logprobs, Responses
 from services.trainer.batch import group_rewards, pack
 from tests.trainer_fixtures import job_config, make_group
 
@@ -173,6 +173,24 @@ def test_online_dpo_pairs_best_with_worst():
     margins = [log_ratio(0, 1) - log_ratio(0, 0), log_ratio(1, 0) - log_ratio(1, 2)]
     expected = statistics.fmean(math.log(1 + math.exp(-0.5 * margin)) for margin in margins)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_online_dpo_keeps_small_margins_of_long_responses():
+    """Sums over 16,000 tokens are large; their difference from the reference's is not."""
+    generator = torch.Generator().manual_seed(0)
+    trainer = -4.0 * torch.rand(32_000, generator=generator)
+    ref = trainer + 0.02 * torch.randn(32_000, generator=generator)
+    lengths, rewards, members = torch.tensor([16_000, 16_000]), [torch.tensor([0.0, 1.0])], [torch.tensor([0, 1])]
+    objective = BUILT_IN["online_dpo"](type="online_dpo", beta=1.0)
+
+    def loss_and_gradient(dtype):
+        batch = Responses(ref.to(dtype), lengths, rewards, members)
+        policy = trainer.to(dtype).requires_grad_()
+        loss = objective.loss(batch, Logprobs(policy, policy.detach(), ref.to(dtype))).loss_sum
+        return loss.double(), torch.autograd.grad(loss, policy)[0].double()
+
+    for found, expected in zip(*map(loss_and_gradient, (torch.float32, torch.float64)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Objectives, and what they are made of, against worked numbers."""
 
+import math
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -79,6 +81,26 @@ def test_default_estimator_of_kl_is_right_at_its_place():
     assert KlConfig(coef=0.1, placement="reward").estimator == "k1"
     with pytest.raises(ValidationError, match="k1 in the loss pulls nowhere"):
         KlConfig(coef=0.1, estimator="k1")
+
+
+@pytest.mark.parametrize(
+    ("gap", "expected"),
+    [(-19.0, 1 - math.exp(19)), (-25.0, 0.0), (-60.0, 0.0), (-87.0, 0.0), (25.0, 1.0), (60.0, 1.0)],
+)
+def test_k3_never_pushes_away_from_the_reference(gap, expected):
+    """Gap: policy less reference, in nats. A positive gradient lowers the policy's probability."""
+    policy = torch.tensor([gap - 1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(kl_estimate("k3", policy, torch.tensor([-1.0])).sum(), policy)
+    assert gradient.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(19.0, math.exp(19)), (25.0, 0.0), (-25.0, 0.0)])
+@pytest.mark.parametrize("objective", [GrpoObjective(), GspoObjective(type="gspo"), RlooObjective(type="rloo")])
+def test_no_gradient_flows_beyond_the_bound_of_ratios(objective, gap, expected):
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = LossInputs(logprobs, logprobs.detach() - gap, torch.full((2,), -1.0), torch.tensor([2]))
+    (gradient,) = torch.autograd.grad(objective.token_loss(inputs)[0].sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.full((2,), expected), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("gap", [100.0, -100.0, 1000.0])

@@ -4,11 +4,13 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
 from onbeat.config import LoraConfig
-from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors
-from services.trainer.model.model import frozen_base, load_frozen, response_logprobs
+from services.trainer.model.lora import adapted_layers, add_adapters, bypassed_layers, published_tensors
+from services.trainer.model.model import Passes, frozen_base, load_frozen, response_logprobs, set_up
+from services.trainer.passes.shrink import random_model
+from tests.architectures import CPU, Row
 from tests.trainer_fixtures import gradients, tiny_config, tiny_model
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)
@@ -92,3 +94,87 @@ def test_an_unknown_target_is_refused_by_name(wrong):
     config = LoraConfig(target_modules=["q_proj", wrong])
     with pytest.raises(ValueError, match=rf"named {wrong}; .* down_proj, gate_proj, k_proj, o_proj, q_proj, "):
         add_adapters(model, config, seed=0)
+
+
+# ---- families whose layers are more than linear layers --------------------------------------------------------------
+
+TOKENS = torch.arange(1, 24)[None]
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+GLM4_MOE = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+GLM4_MOE |= {"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+# PEFT takes their dense layers for parts of fused experts; routers of the last two are linear layers by class only.
+FUSED = """
+deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite dots1 ernie4_5_moe afmoe qwen3_next hunyuan_v1_moe exaone_moe solar_open
+longcat_flash cohere2_moe phimoe llama4_text
+""".split()  # noqa: SIM905
+
+
+def adapted_family(config, **options):
+    """A tiny model as the trial prepares it, with adapters that have been moved away from zero."""
+    model = random_model(config, "eager")
+    set_up(model, Passes("eager", True, bypassed=bypassed_layers(model, TOKENS)), CPU)
+    add_adapters(model, LoraConfig(rank=4, alpha=8.0, **options), seed=1)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B["default"].weight.normal_(std=0.02)
+    return model
+
+
+def adapted_names(model):
+    return {name.rpartition(".")[2] for name in adapted_layers(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(AutoConfig.for_model("glm4_moe", **SMALL, **GLM4_MOE), id="small glm4_moe"),
+        pytest.param(AutoConfig.for_model("phimoe", **SMALL, **PHIMOE), id="small phimoe"),
+        *[pytest.param(Row(name, name).config(), id=name) for name in FUSED],
+    ],
+)
+def test_experts_stay_and_dense_layers_get_adapters(config):
+    model = adapted_family(config)
+    assert not [name for name, _ in model.named_parameters() if ".lora_" in name and ".experts.lora_" in name]
+    assert all(layer.get_base_layer().weight.dim() == 2 for layer in adapted_layers(model).values())
+    published = frozen_base(model)
+    load_frozen(published, published_tensors(model))
+    with torch.no_grad():
+        found, expected = (each(TOKENS, use_cache=False).logits for each in (published, model))
+    assert torch.equal(found, expected)
+    model(TOKENS, use_cache=False).logits.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if ".lora_A." in name}
+    assert any(gradient is not None and gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.slow
+def test_a_dense_mlp_beside_experts_is_adapted():
+    model = adapted_family(AutoConfig.for_model("glm4_moe", **SMALL, **GLM4_MOE))
+    assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= adapted_layers(model).keys()
+
+
+@pytest.mark.slow
+def test_layers_whose_weight_the_model_reads_take_no_adapters():
+    """Jamba multiplies by the weight of `dt_proj` itself."""
+    config = Row("jamba", "jamba").config()
+    model = adapted_family(config)
+    assert {"in_proj", "x_proj", "out_proj"} <= adapted_names(model)
+    assert "dt_proj" not in adapted_names(model)
+    with pytest.raises(ValueError, match="no layers to adapt are named dt_proj"):
+        adapted_family(config, target_modules=["dt_proj", "in_proj"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"])
+def test_projections_of_state_space_models_are_trained(family):
+    model = adapted_family(Row(family, family).config())
+    assert "out_proj" in adapted_names(model)
+    model(TOKENS, use_cache=False).logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_subclass_that_is_only_a_linear_layer_is_adapted():
+    """Falcon's projections have a class of their own."""
+    assert {"query_key_value", "dense"} <= adapted_names(adapted_family(Row("falcon", "falcon").config()))

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import BertConfig, Gemma2Config, Gemma3Config, LlamaConfig, MistralConfig, Phi3Config
+from transformers import AutoConfig, BertConfig, Gemma2Config, Gemma3Config, LlamaConfig, MistralConfig, Phi3Config
 
 from services.trainer.attention.tree import TreePlan
 from services.trainer.model import lean_layers, logprobs
 from services.trainer.model.model import Passes
 from services.trainer.passes.choice import choose_passes, try_kernel
-from services.trainer.passes.shrink import NOT_REACHED, REACHED, shrunken
+from services.trainer.passes.shrink import NOT_REACHED, REACHED, random_model, shrunken
+from tests.architectures import Row
 from tests.trainer_fixtures import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,42 @@ def test_a_nested_configuration_is_read():
     assert not passes.is_packed
     assert "beyond the attention window of 64" in reason
     assert choose(config, 64)[0].is_packed
+
+
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+MINIMAX_M3 = {"num_hidden_layers": 4, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+MINIMAX_M3 |= {"dense_intermediate_size": 48, "shared_intermediate_size": 16, "index_n_heads": 2, "index_head_dim": 16}
+MINIMAX_M3 |= {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "longest", "is_packed"),
+    [(2, 16, 32, True), (2, 16, 33, False), (2, 16, 400, False), (16, 128, 2048, True), (16, 128, 8192, False)],
+)
+def test_blocks_matter_beyond_their_tokens_together(num_blocks, block_size, longest, is_packed):
+    blocks = {"index_topk_blocks": num_blocks, "index_block_size": block_size}
+    config = AutoConfig.for_model("minimax_m3_vl_text", **SMALL | MINIMAX_M3 | blocks)
+    assert choose(config, longest)[0].is_packed == is_packed
+
+
+def test_buffers_that_hide_later_tokens_stay_masks():
+    """MiniMax keeps the decay of its linear attention, zeros and all, in buffers of its state."""
+    layers = {"head_dim": 8, "num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = AutoConfig.for_model("minimax", **SMALL, **layers, block_size=16)
+    assert choose(config, 400)[0] == Passes("sdpa", is_padded=True)
+
+
+def test_correction_biases_of_routers_move_from_zero():
+    model = random_model(Row("glm4_moe", "glm4_moe").config(), "eager")
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bias.all() for bias in biases)
+
+
+def test_passes_name_the_layers_that_take_no_adapters():
+    assert choose(Row("jamba", "jamba").config())[0].bypassed == {"JambaMambaMixer.dt_proj"}
+    assert choose(tiny_config())[0].bypassed == frozenset()
 
 
 def test_a_model_that_sees_the_future_is_refused_by_name():
