@@ -7,7 +7,7 @@ from typing import Any
 
 from onbeat.environments import Message, Outcome, Session, Task
 from onbeat.environments.messages import without_id
-from onbeat.environments.tool_schema import methods_as_tools
+from onbeat.environments.tool_schema import tools_of_class
 from onbeat.environments.tools import NO_TOOLS
 
 ENTRIES = """[onbeat.environments]
@@ -64,6 +64,9 @@ class Lookup:
         return len(self._seen) / 100
 
 
+LOOKUP_TOOLS, _ = tools_of_class(Lookup, NO_TOOLS)
+
+
 class EveryAnswerCalls:
     """Lookup, whose tool gets each answer of the policy but the last: the small model of the benchmark calls none."""
 
@@ -73,7 +76,7 @@ class EveryAnswerCalls:
     async def run(self, task: Task, policy: Session) -> Outcome:
         lookup, messages = Lookup(), list(task.messages)
         lookup.reset()
-        tools = methods_as_tools(lookup, NO_TOOLS)
+        tools = {tool.name: tool.on(lookup) for tool in LOOKUP_TOOLS}
         schemas = [tool.schema() for tool in tools.values()]
         for _ in range(self._num_turns - 1):
             messages.append(without_id(await policy.chat(messages, schemas)))

@@ -43,7 +43,7 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
             raise ValueError(f"{target.__name__} has get_reward: leave out options.reward, which would not be asked")
         load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
     check_options(target, tool_options, [option.name for option in fields(ToolsOptions)])
-    return ToolsEnvironment(maker(target, tool_options), adapter)
+    return ToolsEnvironment(target, maker(target, tool_options), adapter)
 
 
 def check_run(environment: Any) -> None:

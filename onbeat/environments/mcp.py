@@ -16,7 +16,7 @@ from typing import Any
 from onbeat.contracts.installed import REWARDS, load_installed
 from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.session import Message, Session
-from onbeat.environments.tool_schema import Tool
+from onbeat.environments.tool_schema import Tool, write_json
 from onbeat.environments.tools import as_outcome, converse
 from onbeat.environments.types import Outcome, Task
 from onbeat.process import confine
@@ -99,8 +99,52 @@ async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str
         if error.code != INVALID_PARAMS:
             raise
         return f"Error: {error.message}"
-    texts = [content.text if content.type == "text" else f"({content.type})" for content in result.content]
-    return "\n".join(["Error:", *texts] if result.is_error else texts)
+    parts = [text_of(content) for content in result.content]
+    structured = result.structured_content
+    if structured is not None and not is_said(
+        structured, [part.text for part in result.content if part.type == "text"]
+    ):
+        parts.append(write_json(structured))
+    return "\n".join(["Error:", *parts] if result.is_error else parts)
+
+
+def is_said(structured: Any, texts: Sequence[str]) -> bool:
+    """Return whether texts say what the structured content says, as most servers do for clients that read only text.
+    Several texts are the items of a list, and a value that is no object is the `result` of one.
+
+    >>> is_said({"result": [1, 2]}, ["1", "2"]), is_said({"rows": [1, 2]}, ["2 rows"])
+    (True, False)
+    """
+    values = [parse(text) for text in texts]
+    said = [values, list(texts), *values, *texts] if texts else []
+    return structured in said or structured in [{"result": value} for value in said]
+
+
+def parse(text: str) -> Any:
+    """Return what a text means as JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def text_of(content: Any) -> str:
+    """Return a part of an answer as the policy reads it: text whole, of anything else what it is. Raises ValueError for
+    a kind of content that is not known."""
+    match content.type:
+        case "text":
+            return str(content.text)
+        case "image" | "audio":
+            return f"({content.type}, {content.mime_type}: not shown)"
+        case "resource":
+            resource = content.resource
+            about = ", ".join(filter(None, (str(resource.uri), resource.mime_type)))
+            text = getattr(resource, "text", None)  # others hold bytes
+            return f"(resource {about}: not shown)" if text is None else f"(resource {about})\n{text}"
+        case "resource_link":
+            about = ", ".join(filter(None, (content.title or content.name, content.mime_type, content.description)))
+            return f"(link to the resource {content.uri}: {about})"
+    raise ValueError(f"the server answered with content of the kind {content.type!r}, which is not known here")
 
 
 async def score(scorer: Tool, task: Task, conversation: Sequence[Message]) -> float:

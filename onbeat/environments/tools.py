@@ -10,7 +10,7 @@ from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.messages import without_id
 from onbeat.environments.session import EpisodeOver, Message, Session
 from onbeat.environments.text_calls import announce, call_in_text
-from onbeat.environments.tool_schema import Tool, methods_as_tools
+from onbeat.environments.tool_schema import Tool, tools_of_class
 from onbeat.environments.types import Outcome, Task
 
 NO_TOOLS = {"reset", "get_reward"}
@@ -37,15 +37,20 @@ class ToolsOptions:
 
 
 class ToolsEnvironment:
-    """An environment of objects with tools, one for each episode. Public methods are tools, besides
+    """An environment of objects with tools, one for each episode. Public methods of the class, and of its bases in the
+    same package, are tools, besides
 
     reset(**row)     begins an episode; a text that it returns is appended to the prompt
     get_reward()     returns the reward in the end, or a mapping with "reward" and its parts. It may have a parameter
                      `response`, the text of the policy's last message, and `messages`, the whole conversation
     """
 
-    def __init__(self, make: Callable[[], Any], options: ToolsOptions) -> None:
+    def __init__(self, of_class: type, make: Callable[[], Any], options: ToolsOptions) -> None:
+        """Describe the tools of a class. Raises ValueError for a method that cannot be one."""
         self._make, self._options = make, options
+        self._tools, left_out = tools_of_class(of_class, NO_TOOLS)
+        about = f"{', '.join(left_out)} are not offered as tools: they are of another package"
+        self.warning = f"{about}; to offer one, define it in {of_class.__name__}" if left_out else ""
 
     async def run(self, task: Task, policy: Session) -> Outcome:
         """Play until the policy calls no tool, or the episode has no turn left; then ask for the reward."""
@@ -56,7 +61,7 @@ class ToolsEnvironment:
             raise ValueError(f"reset returned {said!r:.200}; it has to return a text, which is appended to the prompt")
         if said is not None:
             conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + said}
-        tools = methods_as_tools(instance, NO_TOOLS)
+        tools = {tool.name: tool.on(instance) for tool in self._tools}
         await converse(conversation, tools, policy, self._options.tool_calls)
         if hasattr(instance, "get_reward"):
             end = {"response": last_answer(conversation), "messages": conversation}

@@ -17,6 +17,7 @@ class Answer(BaseModel):
 
 class Loaded(Answer):
     step: Literal["loaded"]
+    warning: str = ""  # a sentence for the log of the rollout
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)

@@ -5,7 +5,7 @@ environment built, for all of them.
 
     -> {"request": 1, "name": "wordle", "options": {}, "timeout_s": 120.0,
         "task": {...}, "access": [["http://...", "key"], ["http://...", "key"]]}
-    <- {"request": 1, "step": "loaded"}                 to the first one; or "failed"
+    <- {"request": 1, "step": "loaded", "warning": ""}  to the first one; or "failed"
     <- {"request": 1, "step": "ended", "episode": 1, "has_busy_threads": false, "reward": 1.0, "parts": {},
         "turn_rewards": {}}
     <- {"request": 1, "step": "failed", "episode": 0, "has_busy_threads": true, "kind": "raised", "message": "..."}
@@ -30,6 +30,7 @@ from typing import Any, TextIO
 from onbeat.environments import Environment, Outcome, Session, Task
 from onbeat.environments.final_reward import SCORE
 from onbeat.environments.load import load_environment
+from onbeat.environments.tools import ToolsEnvironment
 from onbeat.process.children import MAX_ANSWER_BYTES
 from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import (
@@ -74,7 +75,8 @@ async def serve(requests: TextIO, answers: Answers) -> None:
             except Exception as error:  # noqa: BLE001  an environment is foreign code and may raise anything
                 answers.send(request["request"], "failed", episode=0, **describe(error, "load"))
                 return
-            answers.send(request["request"], "loaded")
+            warning = environment.warning if isinstance(environment, ToolsEnvironment) else ""
+            answers.send(request["request"], "loaded", warning=warning)
         async with asyncio.TaskGroup() as episodes:
             for episode, (url, key) in enumerate(request["access"]):
                 task = Task(**copy.deepcopy(request["task"]))  # an episode may change its messages or its answer

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, TypeAdapter
@@ -14,6 +16,8 @@ from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive
 from services.rollout.deadlines import LOAD_S
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult, Program
 from services.rollout.rewards.outcome import Number
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
 SPOILING = (Kind.TIMEOUT, Kind.MEMORY)  # after these a process may have threads that hang: it is not used again
@@ -99,6 +103,8 @@ class EnvironmentProcess:
                     return answer.to_result()
                 if not isinstance(answer, Loaded):
                     raise OutOfStep(CODE)
+                if answer.warning:
+                    warn_once(request.program.name, answer.warning)
                 is_loaded = True
             request.on_begin()
             loop_time = asyncio.get_running_loop().time
@@ -116,6 +122,11 @@ class EnvironmentProcess:
 
     async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:
         return await receive_answer(self.child, ANSWER, self._num_requests, timeout_s, CODE)
+
+
+@functools.cache  # the processes of an environment say the same
+def warn_once(name: str, warning: str) -> None:
+    logger.warning("environment %s: %s", name, warning)
 
 
 def as_message(request: PlayRequest, number: int) -> dict[str, Any]:

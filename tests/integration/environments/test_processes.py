@@ -25,7 +25,7 @@ from tests.waiting import is_running, wait_until, wait_until_gone
 pytestmark = pytest.mark.slow
 
 ENVIRONMENTS = '''
-import asyncio, json, os, resource, signal, subprocess, sys, threading, time
+import asyncio, collections, json, os, resource, signal, subprocess, sys, threading, time
 import httpx
 from pathlib import Path
 from onbeat.process import confine
@@ -127,6 +127,9 @@ class Behave:
         try: json.loads("{")
         except ValueError: raise ValueError("bad")
 
+class Shelf(collections.UserDict):
+    def get_reward(self): return 1.0
+
 class Blocking:
     def run(self, task, policy): return Outcome(1.0)
 
@@ -144,6 +147,7 @@ def ring(response, context, level):
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
 blocking = onbeat_test_environments:Blocking
+shelf = onbeat_test_environments:Shelf
 number = onbeat_test_environments:gives_a_number
 missing = no_such_package:Nothing
 
@@ -370,6 +374,15 @@ async def test_environment_that_cannot_be_built_or_run_fails_all(processes, chan
     results = await processes.play(request("a", "b", **changes))
     assert kinds(results) == [kind, kind]
     assert words in results[0].message
+
+
+async def test_methods_that_are_no_tools_are_logged_once(processes, caplog):
+    for _ in range(2):
+        await processes.play(request("a", "b", name="shelf"))
+        await processes.close()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == process_module.__name__]
+    assert message.startswith("environment shelf: MutableMapping.clear, UserDict.copy, ")
+    assert message.endswith(" are not offered as tools: they are of another package; to offer one, define it in Shelf")
 
 
 async def test_limits_are_set_and_settings_are_hidden(processes):

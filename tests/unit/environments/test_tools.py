@@ -12,7 +12,7 @@ import pytest
 from onbeat.environments import EpisodeOver, Outcome, Task
 from onbeat.environments.load import build_environment
 from onbeat.environments.text_calls import read_arguments
-from onbeat.environments.tool_schema import tool_of
+from onbeat.environments.tool_schema import describe_method
 from tests.scripted_session import ScriptedSession, calls, says
 
 TASK = Task([{"role": "user", "content": "2 + 3 ="}], "2 + 3 =", "5", {"level": 7}, seed=11)
@@ -296,7 +296,7 @@ def test_method_that_cannot_be_a_tool_is_refused_with_the_reason():
         (pages, "is a generator"),
     ):
         with pytest.raises(ValueError, match=f"the tool {method.__name__} {words}"):
-            tool_of(method)
+            describe_method(method.__name__, method)
 
 
 def test_class_or_options_that_cannot_work_are_refused_by_name():

@@ -189,8 +189,8 @@ def test_online_dpo_keeps_small_margins_of_long_responses():
         loss = objective.loss(batch, Logprobs(policy, policy.detach(), ref.to(dtype))).loss_sum
         return loss.double(), torch.autograd.grad(loss, policy)[0].double()
 
-    for found, expected in zip(*map(loss_and_gradient, (torch.float32, torch.float64)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+    for computed, expected in zip(*map(loss_and_gradient, (torch.float32, torch.float64)), strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize(

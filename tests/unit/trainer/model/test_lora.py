@@ -142,8 +142,8 @@ def test_experts_stay_and_dense_layers_get_adapters(config):
     published = frozen_base(model)
     load_frozen(published, published_tensors(model))
     with torch.no_grad():
-        found, expected = (each(TOKENS, use_cache=False).logits for each in (published, model))
-    assert torch.equal(found, expected)
+        computed, expected = (one(TOKENS, use_cache=False).logits for one in (published, model))
+    assert torch.equal(computed, expected)
     model(TOKENS, use_cache=False).logits.square().mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if ".lora_A." in name}
     assert any(gradient is not None and gradient.any() for gradient in gradients.values())
