@@ -99,6 +99,7 @@ class Attachment:
             lambda address: self._factories.connect_weights(address, self.job_id),
             self._find_address,
             peer,
+            find_digest=functools.partial(self._ledger.versions.digest, self.job_id),
             is_kept=is_kept,
         )
         cleanup.push_async_callback(puller.close)
@@ -193,6 +194,7 @@ class Attachment:
             open_s=time.monotonic() - stats.stepped_at if is_news else None,
             held_s=time.monotonic() - stats.ended_at,
             num_faults=len(stats.faults),
+            weights_digest=(await pull.known()).digest.hex(),
         )
         meters.record_update(version, stats.full_bytes, update)
         await self._ledger.versions.engine_ready(self.job_id, version, worker, update)
