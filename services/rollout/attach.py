@@ -32,6 +32,7 @@ from services.rollout.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
+REPORT_FAILURE_S = 10.0  # a trainer that restarts is back by then
 ATTACH_RETRY_S = 1.0
 MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
@@ -80,11 +81,14 @@ class Attachment:
         self._factories = factories
         self._newest_served = -1
         self._starting: Engine | None = None
+        self._failure = ""  # the last reason why the model did not come
         self.has_model = asyncio.Event()
 
     @property
     def doing(self) -> str:
         """The step of the start, in words."""
+        if self._failure:
+            return f"cannot get the model from the trainer: {self._failure}"
         if self._starting is None:
             return "getting the model from the trainer"
         return getattr(self._starting, "doing", "") or "starting the engine"
@@ -156,17 +160,22 @@ class Attachment:
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""
-        last_reason = ""
+        failing_since, is_reported = time.monotonic(), False
         while True:
             try:
                 description = await puller.describe()
                 pull = await puller.obtain(description.policy_version, deadline_s=0)
                 await pull.complete()
+                self._failure = ""
                 return description, pull
             except WeightsError as error:
-                if str(error) != last_reason:
+                if str(error) != self._failure:
                     logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
-                last_reason = str(error)
+                self._failure = str(error)
+            if not is_reported and time.monotonic() - failing_since > REPORT_FAILURE_S:
+                warning = f"{self._settings.worker_id} {self.doing}"
+                await self._ledger.event_log.emit(self.job_id, "job.warning", warning)
+                is_reported = True
             await asyncio.sleep(ATTACH_RETRY_S)
 
     async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
