@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ async def test_pull_whose_connection_closes_fails_and_is_not_cancelled(plane, cl
         (lambda answer: setattr(answer.tensors[0], "size_bytes", 1 << 50), "has 1125899906842624 bytes"),
         (lambda answer: setattr(answer, "policy_version", 1), "sent the manifest of version 1, not 0"),
         (lambda answer: answer.shard_starts.extend([4, 2]), "shards that overlap"),
+        (lambda answer: answer.CopyFrom(type(answer)(digest=blake3().digest())), "version 0 has no tensors"),
     ],
 )
 async def test_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
