@@ -345,6 +345,15 @@ async def test_impossible_streams_are_refused_before_they_begin(broker, world):
     assert broker.num_watchers == 0
 
 
+async def test_record_that_cannot_be_read_is_named_in_the_answer(broker, ledger, world):
+    job_id = await world.create_job()
+    await ledger.redis.hset(inspection.JobKeys(job_id).job, "num_opened", "many")
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        answer = await client.get(f"/v1/jobs/{job_id}/iterations")
+    assert answer.status_code == 500
+    assert "a record there, which cannot be read: invalid literal for int()" in answer.json()["detail"]
+
+
 async def test_streams_leave_room_for_other_requests(ledger, world, tmp_path):
     job_id = await world.create_job()
     async with serving(ledger, tmp_path, max_connections=4) as broker:
