@@ -141,7 +141,7 @@ class Attempt:
         *,
         is_in_ledger: bool = False,
     ) -> None:
-        """`is_in_ledger`: the digest of the manifest is known from elsewhere than the trainer's address."""
+        """Prepare a try. `is_in_ledger`: the manifest's digest is known from elsewhere than the trainer's address."""
         self.pull, self.host, self.trainer, self.connections = pull, host, trainer, connections
         # Tensors that no step has changed yet, and that need no change: the base had the same digest.
         self.as_held: set[int] = set()

@@ -8,7 +8,7 @@ event has seen the states that belong to it, and can go on after that event, her
 whole, and sending one twice does no harm; an event is sent once.
 
 A page of events is encoded once for all watchers, and sent in one piece, after which other tasks get a turn: a hundred
-watchers that begin with all events of a job hold up nobody else.
+watchers that begin with all events of a job hold up no other request.
 """
 
 import asyncio

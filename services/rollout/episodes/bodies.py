@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from onbeat.contracts.completions import ChatFailed
 from onbeat.environments import Message
 
-# To check an object takes 20 us, in which nobody else is answered. In a text, a quote follows a backslash.
+# To check an object takes 20 us, in which no other call is answered. In a text, a quote follows a backslash.
 MAX_OBJECTS, OBJECTS = 20_000, re.compile(rb'\{\s*"')
 
 T = TypeVar("T")

@@ -617,7 +617,7 @@ async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, smal
 # ---- what answers is not the trainer -------------------------------------------------------------------------------
 
 
-async def test_false_weights_service_is_refused_until_the_true_one_answers(plane):
+async def test_false_weights_service_is_refused_until_the_true_answers(plane):
     """It serves zeros, consistent in themselves, under the version's number and at the address in the job's record."""
     tensors = weights(0)
     true = await plane.trainer.publish(1, tensors)
