@@ -1,7 +1,7 @@
 """Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -114,8 +114,13 @@ class FakeEngine:
 class FakeTrainer:
     """Weights of a job at one address; anywhere else nobody answers."""
 
-    def __init__(self, address: str = "trainer:1", files: dict[str, bytes] | None = None) -> None:
-        self.address = address
+    def __init__(
+        self,
+        address: str = "trainer:1",
+        files: dict[str, bytes] | None = None,
+        announce: Callable[[], Awaitable[None]] | None = None,  # announces a version in the ledger, if there is one
+    ) -> None:
+        self.address, self._announce = address, announce
         self.files = files or {}
         self.newest = 0
         self.pulls: list[int] = []  # served
@@ -129,6 +134,8 @@ class FakeTrainer:
 
     async def publish(self, version: int) -> None:
         self.newest = version
+        if self._announce is not None:
+            await self._announce()
         await self._notify()
 
     async def break_watches(self, new_address: str) -> None:

@@ -11,6 +11,8 @@ from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 from onbeat.contracts.errors import ApiError, OnbeatError
 
+MAX_NAME = 200  # characters of a path that an error shows
+
 app = App(
     name="onbeat",
     help="Post-train language models with reinforcement learning, one policy version per iteration.",
@@ -72,7 +74,15 @@ def main() -> None:
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:  # such as an unreadable file or a full disk
-        fail(str(error), 1)
+        fail(describe_os_error(error), 1)
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return a sentence that names the file, the start of it if it is very long."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    name = str(error.filename)
+    return f"{name if len(name) <= MAX_NAME else name[:MAX_NAME] + '...'} cannot be used: {error.strerror}"
 
 
 def fail(message: str, exit_code: int) -> None:

@@ -108,7 +108,9 @@ def describe_audit(report: "AuditReport") -> str:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"
     gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
-    return f"clean: {counts}; {contents}{gone}\nhead {report.head}"
+    loads = f"{report.num_loads} loads of weights compared"
+    unknown = f", {report.num_loads_unknown} recorded no digest" if report.num_loads_unknown else ""
+    return f"clean: {counts}; {contents}{gone}; {loads}{unknown}\nhead {report.head}"
 
 
 def doctor(

@@ -165,6 +165,8 @@ def host_of(base_url: str) -> str:
         raise ValueError(f"{base_url!r} is not a URL: {error}") from error
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"{base_url!r} is not a broker's URL; expected something like {DEFAULT_URL}")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise ValueError(f"{base_url!r} is not a broker's URL: ports go from 1 to 65535")
     return url.host
 
 

@@ -2,11 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 SEEDS = 2**31
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+def check_text(text: str) -> str:
+    """Raise ValueError for halves of surrogate pairs, which JSON can name and UTF-8 cannot hold."""
+    if text != without_halves(text):
+        raise ValueError("has half a surrogate pair, which is no text; send whole characters")
+    return text
+
+
+AnyText = Annotated[str, AfterValidator(check_text)]
 
 
 def as_whole(value: object) -> object:
@@ -28,12 +38,12 @@ class Strict(BaseModel):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: AnyText
 
 
 class Message(Strict):
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: AnyText | list[TextPart]
 
     @property
     def text(self) -> str:
@@ -58,7 +68,7 @@ class CompletionRequest(Strict):
     n: FewChoices | None = Field(None, description="how many answers; default 1")
     seed: Seed | None = Field(None, description="of the first answer; default: another one each time")
     stop: Text | Annotated[list[Text], Field(max_length=4)] | None = Field(None, description="the text ends before it")
-    user: str | None = Field(None, description="ignored")
+    user: AnyText | None = Field(None, description="ignored")
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -109,6 +109,7 @@ class WeightUpdate(Record):
     open_s: float | None = None
     held_s: float | None = None  # time from the last verified tensor to the engine open; None: not reported
     num_faults: int = 0  # problems on the way that were overcome
+    weights_digest: str = ""  # digest of the weights that were loaded; "" in records of older releases
 
 
 class DatasetRecord(Record):
@@ -162,6 +163,8 @@ class AuditReport(Record):
     num_commits: int
     num_contents: int  # groups whose stored content has the digest of the log
     num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable
+    num_loads: int = 0  # policy versions that rollouts loaded, and whose digest is that of the log
+    num_loads_unknown: int = 0  # the same, by rollouts of older releases, which recorded no digest
     head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
 
 

@@ -52,7 +52,7 @@ class OpenEnvGame:
     async def init(self, prompt: list[Message], seed: int) -> list[Message]:
         from websockets.asyncio.client import connect
 
-        self._socket = await connect(
+        connection = connect(
             f"{self._url}/ws",
             open_timeout=CONNECT_S,
             close_timeout=CLOSE_S,
@@ -60,12 +60,19 @@ class OpenEnvGame:
             compression=None,
             ping_interval=None,  # a server that computes a step may answer no ping; ANSWER_S is the limit
         )
+        # A redirect is an error: the operator has named the server.
+        connection.process_redirect = lambda exc: exc  # type: ignore[method-assign]
+        self._socket = await connection
         first = self._to_text((await self._ask("reset", {"seed": seed}))["observation"])
         return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n{first}"}]
 
     async def step(self, message: Message) -> tuple[str, float, bool]:
         result = await self._ask("step", self._to_action(message["content"] or ""))
-        return self._to_text(result["observation"]), result.get("reward") or 0.0, bool(result.get("done"))
+        reward = result.get("reward") or 0.0
+        if not isinstance(reward, int | float):
+            shown = str(reward)[:200]
+            raise RuntimeError(f"the OpenEnv server has answered step with the reward {shown!r}, not a number")
+        return self._to_text(result["observation"]), reward, bool(result.get("done"))
 
     async def close(self) -> None:
         if self._socket is None:
@@ -85,16 +92,12 @@ class OpenEnvGame:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._send({"type": kind, "data": data})
-                answer = json.loads(await self._socket.recv())
+                text = await self._socket.recv()
         except TimeoutError as error:
             raise TimeoutError(f"the OpenEnv server has not answered {kind} for {ANSWER_S:g} s") from error
         except ConnectionClosed as error:
             raise ConnectionError(f"the OpenEnv server has not answered {kind}: {error}") from error
-        if answer["type"] == "error":
-            details = answer["data"]
-            raise RuntimeError(f"the OpenEnv server refuses {kind}: {details.get('code')}: {details.get('message')}")
-        content: dict[str, Any] = answer["data"]
-        return content
+        return read_answer(kind, text)
 
     async def _send(self, message: dict[str, Any]) -> None:
         """Send a message. A server that has hung up may have said why: the next answer is that, or raises."""
@@ -102,3 +105,18 @@ class OpenEnvGame:
 
         with contextlib.suppress(ConnectionClosed):
             await self._socket.send(json.dumps(message))
+
+
+def read_answer(kind: str, text: str | bytes) -> dict[str, Any]:
+    """Return the data of an answer. Raises RuntimeError for an error that the server reports, and for another shape."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    data = answer.get("data") if isinstance(answer, dict) else None
+    if isinstance(answer, dict) and isinstance(data, dict):
+        if answer.get("type") == "error":
+            raise RuntimeError(f"the OpenEnv server refuses {kind}: {data.get('code')}: {data.get('message')}")
+        if "observation" in data:
+            return data
+    raise RuntimeError(f"the OpenEnv server has answered {kind} with {text[:200]!r}, which has no data.observation")

@@ -45,8 +45,13 @@ def this_machine() -> str:
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
-    """Return the option, else ONBEAT_DATA_DIR, else `.onbeat` in the current folder."""
-    return Path(data_dir or os.environ.get("ONBEAT_DATA_DIR") or DEFAULT_DATA_DIR).expanduser().resolve()
+    """Return the option, else ONBEAT_DATA_DIR, else `.onbeat` in the current folder. Raise ValueError for a path that
+    is not text: records and messages name what lies in it."""
+    path = Path(data_dir or os.environ.get("ONBEAT_DATA_DIR") or DEFAULT_DATA_DIR).expanduser().resolve()
+    shown = os.fsencode(path).decode(errors="replace")
+    if shown != str(path):
+        raise ValueError(f"the data folder {shown} has a name that is not UTF-8; choose another one with --data-dir")
+    return path
 
 
 def create_data_dir(data_dir: Path) -> None:

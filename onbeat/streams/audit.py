@@ -59,6 +59,7 @@ class Audit:
     first_iteration: int = 0  # earlier ones are of the job that this one was forked from
     next_iteration: int = 0  # the next iteration to be committed
     weights_digest: str = ""  # digest of the newest published version
+    digests: dict[int, str] = field(default_factory=dict)  # policy version -> digest of its weights
     iterations: list[Iteration] = field(default_factory=list)
 
     def read(self, entries: Iterable[Entry]) -> None:
@@ -93,6 +94,7 @@ class Audit:
     def _published(self, version: str, digest: str) -> None:
         require(self.published is None, "later versions are published by their commit")
         self.published, self.weights_digest = int(version), digest
+        self.digests[int(version)] = digest
 
     def _opened(self, iteration: str, version: str, num_groups: str) -> None:
         number = int(iteration)
@@ -128,7 +130,8 @@ class Audit:
         require(len(opened.digests) == opened.num_groups, f"{len(opened.digests)} of {opened.num_groups} groups are in")
         require(int(version) == number + 1, f"iteration {number} makes version {number + 1}")
         require(used == used_digest(opened.digests), "the step used other groups than those that were accepted")
-        opened.weights_digest, self.next_iteration = digest, number + 1
+        opened.weights_digest = self.digests[int(version)] = digest
+        self.next_iteration = number + 1
         if is_published == "1":
             self.published, self.weights_digest = int(version), digest
 

@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from onbeat.contracts.errors import VersionNotHeld, WeightsError
-from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel
+from onbeat.weights.security import PLAIN, WireSecurity, call_metadata, create_channel, tls_remedy
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message
 
@@ -52,6 +52,7 @@ class WeightsClient:
     def __init__(self, address: str, job_id: str, security: WireSecurity = PLAIN) -> None:
         self.address = address
         self.job_id = job_id
+        self._security = security
         self._channel, self._metadata = create_channel(address, security), call_metadata(security)
         self._pull: Callable[..., Any] = self._channel.unary_stream(  # the answers are bytes
             f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString
@@ -164,7 +165,9 @@ class WeightsClient:
             yield
         except grpc.aio.AioRpcError as error:
             kind = not_found if error.code() is grpc.StatusCode.NOT_FOUND else WeightsError
-            raise kind(f"{failed}: {error.code().name}: {error.details()}") from error
+            details = str(error.details())
+            remedy = tls_remedy(self._security, details)
+            raise kind(f"{failed}: {remedy and remedy + ': '}{error.code().name}: {details}") from error
         except WeightsError as error:
             raise WeightsError(f"{failed}: {error}") from error
         except TimeoutError as error:

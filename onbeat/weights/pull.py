@@ -6,8 +6,9 @@
         receive    writes the payload's bytes as they come; peers that pull from here get them, too
         apply      follows: patches or keeps each tensor whose bytes are there, checks it, announces that it is final
 
-A tensor is final when its digest is the manifest's, or, where every byte came from the trainer that also sent the
-manifest, its checksum: engines may read it from then on. A version is held when all its tensors are final.
+A tensor is final when its digest is the manifest's: engines may read it from then on. If no ledger has the digest, and
+every byte came from the process that also sent the manifest, its checksum proves as much. A version is held when all
+its tensors are final.
 """
 
 import asyncio
@@ -131,10 +132,20 @@ class Pull:
 class Attempt:
     """One try of a pull: from what the host holds to the version."""
 
-    def __init__(self, pull: Pull, host: HostWeights, trainer: WeightsClient, connections: Connections) -> None:
+    def __init__(
+        self,
+        pull: Pull,
+        host: HostWeights,
+        trainer: WeightsClient,
+        connections: Connections,
+        *,
+        is_in_ledger: bool = False,
+    ) -> None:
+        """Prepare a try. `is_in_ledger`: the manifest's digest is known from elsewhere than the trainer's address."""
         self.pull, self.host, self.trainer, self.connections = pull, host, trainer, connections
         # Tensors that no step has changed yet, and that need no change: the base had the same digest.
         self.as_held: set[int] = set()
+        self.is_in_ledger = is_in_ledger
         self.relayed: set[int] = set()  # shards with a source other than the trainer
 
     async def run(self, itinerary: Itinerary) -> None:
@@ -178,10 +189,10 @@ class Attempt:
                 self.check(index, shard)
 
     def check(self, index: int, shard: int) -> None:
-        """Check one tensor; raise WrongBytes. For bytes from the trainer a checksum proves as much as a digest, since
-        the trainer could send a matching digest for any bytes."""
+        """Check one tensor; raise WrongBytes. Without a ledger, a checksum proves as much as a digest for bytes from
+        the trainer, since it could send a matching digest for any bytes."""
         tensor, content = self.host.layout.tensors[index], self.host.tensor(index)
-        if tensor.checksum and shard not in self.relayed:
+        if tensor.checksum and shard not in self.relayed and not self.is_in_ledger:
             kind, is_right = "checksum", xxh3_128_digest(content) == tensor.checksum
         else:
             kind, is_right = "digest", blake3(content, max_threads=blake3.AUTO).digest() == tensor.digest

@@ -185,6 +185,21 @@ def create_channel(address: str, security: WireSecurity) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options)
 
 
+def tls_remedy(security: WireSecurity, details: str) -> str:
+    """Return what to do about a connection that gRPC could not make, if TLS is or may be the reason; otherwise ""."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"TLS: the certificate there is not in force, or not from the authority in {TLS_CA} here"
+    if "Hostname Verification" in details:
+        return f"TLS: the certificate there is for another name; put that name into {TLS_SERVER_NAME} here"
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"TLS: this side wants it and the other side has none; set {TLS_CERT} and {TLS_KEY} there"
+    if "Socket closed" in details and security.has_tls:
+        return f"TLS: if {TLS_CA} is set there, set {TLS_CERT} and {TLS_KEY} of that authority here"
+    if "Socket closed" in details:
+        return f"TLS: this side has none; if {TLS_CERT} is set there, set {TLS_CA} here"
+    return "TLS failed" if "handshake failed" in details else ""
+
+
 def call_metadata(security: WireSecurity) -> tuple[tuple[str, str], ...]:
     """Return what every call has to send: the key, if there is one. gRPC takes call credentials with TLS only."""
     return (("authorization", f"Bearer {security.api_key}"),) if security.api_key else ()

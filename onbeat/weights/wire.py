@@ -187,6 +187,8 @@ def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
     manifest = Manifest(answer.policy_version, tensors, tuple(answer.shard_starts))
     if manifest.digest != answer.digest:
         raise WeightsError(f"the manifest of version {answer.policy_version} contradicts its digest")
+    if not tensors:
+        raise WeightsError(f"the manifest of version {answer.policy_version} has no tensors")
     names = {tensor.name for tensor in tensors}
     if len(names) < len(tensors) or "__metadata__" in names:
         raise WeightsError(f"the manifest of version {answer.policy_version} has tensors that no file can hold by name")

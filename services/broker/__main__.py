@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -80,6 +81,14 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
 
 class Server(uvicorn.Server):
     """A server that leaves signals to us: asked to stop, we drain and exit 0; uvicorn would die of the signal."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn has logged the system's words
+            place, remedy = self.config.host, "stop what listens there, or set ONBEAT_PORT or ONBEAT_HOST"
+            logger.critical("the broker cannot listen on port %d of %s; %s", self.config.port, place, remedy)
+            raise
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -16,11 +16,13 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
     """Audit a job and report the first violation. `kept_head`: the head of an earlier report. Raises JobNotFound."""
     max_staleness = int((await ledger.jobs.fields(job_id))["max_staleness"])
     audit, num_contents, violation = Audit(job_id, max_staleness, kept_head), 0, None
+    num_loads = num_loads_unknown = 0
     try:
         fields = await read_log(ledger, audit)
         require(not kept_head or audit.has_kept_head, f"link {kept_head} is not in the log: it was written anew")
         check_job(audit, fields)
         await check_iterations(ledger, audit)
+        num_loads, num_loads_unknown = await check_loads(ledger, audit)
         rollout = json.loads(fields["config"])["rollout"]
         num_contents = await check_contents(ledger, audit, rollout.get("max_prompts_per_iteration"))
     except AuditViolation as error:
@@ -35,6 +37,8 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         num_commits=audit.next_iteration - audit.first_iteration,
         num_contents=num_contents,
         num_contents_gone=num_groups - num_contents if violation is None else 0,
+        num_loads=num_loads,
+        num_loads_unknown=num_loads_unknown,
         head=audit.link,
     )
 
@@ -87,6 +91,25 @@ async def check_iterations(ledger: Ledger, audit: Audit) -> None:
             require(stored == str(value), f"iteration {number}: its {name} is {stored!r}, by the log {str(value)!r}")
         wanted = {group_id: f"accepted:{entry}" for group_id, entry in logged.entries.items()}
         require(groups == wanted, f"iteration {number}: its ledger of groups is not that of the log")
+
+
+async def check_loads(ledger: Ledger, audit: Audit) -> tuple[int, int]:
+    """Check that rollouts loaded the weights whose digests are in the log. Return the numbers of loads that recorded a
+    digest, and of those that did not: they are of older releases."""
+    num_loads = num_unknown = 0
+    for version, logged in audit.digests.items():
+        announced = await ledger.versions.digest(audit.job_id, version)
+        is_same = announced in ("", logged)
+        require(
+            is_same, f"policy version {version} was announced with digest {announced[:12]}, by the log {logged[:12]}"
+        )
+        record = await ledger.versions.weights(audit.job_id, version)
+        for rollout, update in ({} if record is None else record.rollouts).items():
+            loaded = update.weights_digest
+            place = f"{rollout} loaded policy version {version}"
+            require(loaded in ("", logged), f"{place} with digest {loaded[:12]}, by the log {logged[:12]}")
+            num_loads, num_unknown = num_loads + bool(loaded), num_unknown + (not loaded)
+    return num_loads, num_unknown
 
 
 async def check_contents(ledger: Ledger, audit: Audit, max_groups: int | None) -> int:

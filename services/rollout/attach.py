@@ -35,6 +35,7 @@ from services.rollout.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
+REPORT_FAILURE_S = 10.0  # a trainer that restarts is back by then
 ATTACH_RETRY_S = 1.0
 MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
@@ -83,11 +84,14 @@ class Attachment:
         self._factories = factories
         self._newest_served = -1
         self._starting: Engine | None = None
+        self._failure = ""  # the last reason why the model did not come
         self.has_model = asyncio.Event()
 
     @property
     def doing(self) -> str:
         """The step of the start, in words."""
+        if self._failure:
+            return f"cannot get the model from the trainer: {self._failure}"
         if self._starting is None:
             return "getting the model from the trainer"
         return getattr(self._starting, "doing", "") or "starting the engine"
@@ -102,6 +106,7 @@ class Attachment:
             lambda address: self._factories.connect_weights(address, self.job_id),
             self._find_address,
             peer,
+            find_digest=functools.partial(self._ledger.versions.digest, self.job_id),
             is_kept=is_kept,
         )
         cleanup.push_async_callback(puller.close)
@@ -160,17 +165,22 @@ class Attachment:
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""
-        last_reason = ""
+        failing_since, is_reported = time.monotonic(), False
         while True:
             try:
                 description = await puller.describe()
                 pull = await puller.obtain(description.policy_version, deadline_s=0)
                 await pull.complete()
+                self._failure = ""
                 return description, pull
             except WeightsError as error:
-                if str(error) != last_reason:
+                if str(error) != self._failure:
                     logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
-                last_reason = str(error)
+                self._failure = str(error)
+            if not is_reported and time.monotonic() - failing_since > REPORT_FAILURE_S:
+                warning = f"{self._settings.worker_id} {self.doing}"
+                await self._ledger.event_log.emit(self.job_id, "job.warning", warning)
+                is_reported = True
             await asyncio.sleep(ATTACH_RETRY_S)
 
     async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
@@ -198,6 +208,7 @@ class Attachment:
             open_s=time.monotonic() - stats.stepped_at if is_news else None,
             held_s=time.monotonic() - stats.ended_at,
             num_faults=len(stats.faults),
+            weights_digest=(await pull.known()).digest.hex(),
         )
         meters.record_update(version, stats.full_bytes, update)
         await self._ledger.versions.engine_ready(self.job_id, version, worker, update)

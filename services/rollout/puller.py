@@ -126,7 +126,8 @@ class WeightsPuller:
     """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`PayloadOwner`).
 
     `find_trainer` returns the address of the trainer's rank 0; any error other than WeightsError, such as a lost Redis,
-    ends `announcements.follow`. `connect` makes a client of an address.
+    ends `announcements.follow`. `connect` makes a client of an address. `find_digest` returns the digest of a version
+    in the ledger, or "" if it has none yet; without a ledger, what answers at the address is believed.
     """
 
     def __init__(
@@ -135,11 +136,12 @@ class WeightsPuller:
         find_trainer: Callable[[], Awaitable[str]],
         peer: Peer,
         *,
+        find_digest: Callable[[int], Awaitable[str]] | None = None,
         is_kept: bool = True,
     ) -> None:
         self.host: HostWeights | None = None
         self.connections = Connections(connect, peer)
-        self._find_trainer, self._is_kept = find_trainer, is_kept
+        self._find_trainer, self._find_digest, self._is_kept = find_trainer, find_digest, is_kept
         self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
@@ -255,10 +257,26 @@ class WeightsPuller:
         itinerary = await trainer.itinerary(pull.version, None if self.host is None else self.host.version)
         if pull.manifest is not None and pull.manifest.digest != itinerary.manifest.digest:
             raise OtherWeights(f"{address}: version {pull.version} has other weights than when its pull began")
+        await self._compare_with_ledger(itinerary.manifest, address)
         host = self._host_of(itinerary.manifest, address)
-        await Attempt(pull, host, trainer, self.connections).run(itinerary)
+        is_in_ledger = self._find_digest is not None
+        await Attempt(pull, host, trainer, self.connections, is_in_ledger=is_in_ledger).run(itinerary)
         pull.stats.ended_at = time.monotonic()
         pull.stats.pull_s = pull.stats.ended_at - started
+
+    async def _compare_with_ledger(self, manifest: Manifest, address: str) -> None:
+        """Raise WeightsError unless the manifest is of the weights that the trainer has announced in the ledger."""
+        if self._find_digest is None:
+            return
+        version, announced = manifest.policy_version, await self._find_digest(manifest.policy_version)
+        if not announced:
+            raise WeightsError(f"the trainer has not announced policy version {version} in the ledger yet")
+        if manifest.digest.hex() != announced:
+            raise WeightsError(
+                f"{address} answers with other weights than the trainer has announced: version {version} has digest "
+                f"{manifest.digest.hex()[:12]}, in the ledger {announced[:12]}. If the trainer does not listen there, "
+                "something else does"
+            )
 
     def _host_of(self, manifest: Manifest, address: str) -> HostWeights:
         """Return the copy, which fits the manifest's tensors. Raise WeightsError when they are another model's."""

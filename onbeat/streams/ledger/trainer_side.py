@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from onbeat.contracts.errors import LeaseLost, StreamLost
+from onbeat.contracts.errors import JobFailed, LeaseLost, StreamLost
 from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
@@ -85,7 +85,8 @@ class TrainerSide(LedgerPart):
         is_published: bool = True,
         advantages: Mapping[str, Sequence[float | None]] | None = None,
     ) -> bool:
-        """Close a drained iteration and publish `version`. Return False if it was committed before. Raise LeaseLost.
+        """Close a drained iteration and publish `version`. Return False if it was committed before. Raise LeaseLost,
+        and JobFailed when replayed weights differ, or Redis has lost groups.
 
         `used`: the `used_digest` of the groups that the step was made of.
 
@@ -101,6 +102,11 @@ class TrainerSide(LedgerPart):
         outcome = (await self._run_as_owner("commit_iteration", job, more_keys, *args, *published)).decode()
         if outcome == "diverged":
             raise diverged(f"replaying iteration {iteration}")
+        if outcome == "open":
+            raise JobFailed(
+                f"iteration {iteration} is open in Redis, and its groups were trained: Redis has lost what it had "
+                "acknowledged. Restore its newest data, or submit the job again"
+            )
         assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
         assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
         return bool(outcome == "committed")

@@ -40,6 +40,11 @@ class Versions(LedgerPart):
         times = await self.redis.hgetall(JobKeys(job_id).versions)
         return {int(version): float(time) for version, time in times.items()}
 
+    async def digest(self, job_id: str, version: int) -> str:
+        """Return the digest of a version, as announced by the trainer; "" when it has not been announced."""
+        digest: bytes | None = await self.redis.hget(JobKeys(job_id).weights(version), "digest")
+        return "" if digest is None else digest.decode()
+
     async def weights(self, job_id: str, version: int) -> WeightsRecord | None:
         """Return the numbers that trainer and rollouts have recorded for a policy version; None when there are none."""
         fields = await self.redis.hgetall(JobKeys(job_id).weights(version))

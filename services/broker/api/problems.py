@@ -193,7 +193,10 @@ def explain_redis(error: Exception) -> tuple[str, str]:
     return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {causes} See the broker's log."
 
 
-async def on_defect(request: Request, _: Exception) -> ProblemResponse:
+async def on_defect(request: Request, error: Exception) -> ProblemResponse:
     """Answer 500; the server logs the defect with its traceback."""
     detail = f"{request.method} {request.url.path} failed because of a defect; see the broker's log."
+    if isinstance(error, ValueError):  # pydantic's and JSON's are
+        detail += " If somebody else has written to Redis, it may also be a record there, which cannot be read: "
+        detail += str(error).partition("\n")[0][:MAX_REDIS_TEXT]
     return problem(500, "Internal error", detail, headers={"X-Request-Id": request.scope.get(REQUEST_ID, "-")})

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel, TypeAdapter
 
 from onbeat.config import ReasoningGymData
+from onbeat.process.confine import MEBIBYTE, lower_limits
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset
 
 MAX_OPEN = 8  # datasets kept open
@@ -37,7 +38,7 @@ REQUEST: TypeAdapter[ReadRequest | PatternRequest] = TypeAdapter(ReadRequest | P
 
 def main() -> None:
     data_dir, memory_mb = Path(sys.argv[1]), int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    lower_limits({resource.RLIMIT_AS: memory_mb * MEBIBYTE})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     answers = take_stdout()
     open_datasets: dict[str, PromptDataset] = {}

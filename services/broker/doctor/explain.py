@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from onbeat.config.explain import first_wrong
 from onbeat.contracts.deadlines import SILENT_S
-from onbeat.contracts.records import Finding, ProcessRecord
+from onbeat.contracts.records import Finding, ProcessRecord, WorkerRecord
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
@@ -324,7 +324,13 @@ def why_unclaimed(s: Situation) -> str:
         return "no rollout serves this job; " + ", ".join(others[:5])
     if all(worker.state == "generating" for worker in ours):
         return "every rollout is at capacity"
-    return ", ".join(f"{worker.id} is {worker.state}" for worker in ours[:5] if worker.state != "generating")
+    return ", ".join(describe_state(worker) for worker in ours[:5] if worker.state != "generating")
+
+
+def describe_state(worker: WorkerRecord) -> str:
+    """Describe what a rollout does instead of generating. One that starts reports the step, or what keeps it."""
+    doing = f" ({worker.doing})" if worker.state == "starting" and worker.doing else ""
+    return f"{worker.id} is {worker.state}{doing}"
 
 
 def explain_deadline(s: Situation) -> list[Finding]:

@@ -6,12 +6,15 @@ it has been sent, which is the same for all who keep up: so one of them reads, a
 A look first sends the states (job, iterations) and then the events that led to them. So a watcher that has seen an
 event has seen the states that belong to it, and can go on after that event, here or at another broker. States are sent
 whole, and sending one twice does no harm; an event is sent once.
+
+A page of events is encoded once for all watchers, and sent in one piece, after which other tasks get a turn: a hundred
+watchers that begin with all events of a job hold up no other request.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +26,7 @@ from redis.exceptions import RedisError
 
 from onbeat.contracts.deadlines import STREAM_HEARTBEAT_S
 from onbeat.contracts.errors import JobNotFound
-from onbeat.contracts.records import Event, IterationUpdate
+from onbeat.contracts.records import IterationUpdate
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams import inspection
 from onbeat.streams.inspection import EVENTS_AT_ONCE
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 EXPLAIN_S = 5.0
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
+PIECE_BYTES = 64 << 10
 MAX_READING = 16  # reads from Redis at a time
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
 # These characters are line ends to Python and text to JSON.
@@ -78,23 +82,35 @@ class News:
     """The messages between a position and now."""
 
     states: dict[str, bytes]  # states by subject; empty if nothing has changed
-    events: list[bytes]
+    events: list[bytes]  # pieces of several messages each
     position: Position  # position of a client that has been sent this
     is_over: bool
 
 
+def pieces(messages: Iterable[bytes]) -> Iterator[bytes]:
+    """Join messages until a piece is long enough: to send each by itself would take most of the time."""
+    piece = b""
+    for message in messages:
+        piece += message
+        if len(piece) >= PIECE_BYTES:
+            yield piece
+            piece = b""
+    if piece:
+        yield piece
+
+
 async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
     """Read the events after a position and then the states, which are at least as new. Raises JobNotFound."""
-    events: list[Event] = []
+    events, reported = list[bytes](), set[int]()
     cursor, is_all = at.cursor, False
     while not is_all:
         fields, page = await inspection.look(ledger, job_id, cursor)
-        events += page
+        events += pieces(encode("event", event, event.id) for event in page)
+        reported.update(number for event in page if isinstance(number := event.data.get("iteration"), int))
         cursor, is_all = page[-1].id if page else cursor, len(page) < EVENTS_AT_ONCE
     seen = frozenset((name, value) for name, value in fields.items() if name not in HEARTBEATS)
     state, states, first_open = JobState(fields["state"]), dict[str, bytes](), at.first_open
     if first_open is None:
-        reported = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
         first_open = min([max(0, int(fields["next_iteration"]) - 1), *reported])
     if events or seen != at.fields or state is JobState.PENDING:  # the job's place in the queue is no field of the job
         record = job_record(fields)
@@ -106,8 +122,7 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
             states[f"iteration {iteration.iteration}"] = encode("iteration", update)
             if is_done:
                 first_open = iteration.iteration + 1
-    messages = [encode("event", event, event.id) for event in events]
-    return News(states, messages, Position(cursor, first_open, seen), state.is_final)
+    return News(states, events, Position(cursor, first_open, seen), state.is_final)
 
 
 async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
@@ -192,10 +207,12 @@ class JobStreams:
         heartbeat_at, explained = time.monotonic() + STREAM_HEARTBEAT_S, b""
         while not self._is_stopping():
             news = await self._shared.answer((job_id, at), TICK_S / 2, partial(read_news, self._ledger, job_id, at))
-            messages = [state for name, state in news.states.items() if sent.get(name) != state] + news.events
+            states = pieces(state for name, state in news.states.items() if sent.get(name) != state)
+            messages = [*states, *news.events]
             at, sent = news.position, news.states or sent
             for message in messages:
                 yield message
+                await asyncio.sleep(0)
             # The question differs at the end, so that the last explanation is a new one.
             question, read = ("explanation", job_id, news.is_over), partial(read_explanation, self._ledger, job_id)
             explanation, is_waiting = await self._shared.answer(question, EXPLAIN_S, read)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -566,6 +568,25 @@ async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path):
     await process._child.kill()
     assert len((await process.read(file_spec(), 5, 1))[0]) == 1
     await process.close()
+
+
+async def test_data_process_keeps_a_lower_limit_of_its_machine(tmp_path):
+    """Batch systems limit the address space; the limit of the job's data may only be lower."""
+    command = [
+        "sh",
+        "-c",
+        'ulimit -v 3000000 && exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "services.broker.datasets.child",
+    ]
+    request = b'{"pattern": "[0-4]", "timeout_s": 20}\n'
+    child = await asyncio.create_subprocess_exec(
+        *command, str(tmp_path), "8192", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    answer, _ = await child.communicate(request)
+    assert json.loads(answer) == {"problem": "", "num_groups": 0}
 
 
 async def test_killed_data_process_is_named_and_not_its_data(process):

@@ -256,6 +256,77 @@ async def test_deleted_job_ends_its_stream(broker, ledger, world):
     assert (await listening)[-1].data == {"reason": "over"}
 
 
+async def add_old_events(ledger: Ledger, job_id: str, count: int) -> None:
+    pipeline = ledger.redis.pipeline()
+    for number in range(count):
+        fields = {"kind": "job.warning", "message": str(number), "data": "{}", "time": 1}
+        pipeline.xadd(inspection.JobKeys(job_id).events, fields)
+    await pipeline.execute()
+
+
+async def test_broker_answers_while_a_hundred_streams_begin(broker, ledger, world):
+    """All with the oldest of many events, and they take nothing."""
+    job_id = await world.create_job()
+    await add_old_events(ledger, job_id, 5000)
+    async with contextlib.AsyncExitStack() as stack:
+        address = "127.0.0.1", int(broker.url.rsplit(":")[-1])
+        for _ in range(100):
+            _, writer = await asyncio.open_connection(*address)
+            stack.callback(writer.close)
+            writer.write(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        async with httpx.AsyncClient(base_url=broker.url, trust_env=False, timeout=LIMIT_S) as client:
+            assert (await client.get("/livez")).status_code == 200
+        await eventually("all listen", lambda: broker.num_watchers == 100)
+
+
+async def test_others_get_a_turn_after_each_piece_of_a_stream(ledger, world):
+    job_id = await world.create_job()
+    await add_old_events(ledger, job_id, 5000)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    streams, num_turns = JobStreams(ledger, is_stopping=lambda: False, max_watchers=100), 0
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def take() -> list[int]:
+        return [num_turns async for piece in streams.stream(job_id, "0") if b"event: event" in piece]
+
+    others = asyncio.create_task(take_turns())
+    for turns in await asyncio.gather(*(take() for _ in range(100))):
+        assert len(turns) > 1
+        assert len(set(turns)) == len(turns)
+    others.cancel()
+    await streams.close()
+
+
+async def test_event_is_encoded_once_and_not_sent_by_itself(ledger, world, monkeypatch):
+    job_id = await world.create_job()
+    await add_old_events(ledger, job_id, 1000)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    encoded: list[str] = []
+    encode = live.encode
+
+    def count(kind, data, event_id=None):
+        encoded.append(kind)
+        return encode(kind, data, event_id)
+
+    monkeypatch.setattr(live, "encode", count)
+    streams = JobStreams(ledger, is_stopping=lambda: False, max_watchers=50)
+
+    async def take() -> list[bytes]:
+        return [piece async for piece in streams.stream(job_id, "0")]
+
+    answers = await asyncio.gather(*(take() for _ in range(20)))
+    assert encoded.count("event") == 1000 + 2  # the job's creation and its end
+    for pieces in answers:
+        assert b"".join(pieces).count(b"event: event") == encoded.count("event")
+        assert len(pieces) < 10
+    await streams.close()
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +343,15 @@ async def test_impossible_streams_are_refused_before_they_begin(broker, world):
         with pytest.raises(ApiError, match="404"):
             await anext(client.jobs.stream("nobody"))
     assert broker.num_watchers == 0
+
+
+async def test_record_that_cannot_be_read_is_named_in_the_answer(broker, ledger, world):
+    job_id = await world.create_job()
+    await ledger.redis.hset(inspection.JobKeys(job_id).job, "num_opened", "many")
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        answer = await client.get(f"/v1/jobs/{job_id}/iterations")
+    assert answer.status_code == 500
+    assert "a record there, which cannot be read: invalid literal for int()" in answer.json()["detail"]
 
 
 async def test_streams_leave_room_for_other_requests(ledger, world, tmp_path):

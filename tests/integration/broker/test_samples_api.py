@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from onbeat.client import AsyncClient
-from onbeat.contracts.errors import ApiError
+from onbeat.contracts.errors import ApiError, JobFailed
 from onbeat.contracts.states import Verdict
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.keys import JobKeys
@@ -210,7 +210,7 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger, w
     job_id, epoch = await world.started_job()
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     place = (job_id, epoch, 0, 1, "d1", {}, "used", True)
-    with pytest.raises(AssertionError, match="iteration 0 is open"):
+    with pytest.raises(JobFailed, match="iteration 0 is open in Redis, and its groups were trained"):
         await ledger.trainer.commit(*place, {"0-0": [1.0, -1.0]})
     assert await ledger.iterations.advantages(job_id, 0) == {}
     await world.drain(job_id)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import InvalidStatus
+from websockets.http11 import Request, Response
 
 from onbeat.environments import Task, openenv
 from onbeat.environments.openenv import OpenEnvGame, openenv_environment
@@ -123,6 +125,46 @@ async def game_on(step: Callable[[ServerConnection], Awaitable[None]]) -> AsyncI
         game = OpenEnvGame(f"ws://127.0.0.1:{port}", lambda text: {"message": text * 10_000_000}, str)
         await game.init([{"role": "user", "content": "Speak."}], 4)
         yield game
+
+
+ANSWERS_OF_OTHER_SHAPES = [
+    "[]",
+    "no JSON",
+    "[" * 100_000,
+    '{"type": "observation"}',
+    '{"type": "observation", "data": []}',
+    '{"type": "observation", "data": {}}',
+    '{"type": "observation", "data": {"observation": "", "reward": "much"}}',
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS_OF_OTHER_SHAPES)
+async def test_answer_of_another_shape_is_a_failure_with_its_text(answer):
+    async with game_on(lambda connection: connection.send(answer)) as game:
+        with pytest.raises(RuntimeError, match="the OpenEnv server has answered step with"):
+            await game.step({"content": ""})
+        await game.close()
+
+
+async def test_redirect_to_another_server_is_not_followed():
+    reached = asyncio.Event()
+
+    async def reach(connection: ServerConnection) -> None:
+        reached.set()
+
+    async with serve(reach, "127.0.0.1", 0) as other:
+        place = f"ws://127.0.0.1:{other.sockets[0].getsockname()[1]}/x"
+
+        def redirect(connection: ServerConnection, request: Request) -> Response:
+            response = connection.respond(302, "")
+            response.headers["Location"] = place
+            return response
+
+        async with serve(reach, "127.0.0.1", 0, process_request=redirect) as server:
+            game = game_of(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            with pytest.raises(InvalidStatus, match="302"):
+                await game.init([{"role": "user", "content": "Speak."}], 4)
+    assert not reached.is_set()
 
 
 async def test_server_that_hangs_up_counts_as_unreachable():

@@ -1,6 +1,7 @@
 """Programs of a model in real processes: what they may not do, they cannot."""
 
 import asyncio
+import contextlib
 import os
 import platform
 import socket
@@ -13,13 +14,38 @@ import pytest
 
 from onbeat.environments import python_tool
 from onbeat.environments.python_tool import run_python
-from onbeat.process.confine import SOCKET_CALLS, landlock_version
+from onbeat.process.confine import ARCHITECTURES, REFUSED_CALLS, REFUSED_EVERYWHERE, landlock_version
 from tests.waiting import eventually, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
 CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urp", "true"], check=False).returncode == 0
 HAS_LANDLOCK = landlock_version() >= 1
+has_filter = pytest.mark.skipif(platform.machine() not in ARCHITECTURES, reason="unknown numbers of system calls")
+may_unshare = pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
+
+# Python's ways to change what a file is, rather than what it holds: of any file, of an open one, and of a link.
+CHANGES_OF_FILES = """
+os.chmod(path, 0o666)
+os.chmod('file', 0o666, dir_fd=folder)
+os.fchmod(own.fileno(), 0o666)
+os.chown(path, os.getuid(), os.getgid())
+os.chown('file', os.getuid(), os.getgid(), dir_fd=folder)
+os.lchown(path, os.getuid(), os.getgid())
+os.fchown(own.fileno(), os.getuid(), os.getgid())
+os.utime(path, (1, 1))
+os.utime(own.fileno(), (1, 1))
+os.setxattr(path, 'user.x', b'1')
+os.setxattr(path, 'user.x', b'1', follow_symlinks=False)
+os.setxattr(own.fileno(), 'user.x', b'1')
+os.removexattr(path, 'user.here')
+os.truncate(path, 0)
+os.open(path, os.O_RDONLY | os.O_TRUNC)
+os.open(path, os.O_ACCMODE | os.O_TRUNC)
+fcntl.flock(own, fcntl.LOCK_SH)
+fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+fcntl.ioctl(own, 0x40086602, b'\\0' * 8)
+"""
 
 
 async def test_result_has_the_output_and_the_exit_code():
@@ -76,9 +102,9 @@ async def test_folder_of_a_killed_owner_goes_with_the_next_program(tmp_path, mon
 
 async def test_deep_and_closed_folders_go_with_the_program(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    deep = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed'); os.mkdir('closed/x')"
+    deep = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed', 0)"
     try:
-        result = await run_python(f"{deep}; os.chmod('closed', 0); print('done')", timeout_s=60.0)
+        result = await run_python(f"{deep}; print('done')", timeout_s=60.0)
         assert result.stdout == "done\n"
         assert not list(tmp_path.iterdir())
     finally:  # pytest could not delete it either
@@ -94,7 +120,7 @@ async def test_files_outside_the_folder_are_closed(tmp_path):
     assert (await run_python("open('/etc/ld.so.cache', 'rb').read(1)")).is_ok
 
 
-@pytest.mark.skipif(platform.machine() not in SOCKET_CALLS, reason="unknown numbers of system calls")
+@has_filter
 async def test_no_socket_reaches_another_program(tmp_path):
     """Neither loopback nor a UNIX socket with a path, by a stream or by datagrams."""
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
@@ -111,12 +137,105 @@ async def test_no_socket_reaches_another_program(tmp_path):
     server.close()
 
 
+@has_filter
+async def test_no_file_changes_mode_owner_times_or_attributes(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("kept")
+    path.chmod(0o600)
+    with contextlib.suppress(OSError):  # this file system has none
+        os.setxattr(path, "user.here", b"1")
+    before, attributes = path.stat(), os.listxattr(path)
+    code = f"""
+import ctypes, fcntl, os
+path, folder, own = {str(path)!r}, os.open({str(tmp_path)!r}, os.O_PATH), open('own', 'w')
+for call in {CHANGES_OF_FILES.strip().splitlines()!r}:
+    try:
+        eval(call)
+        print(call)
+    except PermissionError:
+        pass
+"""
+    result = await run_python(code)
+    assert (result.stdout, result.stderr) == ("", "")
+    after = path.stat()  # ctime is the time of any change
+    assert (after.st_mode, after.st_uid, after.st_ctime_ns) == (before.st_mode, before.st_uid, before.st_ctime_ns)
+    assert (path.read_text(), os.listxattr(path)) == ("kept", attributes)
+
+
+@has_filter
+async def test_refused_calls_are_refused_by_number():
+    numbers = (*REFUSED_CALLS[platform.machine()], *REFUSED_EVERYWHERE)
+    code = f"""
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+def error_of(number):
+    libc.syscall(number, -1, 0, 0, 0, 0, 0)
+    return errno.errorcode[ctypes.get_errno()]
+print({{error_of(number) for number in {numbers!r}}}, error_of(437), error_of(470), error_of(0x40000000 + 90))
+"""
+    assert (await run_python(code)).stdout == "{'EPERM'} ENOSYS ENOSYS ENOSYS\n"
+
+
+@has_filter
+async def test_no_memory_outlives_the_program():
+    """Not even in three calls, and none beside the limit while it runs."""
+    code = """
+import ctypes
+libc = ctypes.CDLL(None)
+print(libc.shmget(0, 5001 << 10, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600), libc.memfd_create(b'x', 0))
+"""
+    for _ in range(3):
+        assert (await run_python(code)).stdout == "-1 -1 -1 -1\n"
+    assert str(5001 << 10) not in await asyncio.to_thread(Path("/proc/sysvipc/shm").read_text)
+
+
+@may_unshare
+def test_system_v_memory_is_in_a_space_of_its_own():
+    code = "import os; from onbeat.process import confine; confine.enter_process_space(); "
+    code += "print(os.readlink('/proc/self/ns/ipc'))"
+    entered = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert entered.stdout.strip() not in ("", os.readlink("/proc/self/ns/ipc"))
+
+
+@may_unshare
+async def test_program_of_root_has_no_power_of_root():
+    """Also where namespaces are forbidden: here they are, and the machine's name may be changed by root."""
+    play = "from onbeat.environments.python_tool import run_python; import asyncio; "
+    play += "print(asyncio.run(run_python('import socket; socket.sethostname(chr(120))')).stderr)"
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces && hostname y && exec"
+    command = ["unshare", "-Uru", "sh", "-c", f'{forbid} "$0" -c "$1"', sys.executable, play]
+    result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert "PermissionError" in result.stdout
+
+
+async def test_usual_libraries_for_files_work():
+    code = """
+import pathlib, shutil, sqlite3, tarfile, tempfile, zipfile
+pathlib.Path('a').write_text('a')
+pathlib.Path('a').touch()
+shutil.copyfile('a', 'b')
+with zipfile.ZipFile('z.zip', 'w') as archive:
+    archive.write('a')
+zipfile.ZipFile('z.zip').extractall('zip')
+with tarfile.open('t.tar', 'w') as archive:
+    archive.add('a')
+tarfile.open('t.tar').extractall('tar')
+with tempfile.TemporaryDirectory() as folder:
+    shutil.move('b', folder)
+with sqlite3.connect('data.db') as database:
+    database.execute('CREATE TABLE t (x)')
+print(pathlib.Path('zip/a').read_text(), pathlib.Path('tar/a').read_text())
+"""
+    result = await run_python(code, timeout_s=20.0)
+    assert (result.stdout, result.exit_code) == ("a a\n", 0), result.stderr
+
+
 async def test_asyncio_and_processes_work_without_sockets():
     code = "import asyncio, subprocess\nasyncio.run(asyncio.sleep(0))\nprint(subprocess.check_output(['echo', 'x']))"
     assert (await run_python(code, timeout_s=20.0)).stdout == "b'x\\n'\n"
 
 
-@pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
+@may_unshare
 async def test_daemon_of_a_program_ends_with_it():
     daemon = "import os, time\nos.setsid()\nopen('pid', 'w').write('x')\ntime.sleep(600)"
     code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\ntime.sleep(1)"

@@ -25,7 +25,7 @@ from services.rollout.attach import Factories, SourceFactory
 from services.rollout.chat.server import create_chat_server
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
-from tests.rollout_fakes import FakeEngine, FakeTrainer
+from tests.rollout_fakes import FakeEngine, FakeTrainer, manifest_of
 from tests.world import job_body
 
 CONTEXT_TOKENS = 128
@@ -63,7 +63,8 @@ class Rig:
 
     def __init__(self, ledger: Ledger, pool: str = "", address: str = "trainer:1") -> None:
         self.ledger = ledger
-        self.trainer = FakeTrainer(address, files=build_model_files())
+        self.trainer = FakeTrainer(address, files=build_model_files(), announce=self.announce)
+        self.digest_of = lambda version: manifest_of(version).digest.hex()
         self.connect: SourceFactory = self.trainer.connect
         self.pool = pool or f"p{uuid.uuid4().hex[:8]}"
         self.job_id = ""
@@ -89,7 +90,7 @@ class Rig:
 
     async def announce(self) -> None:
         newest, address = self.trainer.newest, self.trainer.address
-        await self.ledger.versions.announce(self.job_id, self.epoch, newest, address, "digest")
+        await self.ledger.versions.announce(self.job_id, self.epoch, newest, address, self.digest_of(newest))
 
     async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
         version = iteration if version is None else version
@@ -129,7 +130,7 @@ class Rig:
         """Finish the step: publish the next version."""
         await self.trainer.publish(iteration + 1)
         place = (self.job_id, self.epoch, iteration, iteration + 1)
-        assert await self.ledger.trainer.commit(*place, "digest", {}, "used")
+        assert await self.ledger.trainer.commit(*place, self.digest_of(iteration + 1), {}, "used")
 
     async def restart_trainer_behind(self, num_iterations: int) -> None:
         """Restart a trainer that serves version 0 again and has yet to replay the rest of the job."""
@@ -224,8 +225,11 @@ async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
     async def publish(version: int) -> None:
         weights = write_perturbed_weights(model_dir, folder / "next.safetensors", seed=version)
         store.add(take_snapshot(version, load_file(weights).items()))
+        rig.trainer.newest = version
+        await rig.announce()
         await server.announce()
 
+    rig.digest_of = lambda version: store.get(version).manifest.digest.hex()  # type: ignore[union-attr]
     await rig.start_job()
     server = WeightServer(rig.job_id, files, store)
     rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

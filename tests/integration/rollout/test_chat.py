@@ -468,6 +468,19 @@ async def test_what_is_not_supported_is_refused_by_name(rig: ChatRig) -> None:
             assert param in (None, caught.value.param)
 
 
+async def test_half_a_surrogate_pair_is_refused_by_name(rig: ChatRig) -> None:
+    """JSON can name it, and UTF-8 cannot hold it."""
+    message = '"messages": [{"role": "user", "content": "hello"}]'
+    wrong = message.replace('"hello"', r'"\ud800"'), message.replace('"hello"', r'[{"type": "text", "text": "\udfff"}]')
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for fields in (*wrong, message + r', "user": "\ud800"'):
+            body = f'{{"model": "job", {fields}}}'.encode()
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post(f"{rig.url}/v1/chat/completions", content=body, headers=headers)
+            assert answer.status_code == 400, answer.text
+            assert "has half a surrogate pair, which is no text" in answer.json()["error"]["message"]
+
+
 async def test_messages_that_do_not_fit_are_refused_with_the_numbers(rig: ChatRig) -> None:
     engine = await start(rig)
     for messages, max_tokens in [

@@ -17,7 +17,8 @@ from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from services.rollout import claim_loop, puller, session
+from services.broker.doctor.explain import explain_job
+from services.rollout import attach, claim_loop, puller, session
 from services.rollout.worker import FIND_JOB_S
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
@@ -646,3 +647,17 @@ async def test_process_whose_engine_thread_is_stuck_ends_anyway(served_rig, redi
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_rollout_that_cannot_reach_the_weights_says_so(rig, monkeypatch):
+    """The doctor has it, and so the error of a job that fails for it; an event follows when it lasts."""
+    monkeypatch.setattr(attach, "REPORT_FAILURE_S", 0.5)
+    rig.trainer.is_up = False
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    reason = "w0 cannot get the model from the trainer: nobody answers at trainer:1"
+    assert await rig.until_told("job.warning") == [reason]
+    findings = await explain_job(rig.ledger, rig.job_id)
+    assert any(f"w0 is starting ({reason.removeprefix('w0 ')})" in finding.sentence for finding in findings)
+    rig.trainer.is_up = True
+    await rig.drained(0)

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from onbeat.cli.look import describe_audit
 from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.records import WeightUpdate
 from onbeat.contracts.states import JobState
 from onbeat.streams.audit import Audit, AuditViolation, Entry
 from onbeat.streams.codec import encode_group, payload_digest
@@ -92,6 +94,11 @@ async def forget_the_log(ledger: Ledger, job: JobKeys) -> None:
     await ledger.redis.hdel(job.job, "audit_link")
 
 
+async def load(ledger: Ledger, job: JobKeys, digest: str) -> None:
+    update = WeightUpdate(received_bytes=1, pull_s=0.1, apply_s=0.1, load_s=0.1, weights_digest=digest)
+    await ledger.versions.engine_ready(job.job_id, 1, "w1", update)
+
+
 CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[object]], str]] = [
     (forget_an_acceptance, "link does not follow"),
     (cut_the_log, "the log ends with link"),
@@ -103,6 +110,11 @@ CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[object]], str]] = [
     (rewrite_a_committed_iteration, "iteration 1: its policy_version is '0', by the log '1'"),
     (lambda ledger, job: ledger.redis.delete(job.groups(0)), "iteration 0: its ledger of groups"),
     (forget_the_log, "has no audit log"),
+    (lambda ledger, job: load(ledger, job, "d9"), "w1 loaded policy version 1 with digest d9, by the log d1"),
+    (
+        lambda ledger, job: ledger.redis.hset(job.weights(0), "digest", "d9"),
+        "was announced with digest d9, by the log d0",
+    ),
 ]
 
 
@@ -113,6 +125,17 @@ async def test_cheat_is_seen(cheat: Callable, violation: str, ledger: Ledger) ->
     report = await run_audit(ledger, job_id)
     assert not report.is_clean
     assert violation in (report.violation or "")
+
+
+async def test_loads_are_compared_and_those_of_older_releases_counted(ledger: Ledger) -> None:
+    job_id = await finished_job(ledger)
+    await load(ledger, JobKeys(job_id), "d1")
+    old = WeightUpdate(received_bytes=1, pull_s=0.1, apply_s=0.1, load_s=0.1)
+    await ledger.versions.engine_ready(job_id, 2, "w1", old)
+    report = await run_audit(ledger, job_id)
+    assert report.is_clean, report.violation
+    assert (report.num_loads, report.num_loads_unknown) == (1, 1)
+    assert describe_audit(report).splitlines()[0].endswith("; 1 loads of weights compared, 1 recorded no digest")
 
 
 async def test_rewritten_log_does_not_contain_a_head_kept_earlier(ledger: Ledger) -> None:

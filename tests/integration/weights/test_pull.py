@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +16,13 @@ from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.pull import Attempt
-from onbeat.weights.wire import PayloadKey, Plan, data_message, plan_message, read_message
+from onbeat.weights.security import PLAIN
+from onbeat.weights.wire import PayloadKey, Peer, Plan, data_message, plan_message, read_message
+from services.rollout.puller import WeightsPuller
 from services.trainer.weights.server import WeightServer
 from services.trainer.weights.store import WeightStore, take_snapshot
 from tests.waiting import until
-from tests.weight_plane import JOB, MIB, Plane, bits, size_of, stepped, weights
+from tests.weight_plane import JOB, MIB, Plane, Trainer, bits, size_of, stepped, weights
 
 
 @pytest.fixture
@@ -97,6 +100,7 @@ async def test_pull_whose_connection_closes_fails_and_is_not_cancelled(plane, cl
         (lambda answer: setattr(answer.tensors[0], "size_bytes", 1 << 50), "has 1125899906842624 bytes"),
         (lambda answer: setattr(answer, "policy_version", 1), "sent the manifest of version 1, not 0"),
         (lambda answer: answer.shard_starts.extend([4, 2]), "shards that overlap"),
+        (lambda answer: answer.CopyFrom(type(answer)(digest=blake3().digest())), "version 0 has no tensors"),
     ],
 )
 async def test_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
@@ -608,6 +612,36 @@ async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, smal
             may_end.set()
             assert await asyncio.wait_for(end, 5) is None
             await rollout.see_through(pull)
+
+
+# ---- what answers is not the trainer -------------------------------------------------------------------------------
+
+
+async def test_false_weights_service_is_refused_until_the_true_answers(plane):
+    """It serves zeros, consistent in themselves, under the version's number and at the address in the job's record."""
+    tensors = weights(0)
+    true = await plane.trainer.publish(1, tensors)
+    false = Trainer(1, PLAIN, 1024)
+    await false.start()
+    await false.publish(1, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    addresses = [false.address, false.address, plane.trainer.address]
+
+    async def find_trainer() -> str:
+        return addresses.pop(0) if len(addresses) > 1 else addresses[0]
+
+    async def find_digest(version: int) -> str:
+        return true.manifest.digest.hex()
+
+    puller = WeightsPuller(
+        lambda address: WeightsClient(address, JOB), find_trainer, Peer(worker_id="r0"), find_digest=find_digest
+    )
+    pull = puller.start(1, deadline_s=10.0)
+    await pull.complete()
+    assert len(pull.stats.faults) == 2
+    assert all(f"{false.address} answers with other weights" in fault for fault in pull.stats.faults)
+    assert puller.host.manifest.digest == true.manifest.digest
+    await puller.close()
+    await false.server.stop()
 
 
 # ---- the base is not what the puller believes ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from onbeat.contracts.errors import WeightsError
 from onbeat.weights import security as module
+from onbeat.weights.client import WeightsClient
 from onbeat.weights.security import (
     PLAIN,
     WireSecurity,
@@ -239,22 +241,28 @@ def sides(authority, stranger, tls_server, mutual_server):
     ("server", "client", "problem"),
     [
         ("tls", "trusting", None),
-        ("tls", "trusting another authority", "CERTIFICATE_VERIFY_FAILED"),
-        ("tls", "plain", ""),
-        ("tls of another name", "trusting", ""),
+        ("tls", "trusting another authority", "not from the authority in ONBEAT_WEIGHTS_TLS_CA here"),
+        ("tls", "plain", "this side has none; if ONBEAT_WEIGHTS_TLS_CERT is set there, set ONBEAT_WEIGHTS_TLS_CA here"),
+        ("tls of another name", "trusting", "put that name into ONBEAT_WEIGHTS_TLS_SERVER_NAME here"),
         ("tls of another name", "trusting by name", None),
         ("mutual", "certified", None),
-        ("mutual", "trusting", ""),
-        ("mutual", "certified by another authority", ""),
-        ("plain", "trusting", ""),
+        ("mutual", "trusting", "if ONBEAT_WEIGHTS_TLS_CA is set there, set ONBEAT_WEIGHTS_TLS_CERT"),
+        ("mutual", "certified by another authority", "of that authority here"),
+        ("plain", "trusting", "this side wants it and the other side has none; set ONBEAT_WEIGHTS_TLS_CERT"),
     ],
 )
 async def test_only_sides_that_trust_each_other_talk_over_tls(wire, sides, server, client, problem):
-    stub = wire.stub(await wire.serve(sides[server]), sides[client])
+    address = await wire.serve(sides[server])
+    stub = wire.stub(address, sides[client])
     if problem is None:
         await assert_is_answered(stub)
-    else:
-        await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE, problem)
+        return
+    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
+    puller = WeightsClient(address, "job", sides[client])
+    with pytest.raises(WeightsError, match=re.escape(problem)) as refused:
+        await puller.describe()
+    assert str(refused.value).startswith(f"could not describe the model at {address}: TLS: ")
+    await puller.close()
 
 
 async def test_over_tls_the_key_is_asked_for_as_well(wire, tls_server, authority):

@@ -326,7 +326,7 @@ async def test_broker_that_takes_no_connection_is_given_up_soon() -> None:
                     await client.jobs.create(CONFIG)  # the answer may take two minutes
 
 
-@pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])
+@pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y", "http://x:99999"])
 def test_wrong_url_is_refused_before_anything_is_sent(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
         AsyncClient(url)

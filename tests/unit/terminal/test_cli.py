@@ -164,6 +164,9 @@ def test_run_refuses_what_is_wrong_before_it_starts_anything(onbeat: Command, tm
             (["up", "--port", port], f"--port {port}: another process listens there; take another port"),
         ):
             assert message in onbeat(*words, "--data-dir", str(data_dir), code=2).err
+        not_text = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+        assert "a name that is not UTF-8" in onbeat("run", str(QUICKSTART), "--data-dir", not_text, code=2).err
+        assert "... cannot be used: File name too long" in onbeat("run", str(tmp_path / ("x" * 300)), code=1).err
         (tmp_path / "redis").mkdir()
         assert "another process listens there" in onbeat("view", str(tmp_path), "--port", port, code=2).err
     assert not data_dir.exists()

@@ -1,4 +1,4 @@
-"""Checks of a tensor: by the checksum for bytes from the trainer that named them, by the digest for all others.
+"""Checks of a tensor: by its digest; without a ledger, by the checksum for bytes from the trainer that named them.
 
 `forged` bytes stand for a collision: the manifest has their checksum and the digest of the true ones.
 """
@@ -122,11 +122,12 @@ async def pulled():
     async def find_trainer():
         return TRAINER
 
-    async def pull(network, version=1):
+    async def pull(network, version=1, find_digest=None, deadline_s=SOON_S):
         if id(network) not in pullers:
-            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer(worker_id="r0"))
+            peer = Peer(worker_id="r0")
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, peer, find_digest=find_digest)
         puller = pullers[id(network)]
-        pull = puller.start(version, SOON_S)
+        pull = puller.start(version, deadline_s)
         async with asyncio.timeout(SOON_S):
             await pull.complete()
         return bytes(puller.host.data), pull
@@ -183,6 +184,38 @@ async def test_a_manifest_without_checksums_has_its_digests_checked(pulled):
 def test_digest_of_a_version_covers_weights_and_not_checksums():
     """Jobs record it, and a replay by another release is compared with it."""
     assert COLLIDING.digest == SNAPSHOT.manifest.digest
+
+
+# ---- with the ledger's digest ----------------------------------------------------------------------------------------
+
+
+async def in_the_ledger(version):
+    return SNAPSHOT.manifest.digest.hex()
+
+
+async def test_weights_of_another_digest_than_the_ledgers_are_refused(pulled):
+    zeros = take_snapshot(1, [(name, torch.zeros_like(tensor)) for name, tensor in weights().items()])
+    network = in_full(Sent(TRAINER, content_of(zeros)), manifest=zeros.manifest)
+    with pytest.raises(WeightsError, match="trainer:1 answers with other weights than the trainer has announced"):
+        await pulled(network, find_digest=in_the_ledger, deadline_s=0.0)
+
+
+async def test_version_is_not_believed_before_its_announcement(pulled):
+    announced = ["", SNAPSHOT.manifest.digest.hex()]
+
+    async def find_digest(version):
+        return announced.pop(0)
+
+    held, pull = await pulled(in_full(Sent(TRAINER, TRUE), manifest=SNAPSHOT.manifest), find_digest=find_digest)
+    assert held == TRUE
+    assert "has not announced policy version 1 in the ledger yet" in pull.stats.faults[0]
+
+
+async def test_checksums_that_fit_forged_bytes_are_no_proof(pulled):
+    """The manifest has the ledger's digest, and checksums of whoever sent it."""
+    held, pull = await pulled(in_full(Sent(TRAINER, FORGED), Sent(PEER, TRUE)), find_digest=in_the_ledger)
+    assert held == TRUE
+    assert "a of version 1 does not match its digest" in pull.stats.faults[0]
 
 
 # ---- from anybody else -----------------------------------------------------------------------------------------------

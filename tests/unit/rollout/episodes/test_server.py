@@ -10,10 +10,11 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from onbeat.contracts.completions import ChatFailed
 from onbeat.engines import EngineBroken
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
 from services.rollout.episodes import server as server_module
-from services.rollout.episodes.bodies import ChatBody, GenerateBody
+from services.rollout.episodes.bodies import MAX_OBJECTS, ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.server import MAX_BODY_BYTES
 from tests.episode_rig import TOOL, playing, post
 from tests.waiting import until
@@ -158,6 +159,31 @@ async def test_tool_may_return_odd_text_but_no_more_than_a_body_holds():
         group = await rig.group()
     assert group.responses[0].reward == 0.5
     assert json.loads(group.responses[0].turns[0].messages_json)[-1]["content"] == "a file named ?.txt"
+
+
+TOOL_OF_NO_USE = b'{"type":"function","function":{"name":"f"}}'
+MANY = (MAX_OBJECTS // 2 + 1) * 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b'"tools": [%s]' % b",".join([TOOL_OF_NO_USE] * (MANY // 2)),
+        b'"messages": [%s]' % b",".join([b'{ "role": "user", "content": "a"}'] * MANY),
+        b'"messages": [{"role": "user", "content": [%s]}]' % b",".join([b'{"type": "text", "text": "a"}'] * MANY),
+    ],
+)
+def test_body_of_very_many_objects_is_refused_unchecked(field, monkeypatch):
+    monkeypatch.setattr(ChatBody, "model_validate_json", None)
+    with pytest.raises(ChatFailed, match=f"more than {MAX_OBJECTS} messages, parts, tools and calls"):
+        parse_body(ChatBody, b'{"model": "job", %s}' % field)
+
+
+def test_braces_and_quotes_in_a_text_are_no_objects():
+    text = 'if (x) { "a" } ' * MANY
+    assert (
+        parse_body(ChatBody, json.dumps({"messages": [USER | {"content": text}]}).encode()).messages[0].content == text
+    )
 
 
 @pytest.mark.parametrize("field", ["description", "arguments"])
