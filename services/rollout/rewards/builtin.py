@@ -52,12 +52,15 @@ def math(response: str, context: Context) -> float:
         require_extra("math", user="the reward math")
         raise
 
-    answer = expected_answer(context)
-    has_math_marks = "$" in answer or "\\boxed" in answer
-    expected = parse(answer if has_math_marks else f"${answer}$") or parse(answer)
+    from services.rollout.rewards.equal_answers import is_equal, prepare
+
+    answer, given = prepare(expected_answer(context)), prepare(response)
+    plain = answer.replace("\\$", "")  # a dollar sign that is a currency
+    has_math_marks = "$" in plain or "\\boxed" in plain
+    expected = parse(plain if has_math_marks else f"${plain}$") or parse(plain)
     if not expected:
         raise ValueError(f"the expected answer {answer!r} is no mathematical expression")
-    return float(verify(expected, parse(response)))
+    return float(is_equal(answer, expected, given, parse, verify))
 
 
 def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None = None) -> float:
