@@ -52,7 +52,8 @@ def math(response: str, context: Context) -> float:
         require_extra("math", user="the reward math")
         raise
 
-    from services.rollout.rewards.equal_answers import is_equal, prepare
+    from services.rollout.rewards.answer_texts import prepare
+    from services.rollout.rewards.equal_answers import is_equal
 
     answer, given = prepare(expected_answer(context)), prepare(response)
     plain = answer.replace("\\$", "")  # a dollar sign that is a currency
