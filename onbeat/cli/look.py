@@ -105,7 +105,8 @@ def describe_audit(report: "AuditReport") -> str:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"
     gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
-    return f"clean: {counts}; {contents}{gone}\nhead {report.head}"
+    rules = "" if report.answer_rules is None else f"; answers compared by rules {report.answer_rules}"
+    return f"clean: {counts}; {contents}{gone}{rules}\nhead {report.head}"
 
 
 def doctor(

@@ -132,6 +132,25 @@ class WeightsRecord(Record):
     rollouts: dict[str, WeightUpdate] = {}  # by worker id: those that have served it
 
 
+class RowCounts(Record):
+    """The rows of one data set of a job: how many can be used, how many are not used as they stand, and why."""
+
+    field: str  # of the job: data, evaluation.data
+    path: str
+    num_accepted: int
+    num_changed: int  # of those accepted
+    num_refused: int  # rows that refuse the job, or are left out
+    num_not_looked_at: int = 0  # there was no time
+    reasons: dict[str, int] = {}  # of changes and refusals
+
+
+class Validation(Record):
+    """A job that can be created. `notes` are remarks about its data, which would become events of the job."""
+
+    notes: list[str]
+    rows: list[RowCounts] = []
+
+
 class EvaluationRecord(Record):
     """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
 
@@ -163,6 +182,7 @@ class AuditReport(Record):
     num_contents: int  # groups whose stored content has the digest of the log
     num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable
     head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
+    answer_rules: int | None = None  # by which answers are compared; None: the rewards compare none
 
 
 class EpisodeTurn(Record):

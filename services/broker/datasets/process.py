@@ -14,7 +14,8 @@ from typing import IO, Any, TypeVar
 
 from onbeat.config import HubData
 from onbeat.contracts.errors import OnbeatError
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from onbeat.contracts.records import RowCounts
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,14 @@ class DatasetProcess:
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
+
+    async def survey(self, sections: Sequence[Section]) -> Survey:
+        """Look at all rows of data sets, the one for training first. Raises DatasetError as `read`."""
+        answer = await self._ask({"sections": [section.model_dump(mode="json") for section in sections]})
+        if "error" in answer:
+            raise DatasetError(answer["error"]["field"], answer["error"]["message"])
+        counts = [RowCounts.model_validate(count) for count in answer["counts"]]
+        return Survey(counts, [(field, message) for field, message in answer["complaints"]], answer["notes"])
 
     async def check_pattern(self, pattern: str) -> tuple[str, int]:
         """Return why a regular expression cannot be used ('' if it can), and its groups. Compiling can take minutes."""
@@ -168,6 +177,12 @@ class DatasetPool:
         hub = self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext()
         async with hold(hub), hold(self._free_process()) as process:
             return await process.read(spec, first, count)
+
+    async def survey(self, sections: Sequence[Section]) -> Survey:
+        """Look at rows as `DatasetProcess.survey`, once a process is free. Raises TooBusy, too."""
+        is_hub = any(isinstance(section.spec.data, HubData) for section in sections)
+        async with hold(self._hub if is_hub else contextlib.nullcontext()), hold(self._free_process()) as process:
+            return await process.survey(sections)
 
     @contextlib.asynccontextmanager
     async def _free_process(self) -> AsyncIterator[DatasetProcess]:
