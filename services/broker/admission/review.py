@@ -48,7 +48,7 @@ class RewardUse:
 
 @dataclass
 class Remarks:
-    """What is to be said about a job's data: notes for its events, and how many rows can be used."""
+    """Remarks about a job's data: notes for its events, and how many rows can be used."""
 
     notes: list[str] = dataclasses.field(default_factory=list)
     rows: list[RowCounts] = dataclasses.field(default_factory=list)

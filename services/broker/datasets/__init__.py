@@ -82,7 +82,7 @@ class Section(BaseModel):
 
 @dataclass
 class Survey:
-    """What is known of the rows after they were looked at."""
+    """The result of a look at all rows."""
 
     counts: list[RowCounts] = field(default_factory=list)
     complaints: list[tuple[str, str]] = field(default_factory=list)

@@ -214,6 +214,27 @@ async def test_answer_that_is_no_text_is_refused(broker, tmp_path, answer, kind)
         assert f"reward {name} compares text; name a field" in error["message"]
 
 
+async def test_own_answer_with_reward_0_is_a_note(broker):
+    for pattern, notes in (
+        (r"(\d+)", []),
+        ("<answer>(.*)</answer>", ["reward regex gives the first prompt's own answer '"]),
+    ):
+        reward = {"name": "regex", "options": {"pattern": pattern}}
+        answer = await broker.post("/v1/jobs:validate", json=job_body(reward=reward))
+        assert [note[: len(start)] for note, start in zip(answer.json()["notes"], notes, strict=True)] == notes
+
+
+async def test_held_out_answers_are_looked_at_as_well(broker, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n{"prompt": "?", "answer": [1]}\n')
+    evaluation = {"data": DATA | {"path": "held_out.jsonl"}, "num_prompts": 2}
+    (error,) = await refusals(broker, evaluation=evaluation)
+    assert error["field"] == "evaluation.data.answer_field"
+    assert "held_out.jsonl, line 2 has the answer [1]" in error["message"]
+    body = job_body(evaluation=evaluation | {"num_prompts": 1})
+    (note,) = (await broker.post("/v1/jobs:validate", json=body)).json()["notes"]
+    assert note.startswith("1 of the 1 held-out prompts of evaluation.data are in the training data, too")
+
+
 @pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])
 async def test_regex_needs_answers_only_if_its_pattern_has_a_group(broker, tmp_path, pattern, needs_answer):
     reward = {"name": "regex", "options": {"pattern": pattern}}
