@@ -74,19 +74,20 @@ class Admission:
         options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
-        uses = reward_uses(config)
+        uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # with the number of capture groups in its pattern
         for use in uses:
             of_pattern, num_groups = await self._review_pattern(use)
             of_reward = review_reward(use, num_groups)
             complaints += of_reward + of_pattern
+            checked += [] if of_pattern else [use]  # a slow pattern must not hold up the data
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
             complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
             return complaints, Remarks()
-        of_data, first, remarks = await self._review_data(config, uses)
+        of_data, first, remarks = await self._review_data(config, checked)
         complaints += of_data
         is_refused = first is not None and bool(of_data)  # by its rows, so that there is no answer to try
         for use, num_groups in [] if is_refused else to_try:
