@@ -1,17 +1,17 @@
 """`onbeat init` and `onbeat validate`: write a job file, and check it before it is submitted."""
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.options import Broker, Job, Overrides
-from onbeat.cli.output import say
+from onbeat.cli.options import AsJson, Broker, Job, Overrides
+from onbeat.cli.output import print_json, say
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
+    from onbeat.contracts.records import Validation
 
 TEMPLATE = """\
 # A job of Onbeat. It runs as it is: `onbeat run {name}`. All keys: docs/reference/job.md.
@@ -72,12 +72,13 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
     typer.echo(f"{path} is written; `onbeat validate {given}` checks it, `onbeat run {given}` trains")
 
 
-def validate(broker: Broker, job: Job, overrides: Overrides = None) -> None:
+def validate(broker: Broker, job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a job without creating it, here and, if a broker can be reached, at the broker.
 
-    A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
+    A broker also checks the model, the reward and every row of the data. Files beside the job file are uploaded to it.
+    --json prints how many rows are accepted, changed and refused, and why.
     """
-    from onbeat.client import DEFAULT_URL, BrokerUnreachable
+    from onbeat.client import DEFAULT_URL, ApiError, BrokerUnreachable
     from onbeat.client.datasets import take_local_files
     from onbeat.config import JobConfig, read_job_file
 
@@ -88,20 +89,31 @@ def validate(broker: Broker, job: Job, overrides: Overrides = None) -> None:
         wrong = error  # a broker may report further errors
     files = take_local_files(fields, job.parent)
 
-    async def ask_broker(client: "AsyncClient") -> tuple[str, Sequence[str]]:
+    async def ask_broker(client: "AsyncClient") -> "tuple[str, Validation]":
         for file in files:
             await client.datasets.push(file)
-        return client.base_url, await client.jobs.validate(fields)
+        return client.base_url, await client.jobs.check(fields)
 
     try:
-        address, notes = broker.ask(ask_broker)
+        address, validation = broker.ask(ask_broker)
+    except ApiError as error:
+        if as_json:
+            print_json({"is_accepted": False, "detail": error.detail, "errors": error.errors})
+            raise typer.Exit(1) from error
+        raise
     except BrokerUnreachable as error:
         if wrong is not None:
             raise wrong from error
         if error.url != DEFAULT_URL or error.status is not None:
             raise
-        typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")
+        if as_json:
+            print_json({"is_accepted": None, "notes": ["no broker was asked about model, data and reward"], "rows": []})
+        else:
+            typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")
         return
-    for note in notes:
+    if as_json:
+        print_json({"is_accepted": True, **validation.model_dump(mode="json")})
+        return
+    for note in validation.notes:
         say(f"note: {note}")
     typer.echo(f"{job}: the broker at {address} would accept it")

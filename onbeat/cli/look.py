@@ -108,9 +108,10 @@ def describe_audit(report: "AuditReport") -> str:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"
     gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
+    rules = "" if report.answer_rules is None else f"; answers compared by rules {report.answer_rules}"
     loads = f"{report.num_loads} loads of weights compared"
     unknown = f", {report.num_loads_unknown} recorded no digest" if report.num_loads_unknown else ""
-    return f"clean: {counts}; {contents}{gone}; {loads}{unknown}\nhead {report.head}"
+    return f"clean: {counts}; {contents}{gone}; {loads}{unknown}{rules}\nhead {report.head}"
 
 
 def doctor(

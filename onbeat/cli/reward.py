@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onbeat.cli.options import App, Broker, Job, Overrides
+from onbeat.cli.output import say
 from onbeat.cli.service import DEADLINE_S, run_service
 from onbeat.local.state import resolve_data_dir
 from onbeat.terminal.formatting import clip, printable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from onbeat.contracts.rewards import RewardConfig
 
 DATA_MEMORY_MB = 8192
+OWN_ANSWER = "own answer"
 START_S = 60.0  # time for the scoring process to start and import the reward
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
@@ -46,7 +48,7 @@ def try_reward(
     should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
-    from onbeat.contracts.rewards import HTTP_REWARD
+    from onbeat.contracts.rewards import HTTP_REWARD, ZERO
     from onbeat.process.extras import require_extra
 
     if job_id is not None:
@@ -76,6 +78,8 @@ def try_reward(
             label = name if reward.part is None else f"{name}, {reward.part}"
             silence = f"no score: it took longer than timeout_s = {reward.timeout_s:g}, or the scoring process ended"
             show_score(label, text, answers.get(number, {"message": silence}))
+            if name == OWN_ANSWER and answers.get(number, {}).get("reward") == 0:
+                say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
     if any("reward" not in answers.get(number, {}) for number in range(len(responses)) for _, answers in scores):
         raise typer.Exit(1)
 
@@ -83,11 +87,14 @@ def try_reward(
 def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the responses to score, as (name, text): the answer of the row, if it has one, and an empty response."""
     answer = item["context"].get("answer")
-    return [("own answer", str(answer))] * (answer is not None) + [("empty", "")]
+    return [(OWN_ANSWER, str(answer))] * (answer is not None) + [("empty", "")]
 
 
 def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: int) -> list[dict[str, Any]]:
-    """Return the first prompts of the data, with their contexts. Raises ValueError naming the field that is wrong."""
+    """Return the first prompts of the data, with their contexts, after a look at all rows as at a submission.
+
+    Raises ValueError naming the field that is wrong.
+    """
     from onbeat.client.datasets import file_sections
 
     job = config.model_dump(mode="json")
@@ -98,10 +105,19 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
     if "shuffle" in job["data"]:
         job["data"] |= {"shuffle": False, "max_prompt_tokens": None}
     spec = {"data": job["data"], "seed": config.seed, "num_items": count}
-    request = {"spec": spec, "first": 0, "count": count, "timeout_s": DEADLINE_S}
-    (answer,) = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], [request])
+    names = ["reward"] if len(config.rewards) == 1 else [f"reward.{number}" for number in range(len(config.rewards))]
+    rewards = {name: reward.model_dump(mode="json") for name, reward in zip(names, config.rewards, strict=True)}
+    requests = [
+        {"spec": spec, "first": 0, "count": count, "timeout_s": DEADLINE_S},
+        {"sections": [{"field": "data", "spec": spec, "rewards": rewards}], "timeout_s": DEADLINE_S},
+    ]
+    answer, survey = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], requests)
     if "error" in answer:
         raise ValueError(f"{answer['error']['field']}: {answer['error']['message']}")
+    for field, message in survey["complaints"]:
+        raise ValueError(f"{field}: {message}")
+    for note in survey["notes"]:
+        say(f"note: {note}")
     return [item for index, item in enumerate(answer["items"]) if item["row"] in (None, index)]  # a short file repeats
 
 

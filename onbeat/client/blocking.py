@@ -44,6 +44,7 @@ class Jobs(Blocking[AsyncJobs]):
 
     create = blocking(AsyncJobs.create)
     validate = blocking(AsyncJobs.validate)
+    check = blocking(AsyncJobs.check)
     fork = blocking(AsyncJobs.fork)
     list = blocking(AsyncJobs.list)
     get = blocking(AsyncJobs.get)

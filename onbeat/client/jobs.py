@@ -23,6 +23,7 @@ from onbeat.contracts.records import (
     Record,
     Sample,
     Timeline,
+    Validation,
     WeightsRecord,
 )
 from onbeat.contracts.states import JobState
@@ -62,7 +63,11 @@ class AsyncJobs:
 
     async def validate(self, config: JobConfig | Mapping[str, Any]) -> Sequence[str]:
         """Have a job checked that is not created; return notes about its data. A wrong one raises ApiError."""
-        return [str(note) for note in part_of(await self._send("/v1/jobs:validate", config), "notes")]
+        return (await self.check(config)).notes
+
+    async def check(self, config: JobConfig | Mapping[str, Any]) -> Validation:
+        """Have a job checked as `validate` does; return also how many rows of its data can be used, and why not all."""
+        return read_record(Validation, await self._send("/v1/jobs:validate", config))
 
     async def _send(self, path: str, config: JobConfig | Mapping[str, Any], **options: Any) -> Any:
         """Send a job, and return the answer. Raise TypeError for anything else, such as the path of a job file."""

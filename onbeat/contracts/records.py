@@ -133,6 +133,25 @@ class WeightsRecord(Record):
     rollouts: dict[str, WeightUpdate] = {}  # updates of the rollouts that have served it, by worker id
 
 
+class RowCounts(Record):
+    """The rows of one data set of a job: how many can be used, how many are not used as they stand, and why."""
+
+    field: str  # field of the job: data, evaluation.data
+    path: str
+    num_accepted: int
+    num_changed: int  # accepted rows that were changed
+    num_refused: int  # rows that refuse the job, or are left out
+    num_not_looked_at: int = 0  # there was no time
+    reasons: dict[str, int] = {}  # numbers of changes and refusals
+
+
+class Validation(Record):
+    """A job that can be created. `notes` are remarks about its data, which would become events of the job."""
+
+    notes: list[str]
+    rows: list[RowCounts] = []
+
+
 class EvaluationRecord(Record):
     """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
 
@@ -166,6 +185,7 @@ class AuditReport(Record):
     num_loads: int = 0  # policy versions that rollouts loaded, and whose digest is that of the log
     num_loads_unknown: int = 0  # the same, by rollouts of older releases, which recorded no digest
     head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
+    answer_rules: int | None = None  # rules by which answers are compared; None: the rewards compare none
 
 
 class EpisodeTurn(Record):

@@ -1,14 +1,30 @@
 """The rewards of a job: one, as a table, or several, as a list of tables, of which a response gets the weighted sum."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo
 
-from onbeat.contracts.section import Float, Int, PositiveInt, Section
+from onbeat.contracts.answers import ANSWER_RULES
+from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Section
 
 MAX_REWARDS = 8
 HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
+REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
+    "exact",
+    "math",
+    "regex",
+)  # rewards that take the prompt's whole answer; regex: the captured group
+ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
+
+
+def check_rules(rules: int, info: ValidationInfo) -> int:
+    """Refuse a job that other rules gave its rewards; records of such jobs can be read."""
+    if rules != ANSWER_RULES and info.context != IS_ACCEPTED:
+        remedy = "leave answer_rules out to compare by these; rewards of before may differ"
+        raise ValueError(f"answers are compared by rules {ANSWER_RULES} here, not by rules {rules}; {remedy}")
+    return rules
 
 
 class RewardConfig(Section):
@@ -36,6 +52,12 @@ class RewardConfig(Section):
         description="name among several rewards, for its part of the sum and its curve; default: `name`",
     )
 
+    answer_rules: Annotated[Int, AfterValidator(check_rules)] = Field(
+        ANSWER_RULES,
+        description="number of the table by which `exact`, `math` and `regex` compare answers, recorded with the job; "
+        "leave it out",
+    )
+
 
 def form_of(section: Any) -> str:
     return LIST if isinstance(section, list | tuple) else TABLE
@@ -58,6 +80,24 @@ def check_rewards(section: RewardConfig | list[RewardConfig]) -> RewardConfig | 
     if twice := sorted({part for part in parts if parts.count(part) > 1}):
         raise ValueError(f"reward.part: two rewards are both called {twice[0]}; give one of them another part")
     return section
+
+
+def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
+    """Return whether the reward needs the prompt's answer. `num_groups`: capture groups in its pattern; regex needs an
+    answer only with one.
+
+    >>> compares_with_answer(RewardConfig(name="regex"), 0), compares_with_answer(RewardConfig(name="regex"), 1)
+    (False, True)
+    """
+    return reward.name in REWARDS_THAT_COMPARE and (reward.name != "regex" or num_groups > 0)
+
+
+def recorded_rules(config: Mapping[str, Any]) -> int | None:
+    """Return the ANSWER_RULES recorded with a job; 0 for one of a version without them, None if nothing is compared."""
+    section = config.get("reward") or []
+    rewards = [section] if isinstance(section, dict) else section
+    rules = [reward.get("answer_rules", 0) for reward in rewards if reward.get("name") in REWARDS_THAT_COMPARE]
+    return min(rules, default=None)
 
 
 OneOrSeveralRewards = Annotated[

@@ -3,6 +3,7 @@
 import json
 
 from onbeat.contracts.records import AuditReport
+from onbeat.contracts.rewards import recorded_rules
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import decode_group, do_rewards_differ, payload_digest, span_versions
@@ -14,7 +15,8 @@ MAX_ROUNDS = 100  # a running job continues to write while its log is read
 
 async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditReport:
     """Audit a job and report the first violation. `kept_head`: the head of an earlier report. Raises JobNotFound."""
-    max_staleness = int((await ledger.jobs.fields(job_id))["max_staleness"])
+    job = await ledger.jobs.fields(job_id)
+    max_staleness = int(job["max_staleness"])
     audit, num_contents, violation = Audit(job_id, max_staleness, kept_head), 0, None
     num_loads = num_loads_unknown = 0
     try:
@@ -40,6 +42,7 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         num_loads=num_loads,
         num_loads_unknown=num_loads_unknown,
         head=audit.link,
+        answer_rules=recorded_rules(json.loads(job["config"])),
     )
 
 

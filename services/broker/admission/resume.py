@@ -1,10 +1,14 @@
 """The resumption of a job that is over. Its ledger, its recorded groups and its checkpoints are still there."""
 
+import json
+
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
+from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.errors import CannotResume
+from onbeat.contracts.rewards import recorded_rules
 from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Extension, Ledger
 from onbeat.streams.records import following_evaluation
@@ -21,6 +25,9 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     except ValidationError as error:
         reason = f"its configuration does not fit what is installed here ({first_wrong(error)}); submit it again"
         raise CannotResume(job_id, state, reason) from error
+    if recorded_rules(json.loads(fields["config"])) == 0:
+        reason = f"its answers were compared without the rules {ANSWER_RULES} of this version, which give other rewards"
+        raise CannotResume(job_id, state, f"{reason}; submit it again")
     extension = None
     if num_iterations is not None:
         if num_iterations <= num_before:

@@ -1,6 +1,7 @@
 """The checks of a new job beyond its schema. Every refusal names a field and a remedy."""
 
 import asyncio
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -13,18 +14,24 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
-from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
+from onbeat.contracts.records import RowCounts
+from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig, compares_with_answer
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import review_model
-from services.broker.admission.rewards import compares_with_answer, review_on_data
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from services.broker.admission.rewards import review_on_data
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
 
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
-REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
+REWARD_OPTIONS = {
+    "exact": ("ignore_case", "as_number"),
+    "regex": ("pattern", "as_number"),
+    "math": (),
+    "reasoning_gym": ("answer_pattern",),
+}
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
@@ -38,6 +45,14 @@ class RewardUse:
     field: str
     reward: RewardConfig
     data: Sequence[tuple[str, DataConfig]]
+
+
+@dataclass
+class Remarks:
+    """Remarks about a job's data: notes for its events, and how many rows can be used."""
+
+    notes: list[str] = dataclasses.field(default_factory=list)
+    rows: list[RowCounts] = dataclasses.field(default_factory=list)
 
 
 class JobRefused(OnbeatError):
@@ -55,36 +70,42 @@ class Admission:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
         self._trials, self._pattern = asyncio.Semaphore(MAX_TRIALS), asyncio.Lock()
 
-    async def examine(self, config: JobConfig) -> tuple[list[Complaint], list[str]]:
-        """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
-        while numbers or options are impossible. Raises TooBusy."""
+    async def examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
+        """Return everything that is wrong, and remarks about the job's data. The data is not opened while numbers or
+        options are impossible. Raises TooBusy."""
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
+        uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
-        for use in reward_uses(config):
+        for use in uses:
             pattern_complaints, num_groups = await self._review_pattern(use)
             reward_complaints = review_reward(use, num_groups)
             complaints += reward_complaints + pattern_complaints
+            checked += [] if pattern_complaints else [use]  # a slow pattern must not hold up the data
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not reward_complaints:
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
             complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
         if unusable:
-            return complaints, []
-        data_complaints, first, notes = await self._review_data(config)
+            return complaints, Remarks()
+        data_complaints, first, remarks = await self._review_data(config, checked)
         complaints += data_complaints
-        for use, num_groups in to_try:
+        is_refused = first is not None and bool(data_complaints)  # the rows are wrong, so there is no answer to try
+        for use, num_groups in [] if is_refused else to_try:
             async with hold(self._trials):
                 trial_complaints, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
             complaints += trial_complaints
-            notes += more_notes
-        return complaints, notes
+            remarks.notes += more_notes
+        return complaints, remarks
 
-    async def _review_data(self, config: JobConfig) -> tuple[list[Complaint], PromptItem | None, list[str]]:
-        """Open all data. Return the first thing that is wrong with each, the first prompt, and notes about the data."""
-        complaints, first, note = [], None, ""
+    async def _review_data(
+        self, config: JobConfig, uses: Sequence[RewardUse]
+    ) -> tuple[list[Complaint], PromptItem | None, Remarks]:
+        """Open all data. Return the first thing that is wrong with each, the first prompt, and remarks."""
+        complaints, first, remarks = [], None, Remarks()
         try:
             (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
+            remarks.notes += [note] if note else []
         except DatasetError as error:
             complaints.append((error.field, error.message))
         for held_out in config.held_out:
@@ -92,7 +113,16 @@ class Admission:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 complaints.append((error.field, error.message))
-        return complaints, first, [note] if note else []
+        sections = [section for section in sections_of(config, uses) if isinstance(section.spec.data, RowData)]
+        if complaints or not sections:
+            return complaints, first, remarks
+        try:
+            survey = await self._process.survey(sections)
+        except DatasetError as error:
+            return [(error.field, error.message)], first, remarks
+        remarks.rows = survey.counts
+        remarks.notes += survey.notes
+        return survey.complaints, first, remarks
 
     async def _review_pattern(self, use: RewardUse) -> tuple[list[Complaint], int]:
         """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""
@@ -169,6 +199,19 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
         else:
             uses += uses_in(f"{held_out.field}.reward", section, [place])
     return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
+
+
+def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
+    """Return the data sets of the job with the rewards that score each, the one for training first."""
+    specs = {"data": DatasetSpec.of_job(config)}
+    specs |= {
+        f"{held_out.field}.data": DatasetSpec.of_evaluation(held_out, config.seed) for held_out in config.held_out
+    }
+    rewards: dict[str, dict[str, RewardConfig]] = {field: {} for field in specs}
+    for use in uses:
+        for field, _ in use.data:
+            rewards[field][use.field] = use.reward
+    return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
 
 
 def uses_in(

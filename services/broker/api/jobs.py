@@ -21,6 +21,7 @@ from onbeat.contracts.records import (
     IterationRecord,
     JobRecord,
     MetricSeries,
+    Validation,
     WeightsRecord,
     WorkerRecord,
 )
@@ -77,12 +78,6 @@ class WorkerList(BaseModel):
     workers: list[WorkerRecord]
 
 
-class Validation(BaseModel):
-    """A job that can be created. `notes` are remarks about its data, which would become events of the job."""
-
-    notes: list[str]
-
-
 class Resumption(BaseModel):
     """Changes to a job when it is resumed."""
 
@@ -118,10 +113,10 @@ async def create_job(
     with contextlib.suppress(JobNotFound):
         return await read_created(ledger, job_id, config)  # an earlier request created the job
     async with broker.quota.place(submitter):
-        notes = await review(broker, config)
+        remarks = await review(broker, config)
         num_iterations = config.schedule.num_iterations
         is_new = await ledger.jobs.create(job_id, wanted, num_iterations, config.max_staleness, submitter)
-    for note in notes if is_new else []:
+    for note in remarks.notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
     return await read_created(ledger, job_id, config)  # maybe by a request to another broker
 
@@ -129,7 +124,8 @@ async def create_job(
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
     """Check a job as `POST /v1/jobs` does, without creating it. The answer is 200 if it would be accepted."""
-    return Validation(notes=await review(broker, config))
+    remarks = await review(broker, config)
+    return Validation(notes=remarks.notes, rows=remarks.rows)
 
 
 def submitter_of(request: Request) -> str:

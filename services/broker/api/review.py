@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from services.broker.admission.ledger_checks import review_fork, review_trackers
 from services.broker.admission.model_files import Complaint
-from services.broker.admission.review import JobRefused
+from services.broker.admission.review import JobRefused, Remarks
 from services.broker.api.context import Context
 from services.broker.datasets.process import TooBusy
 
@@ -20,17 +20,18 @@ ANY_NUMBERS = {
 }
 
 
-async def review(broker: Context, config: JobConfig) -> list[str]:
-    """Return notes about the job's data. Raises JobRefused with everything that is wrong."""
-    complaints, notes = await examine(broker, config)
+async def review(broker: Context, config: JobConfig) -> Remarks:
+    """Return remarks about the job's data. Raises JobRefused with everything that is wrong."""
+    complaints, remarks = await examine(broker, config)
     if complaints:
         raise JobRefused(complaints)
-    return notes
+    return remarks
 
 
-async def examine(broker: Context, config: JobConfig) -> tuple[list[Complaint], list[str]]:
-    complaints, notes = await broker.admission.examine(config)
-    return complaints + await review_fork(broker.ledger, config) + await review_trackers(broker.ledger, config), notes
+async def examine(broker: Context, config: JobConfig) -> tuple[list[Complaint], Remarks]:
+    complaints, remarks = await broker.admission.examine(config)
+    complaints = complaints + await review_fork(broker.ledger, config) + await review_trackers(broker.ledger, config)
+    return complaints, remarks
 
 
 async def examine_the_rest(

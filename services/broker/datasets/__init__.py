@@ -4,6 +4,7 @@ Data is only touched in a child process (`process`): generators and parsers run 
 of them may stall or take down the broker.
 """
 
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
 from onbeat.contracts.data_folder import SECRET_NAMES
 from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import RowCounts
+from onbeat.contracts.rewards import RewardConfig
 
 
 class DatasetError(OnbeatError):
@@ -67,6 +70,27 @@ class DatasetSpec(BaseModel):
         if isinstance(data, RowData):
             data = data.model_copy(update={"shuffle": False})
         return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts, is_held_out=True)
+
+
+class Section(BaseModel):
+    """A data set of the job, by its field, and the rewards that score it, by theirs."""
+
+    field: str
+    spec: DatasetSpec
+    rewards: dict[str, RewardConfig]
+
+
+@dataclass
+class Survey:
+    """The result of a look at all rows."""
+
+    counts: list[RowCounts] = field(default_factory=list)
+    complaints: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        counts = [count.model_dump() for count in self.counts]
+        return {"counts": counts, "complaints": self.complaints, "notes": self.notes}
 
 
 class PromptDataset:

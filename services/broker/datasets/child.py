@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,9 +17,10 @@ from pydantic import BaseModel, TypeAdapter
 
 from onbeat.config import ReasoningGymData
 from onbeat.process.confine import MEBIBYTE, lower_limits
-from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset
+from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, Section
 
 MAX_OPEN = 8  # datasets kept open
+SHARE_OF_TIME = 0.5  # share of a survey; opening the data takes some time, too
 
 
 class ReadRequest(BaseModel):
@@ -28,12 +30,19 @@ class ReadRequest(BaseModel):
     timeout_s: float
 
 
+class SurveyRequest(BaseModel):
+    sections: list[Section]
+    timeout_s: float
+
+
 class PatternRequest(BaseModel):
     pattern: str
     timeout_s: float
 
 
-REQUEST: TypeAdapter[ReadRequest | PatternRequest] = TypeAdapter(ReadRequest | PatternRequest)
+REQUEST: TypeAdapter[ReadRequest | SurveyRequest | PatternRequest] = TypeAdapter(
+    ReadRequest | SurveyRequest | PatternRequest
+)
 
 
 def main() -> None:
@@ -47,6 +56,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
         if isinstance(request, PatternRequest):
             answer = check_pattern(request.pattern)
+        elif isinstance(request, SurveyRequest):
+            answer = answer_survey(request, data_dir, open_datasets)
         else:
             answer = answer_request(request, data_dir, open_datasets)
         text = json.dumps(answer, default=str)  # rows may have what JSON does not, such as dates
@@ -69,6 +80,20 @@ def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str
     except DatasetError as error:
         return {"error": {"field": error.field, "message": error.message}}
     return {"items": [item.model_dump() for item in items], "note": dataset.note}
+
+
+def answer_survey(request: SurveyRequest, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> dict[str, Any]:
+    """Look at all rows of the data sets that have rows, for as long as there is time."""
+    from services.broker.datasets.files import FileDataset
+    from services.broker.datasets.survey import survey
+
+    deadline = time.monotonic() + SHARE_OF_TIME * request.timeout_s
+    try:
+        opened = [(section, find_dataset(section.spec, data_dir, open_datasets)) for section in request.sections]
+    except DatasetError as error:
+        return {"error": {"field": error.field, "message": error.message}}
+    sections = [(section, dataset) for section, dataset in opened if isinstance(dataset, FileDataset)]
+    return survey(sections, deadline).to_json()
 
 
 def check_pattern(pattern: str) -> dict[str, Any]:

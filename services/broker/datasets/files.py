@@ -17,6 +17,7 @@ from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
 from onbeat.config.explain import MAX_SHOWN
+from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
@@ -39,7 +40,7 @@ class FileDataset(PromptDataset):
         try:
             reader: type[JsonlReader | ParquetReader] = JsonlReader if data.type == "jsonl" else ParquetReader
             self._reader = reader(self._path)
-            num_rows = self._reader.num_rows
+            self.num_rows = num_rows = self._reader.num_rows
             if num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             if spec.is_held_out and num_rows < spec.num_items:
@@ -47,7 +48,7 @@ class FileDataset(PromptDataset):
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
             for row in range(min(num_rows, NUM_CHECKED_ROWS)):
                 self.to_item(row)
-            self._rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
+            self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
                 self._drop_long(spec.model_path, data_dir)
         except OSError as error:
@@ -57,8 +58,8 @@ class FileDataset(PromptDataset):
     def _drop_long(self, model_path: str, data_dir: Path) -> None:
         limits = {"shuffle", "max_prompt_tokens", "on_too_long"}  # these change no prompt
         identity = [str(self._path), self._identity, self._data.model_dump(exclude=limits)]
-        lengths = count_prompts(map(self.to_item, self._rows), model_path, identity, data_dir)
-        self._rows, self.note = choose_rows(self._data, lengths, self._reader.place)
+        lengths = count_prompts(map(self.to_item, self.rows), model_path, identity, data_dir)
+        self.rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
     def is_current(self) -> bool:
         return file_identity(self._path) == self._identity
@@ -73,8 +74,12 @@ class FileDataset(PromptDataset):
         return [items[row] for row in rows]
 
     def _row_of(self, index: int) -> int:
-        epoch, position = divmod(index, len(self._rows))
-        return self._rows[self._epoch_order(epoch, len(self._rows))[position] if self._data.shuffle else position]
+        epoch, position = divmod(index, len(self.rows))
+        return self.rows[self._epoch_order(epoch, len(self.rows))[position] if self._data.shuffle else position]
+
+    def place(self, row: int) -> str:
+        """Return the row's place in its file, in words."""
+        return self._reader.place(row)
 
     def to_item(self, row: int) -> PromptItem:
         try:
@@ -137,6 +142,8 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     messages = to_messages(prompt, data)
     question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
     context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
+    if is_number(answer):
+        context[IS_NUMBER] = True
     return PromptItem(messages=messages, text="" if messages else prompt, context=context, row=index)
 
 
@@ -172,12 +179,11 @@ def pick(row: Row, name: str, field: str) -> Any:
 
 
 def to_answer(answer: Any) -> Any:
-    """Convert a number to text, because rewards compare text; lists and mappings stay. Raises DatasetError for NaN and
+    """Convert a number to text, as most rewards compare text; lists and mappings stay. Raises DatasetError for NaN and
     infinity."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DatasetError("data.answer_field", f"has the answer {answer}; leave such rows out")
-    is_scalar = isinstance(answer, int | float) and not isinstance(answer, bool)
-    return str(answer) if is_scalar else answer
+    return number_text(answer) if is_number(answer) else answer
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> "array[int]":

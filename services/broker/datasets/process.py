@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from onbeat.config import HubData
 from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import RowCounts
 from onbeat.process.children import ChildDied, ChildProcess, name_of_signal
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 
 MAX_ANSWER_BYTES = 1 << 30
 GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the broker kills it
@@ -61,6 +62,14 @@ class DatasetProcess:
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
+
+    async def survey(self, sections: Sequence[Section]) -> Survey:
+        """Look at all rows of data sets, the one for training first. Raises DatasetError as `read`."""
+        answer = await self._ask({"sections": [section.model_dump(mode="json") for section in sections]})
+        if "error" in answer:
+            raise DatasetError(answer["error"]["field"], answer["error"]["message"])
+        counts = [RowCounts.model_validate(count) for count in answer["counts"]]
+        return Survey(counts, [(field, message) for field, message in answer["complaints"]], answer["notes"])
 
     async def check_pattern(self, pattern: str) -> tuple[str, int]:
         """Return why a regular expression cannot be used ('' if it can), and its groups. Compiling can take minutes."""
@@ -141,6 +150,12 @@ class DatasetPool:
         hub = self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext()
         async with hold(hub), hold(self._free_process()) as process:
             return await process.read(spec, first, count)
+
+    async def survey(self, sections: Sequence[Section]) -> Survey:
+        """Look at rows as `DatasetProcess.survey`, once a process is free. Raises TooBusy, too."""
+        is_hub = any(isinstance(section.spec.data, HubData) for section in sections)
+        async with hold(self._hub if is_hub else contextlib.nullcontext()), hold(self._free_process()) as process:
+            return await process.survey(sections)
 
     @contextlib.asynccontextmanager
     async def _free_process(self) -> AsyncIterator[DatasetProcess]:

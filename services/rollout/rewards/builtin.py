@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+from onbeat.contracts.answers import IS_NUMBER, read_number
 from onbeat.contracts.task_options import find_code
 from onbeat.process.extras import require_extra
 from services.rollout.rewards.answers_as_code import score_as_text
@@ -12,12 +13,16 @@ from services.rollout.rewards.answers_as_code import score_as_text
 Context = dict[str, Any]
 
 
-def exact(response: str, context: Context, *, ignore_case: bool = False) -> float:
+def exact(response: str, context: Context, *, ignore_case: bool = False, as_number: bool = False) -> float:
     """Return 1 if the response is the answer, up to white space, else 0.
 
-    >>> exact(" 4  apples", {"answer": "4 apples"})
-    1.0
+    `as_number`: both are compared as numbers, which an answer that is a JSON number always is.
+
+    >>> exact(" 4  apples", {"answer": "4 apples"}), exact("1,234.0", {"answer": "1234"}, as_number=True)
+    (1.0, 1.0)
     """
+    if as_number or context.get(IS_NUMBER):
+        return float(is_same_number(response, context))
 
     def normalise(text: str) -> str:
         text = " ".join(text.split())
@@ -26,8 +31,10 @@ def exact(response: str, context: Context, *, ignore_case: bool = False) -> floa
     return float(normalise(response) == normalise(expected_answer(context)))
 
 
-def regex(response: str, context: Context, *, pattern: str) -> float:
+def regex(response: str, context: Context, *, pattern: str, as_number: bool = False) -> float:
     """Return 1 if the pattern's last match captures the answer; a pattern without a group only has to match somewhere.
+
+    `as_number`: as for `exact`.
 
     >>> regex("so x = 3, no: x = 4", {"answer": "4"}, pattern=r"x = (\\d+)")
     1.0
@@ -37,6 +44,8 @@ def regex(response: str, context: Context, *, pattern: str) -> float:
     if not matches or compiled.groups == 0:
         return float(bool(matches))
     captured = matches[-1].group(1) or ""
+    if as_number or context.get(IS_NUMBER):
+        return float(is_same_number(captured, context))
     return float(captured.strip() == expected_answer(context).strip())
 
 
@@ -52,12 +61,16 @@ def math(response: str, context: Context) -> float:
         require_extra("math", user="the reward math")
         raise
 
-    answer = expected_answer(context)
-    has_math_marks = "$" in answer or "\\boxed" in answer
-    expected = parse(answer if has_math_marks else f"${answer}$") or parse(answer)
+    from services.rollout.rewards.answer_texts import prepare
+    from services.rollout.rewards.equal_answers import is_equal
+
+    answer, given = prepare(expected_answer(context)), prepare(response)
+    plain = answer.replace("\\$", "")  # a dollar sign that is a currency
+    has_math_marks = "$" in plain or "\\boxed" in plain
+    expected = parse(plain if has_math_marks else f"${plain}$") or parse(plain)
     if not expected:
         raise ValueError(f"the expected answer {answer!r} is no mathematical expression")
-    return float(verify(expected, parse(response)))
+    return float(is_equal(answer, expected, given, parse, verify))
 
 
 def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None = None) -> float:
@@ -106,6 +119,14 @@ def task_dataset(task: str, options_json: str, seed: int, size: int) -> Any:
 def task_entry(dataset: Any, index: int) -> dict[str, Any]:
     entry: dict[str, Any] = dataset[index]
     return entry
+
+
+def is_same_number(text: str, context: Context) -> bool:
+    """Return whether the text is the number that is the prompt's answer."""
+    answer = expected_answer(context)
+    if (number := read_number(answer)) is None:
+        raise ValueError(f"the expected answer {answer!r} is no number; leave out as_number, or write a number")
+    return number == read_number(text)
 
 
 def expected_answer(context: Context) -> str:

@@ -169,7 +169,8 @@ async def test_validation_says_what_creation_would_and_creates_nothing(broker):
     assert (checked.status_code, checked.json()["errors"]) == (422, refused.json()["errors"])
     assert [error["field"] for error in checked.json()["errors"]] == ["data.path", "evaluation.data.path"]
     checked = await broker.post("/v1/jobs:validate", json=job_on("prompts.jsonl"))
-    assert (checked.status_code, checked.json()) == (200, {"notes": []})
+    (rows,) = checked.json()["rows"]
+    assert (checked.status_code, checked.json()["notes"], rows["num_accepted"]) == (200, [], 5)
     assert (await broker.get("/v1/jobs")).json() == before
 
 

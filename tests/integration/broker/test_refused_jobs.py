@@ -200,16 +200,39 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(broker, tmp_p
     assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"), [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "true")]
-)
+KINDS = [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "neither text nor a number")]
+
+
+@pytest.mark.parametrize(("answer", "kind"), KINDS)
 async def test_answer_that_is_no_text_is_refused(broker, tmp_path, answer, kind):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "The capital?", "answer": answer}) + "\n")
     for name in ("exact", "math"):
         (error,) = await refusals(broker, reward={"name": name})
         assert error["field"] == "data.answer_field"
-        message = f"the answer of the first prompt is {kind}, and reward {name} compares text; name a field"
-        assert error["message"].startswith(message)
+        where = "prompts.jsonl, line 1 has the answer"
+        assert error["message"].startswith(f"{where} {json.dumps(answer)}, which is {kind}")
+        assert f"reward {name} compares text; name a field" in error["message"]
+
+
+async def test_own_answer_with_reward_0_is_a_note(broker):
+    for pattern, notes in (
+        (r"(\d+)", []),
+        ("<answer>(.*)</answer>", ["reward regex gives the first prompt's own answer '"]),
+    ):
+        reward = {"name": "regex", "options": {"pattern": pattern}}
+        answer = await broker.post("/v1/jobs:validate", json=job_body(reward=reward))
+        assert [note[: len(start)] for note, start in zip(answer.json()["notes"], notes, strict=True)] == notes
+
+
+async def test_held_out_answers_are_looked_at_as_well(broker, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n{"prompt": "?", "answer": [1]}\n')
+    evaluation = {"data": DATA | {"path": "held_out.jsonl"}, "num_prompts": 2}
+    (error,) = await refusals(broker, evaluation=evaluation)
+    assert error["field"] == "evaluation.data.answer_field"
+    assert "held_out.jsonl, line 2 has the answer [1]" in error["message"]
+    body = job_body(evaluation=evaluation | {"num_prompts": 1})
+    (note,) = (await broker.post("/v1/jobs:validate", json=body)).json()["notes"]
+    assert note.startswith("1 of the 1 held-out prompts of evaluation.data are in the training data, too")
 
 
 @pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])
@@ -225,14 +248,14 @@ async def test_regex_needs_answers_only_if_its_pattern_has_a_group(broker, tmp_p
 async def test_many_requests_do_not_start_many_processes(broker, monkeypatch):
     num_now, most = 0, 0
 
-    async def find_failure(*_):
+    async def score_own_answer(*_):
         nonlocal num_now, most
         num_now += 1
         most = max(most, num_now)
         await asyncio.sleep(0.4)  # much longer than reading the first row
         num_now -= 1
 
-    monkeypatch.setattr("services.broker.admission.rewards.find_failure", find_failure)
+    monkeypatch.setattr("services.broker.admission.rewards.score_own_answer", score_own_answer)
     body = job_body(reward={"name": "math"})
     answers = await asyncio.gather(*(broker.post("/v1/jobs:validate", json=body) for _ in range(8)))
     assert {answer.status_code for answer in answers} == {200}
@@ -262,7 +285,7 @@ SLOW_PATTERN = {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010
     ids=["data", "pattern", "trial"],
 )
 async def test_job_that_gets_no_place_in_time_may_come_again(broker, tmp_path, monkeypatch, slow):
-    monkeypatch.setattr("services.broker.admission.rewards.find_failure", lambda *_: asyncio.sleep(60))
+    monkeypatch.setattr("services.broker.admission.rewards.score_own_answer", lambda *_: asyncio.sleep(60))
     (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
     others = [asyncio.create_task(broker.post("/v1/jobs:validate", json=job_body(**slow))) for _ in range(MAX_TRIALS)]
     await asyncio.sleep(0.5)  # so that they come first; they wait for each other with the usual limit

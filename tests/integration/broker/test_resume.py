@@ -1,5 +1,6 @@
 """Jobs that are over go on: which may, with what, and that brokers, trainers and readers see them as before."""
 
+import json
 import uuid
 
 import pytest
@@ -114,6 +115,20 @@ async def test_job_whose_data_has_gone_stays_as_it_is(broker, ledger, tmp_path):
     assert answer.status_code == 422
     assert "there is no file prompts.jsonl" in answer.text
     assert await ledger.jobs.state(job_id) is JobState.CANCELLED
+
+
+async def test_job_with_answers_compared_by_other_rules_is_not_resumed(broker, ledger):
+    for rules, reason in ((None, "compared without the rules 1 of this version"), (99, "here, not by rules 99")):
+        job_id = await submit(broker)
+        config = json.loads((await ledger.jobs.fields(job_id))["config"])
+        assert config["reward"].pop("answer_rules") == 1
+        config["reward"] |= {"answer_rules": rules} if rules else {}
+        await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
+        await ledger.redis.hset(keys.JobKeys(job_id).job, "config", json.dumps(config))
+        answer = await broker.post(f"/v1/jobs/{job_id}:resume")
+        assert answer.status_code == 409
+        assert reason in answer.json()["detail"]
+        assert (await broker.get(f"/v1/jobs/{job_id}/audit")).json()["answer_rules"] == (rules or 0)
 
 
 async def test_only_one_of_two_brings_a_job_back(ledger, world):

@@ -101,7 +101,7 @@ def test_unshuffled_rows_come_in_the_order_of_the_file(tmp_path):
 def test_reward_gets_question_answer_and_the_other_fields(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     item = open_file(tmp_path, shuffle=False).item(4)
-    assert item.context == {"question": "say 4", "answer": "4", "metadata": {"level": 1}}
+    assert item.context == {"question": "say 4", "answer": "4", "answer_is_number": True, "metadata": {"level": 1}}
 
 
 def test_chat_prompts_and_system_prompt(tmp_path):

@@ -39,6 +39,41 @@ def test_regex_compares_the_last_capture_or_only_matches(pattern, response, rewa
     assert builtin.regex(response, {"answer": "4"}, pattern=pattern) == reward
 
 
+NUMBERS = [
+    ("42.0", "42", 1.0),
+    ("42", "42.0", 1.0),
+    ("1234", "1,234", 1.0),
+    ("1,234", "1234.00", 1.0),
+    ("-3", "\N{MINUS SIGN}3", 1.0),
+    ("0.5", "50%", 1.0),
+    ("1000000000000000000000", "1e21", 1.0),
+    ("42", "42.5", 0.0),
+    ("42", "forty-two", 0.0),
+    ("0.000000001", "0.000000002", 0.0),
+    ("1", "true", 0.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "response", "reward"), NUMBERS)
+def test_numbers_are_compared_as_numbers(answer, response, reward):
+    context, text = {"answer": answer}, f"so: {response}!"
+    assert builtin.exact(response, context | {"answer_is_number": True}) == reward
+    assert builtin.exact(response, context, as_number=True) == reward
+    assert builtin.regex(text, context | {"answer_is_number": True}, pattern="so: (.*)!") == reward
+    assert builtin.regex(text, context, pattern="so: (.*)!", as_number=True) == reward
+
+
+@pytest.mark.parametrize(("answer", "response"), [("42.0", "42"), ("1,234", "1234"), ("1e3", "1000")])
+def test_text_stays_text(answer, response):
+    assert builtin.exact(response, {"answer": answer}) == 0.0
+    assert builtin.regex(response, {"answer": answer}, pattern="(.*)$") == 0.0
+
+
+def test_answer_that_is_no_number_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="'four' is no number; leave out as_number"):
+        builtin.exact("4", {"answer": "four"}, as_number=True)
+
+
 @pytest.mark.parametrize(
     ("answer", "response", "reward"),
     [

@@ -22,6 +22,7 @@ from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
+from services.broker.admission.review import Remarks
 from tests.broker_thread import BrokerThread
 from tests.scripted_trainer import CHECKPOINT
 from tests.unit.terminal.conftest import Command
@@ -375,8 +376,28 @@ def test_validate_asks_the_broker(onbeat: Command, job_file: str, monkeypatch: p
         options = [part for text in overrides for part in ("--set", text)]
         assert "model.path: " in onbeat("validate", job_file, *options, code=2).err
     note = "2 of 9 prompts are left out"
-    monkeypatch.setattr("services.broker.api.jobs.review", AsyncMock(return_value=[note]))
+    monkeypatch.setattr("services.broker.api.jobs.review", AsyncMock(return_value=Remarks([note])))
     assert f"note: {note}" in onbeat("validate", job_file).out
+
+
+@pytest.mark.usefixtures("broker")
+def test_validate_counts_rows_as_json(onbeat: Command, job_file: str) -> None:
+    folder = Path(job_file).parent
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": 42.0}\n{"prompt": "b", "answer": "seven"}\n')
+    rows = ["--set", "data={type = 'jsonl', path = 'rows.jsonl'}", "--set", "reward={name = 'exact'}"]
+    shown = json.loads(onbeat("validate", job_file, *rows, "--json").out)
+    (counts,) = shown["rows"]
+    assert shown["is_accepted"] is True
+    assert (counts["num_accepted"], counts["num_changed"], counts["num_refused"]) == (2, 1, 0)
+    assert list(counts["reasons"].values()) == [1]
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": 42.0}\n{"prompt": "b", "answer": [1]}\n')
+    rows[1] = "data={type = 'jsonl', path = 'other.jsonl'}"
+    (folder / "rows.jsonl").rename(folder / "other.jsonl")
+    refused = json.loads(onbeat("validate", job_file, *rows, "--json", code=1).out)
+    assert refused["is_accepted"] is False
+    (error,) = refused["errors"]
+    assert error["field"] == "data.answer_field"
+    assert "line 2 has the answer [1], which is a list" in error["message"]
 
 
 @pytest.mark.usefixtures("broker")

@@ -66,3 +66,26 @@ def test_reward_that_never_ends_is_named_in_time(job: Path, onbeat: Command, mon
     slow = ["--set", 'reward.options.pattern="(a+)+$"', "--set", "reward.timeout_s=0.5"]
     shown = onbeat("reward", "try", str(job), *slow, code=1).out
     assert "no score: it took longer than timeout_s = 0.5, or the scoring process ended" in shown
+
+
+def test_solution_is_refused_as_by_the_broker(job: Path, onbeat: Command) -> None:
+    rows = [{"prompt": "3 + 4 =", "answer": "7"}, {"prompt": "How many?", "answer": "3 + 4 = 7\n#### 7"}]
+    (job.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = onbeat("reward", "try", str(job), "--set", "reward={name = 'math'}", "--rows", "1", code=2).err
+    assert "data.answer_pattern" in error
+    assert "line 2 has an answer that ends with" in error
+    assert "set it to '#### (.+)'" in error
+
+
+def test_own_answer_with_reward_0_gets_a_remark(job: Path, onbeat: Command) -> None:
+    strict = ["--set", "reward.options.pattern='<answer>(.*)</answer>'", "--rows", "1"]
+    shown = onbeat("reward", "try", str(job), *strict).out
+    assert "remark: the reward gives a row's own answer 0; correct the options or the data" in shown
+    assert "remark" not in onbeat("reward", "try", str(job), "--rows", "1").out
+
+
+def test_commas_in_answers_are_said_before_a_job(job: Path, onbeat: Command) -> None:
+    (job.parent / "rows.jsonl").write_text(json.dumps({"prompt": "3 =", "answer": "1,234"}) + "\n")
+    shown = onbeat("reward", "try", str(job)).out
+    assert "note: 100% of the answers in" in shown
+    assert "set reward.options.as_number = true" in shown

@@ -112,7 +112,7 @@ longcat_flash cohere2_moe phimoe llama4_text
 
 
 def adapted_family(config, **options):
-    """A tiny model as the trial prepares it, with adapters that have been moved away from zero."""
+    """Return a tiny model as the trial prepares it, with adapters that have been moved away from zero."""
     model = random_model(config, "eager")
     set_up(model, Passes("eager", True, bypassed=bypassed_layers(model, TOKENS)), CPU)
     add_adapters(model, LoraConfig(rank=4, alpha=8.0, **options), seed=1)
