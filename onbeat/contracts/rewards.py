@@ -11,10 +11,6 @@ from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Secti
 MAX_REWARDS = 8
 HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
-    "exact",
-    "math",
-    "regex",
-)  # rewards that take the prompt's whole answer; regex: the captured group
 ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
 
