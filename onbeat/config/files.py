@@ -31,7 +31,24 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
         raise ValueError(f'{path}: a job is one JSON object, such as {{"model": ...}}')
     for override in overrides:
         apply_override(job, override)
+    resolve_model(job, path.parent)
     return job
+
+
+def resolve_model(job: dict[str, Any], folder: Path) -> None:
+    """Make a relative path of the job's model one beside the job file, as `data.path` is. Raises ValueError for a hub
+    id that may be meant as a folder."""
+    model = job.get("model")
+    name = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(name, str) or "\0" in name:
+        return
+    if name.startswith(("./", "../")):
+        model["path"] = str((folder / name).resolve())
+    elif not name.startswith(("/", "~/", "bundled:")) and (folder / name).is_dir():
+        raise ValueError(
+            f"model.path = {name!r} is the id of a model on a hub, and there is a folder of this name beside the job "
+            f"file; write './{name}' for the folder, or start the job from elsewhere for the hub's model"
+        )
 
 
 def read_toml(text: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from onbeat.contracts.section import Float, PositiveInt, Section
 class ModelConfig(Section):
     path: str = Field(
         min_length=1,
-        description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine, or a hub id `org/name`",
+        description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine (`/...`, `~/...`, or "
+        "`./...` beside the job file), or a hub id `org/name`",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
