@@ -57,7 +57,7 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
         raise ValueError(f"{path}: the job is written in TOML; name a file that ends with .toml")
     name = "".join(character if character.isalnum() and character.isascii() else "-" for character in path.stem)
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8") as file:
             try:
                 file.write(TEMPLATE.format(name=path.name, stem=name.strip("-") or "job"))
                 file.flush()

@@ -111,7 +111,7 @@ def describe_audit(report: "AuditReport") -> str:
     rules = "" if report.answer_rules is None else f"; answers compared by rules {report.answer_rules}"
     loads = f"{report.num_loads} loads of weights compared"
     unknown = f", {report.num_loads_unknown} recorded no digest" if report.num_loads_unknown else ""
-    return f"clean: {counts}; {contents}{gone}; {loads}{unknown}{rules}\nhead {report.head}"
+    return f"clean: {counts}; {contents}{gone}{rules}; {loads}{unknown}\nhead {report.head}"
 
 
 def doctor(
@@ -194,7 +194,7 @@ def logs(
         raise ValueError(f"{folder} has no log of {service or 'any service'}; {there}")
     for name in [service] if service else logs:
         typer.echo(f"==> {logs[name]} <==")
-        with logs[name].open(errors="replace") as file:
+        with logs[name].open(encoding="utf-8", errors="replace") as file:
             for line in deque(file, num_lines):
                 typer.echo(printable(line.rstrip("\n")))
 

@@ -39,8 +39,7 @@ def resolve_model(job: dict[str, Any], folder: Path) -> None:
     """Make a relative path of the job's model one beside the job file, as `data.path` is. Raises ValueError for a hub
     id that may be meant as a folder."""
     model = job.get("model")
-    name = model.get("path") if isinstance(model, dict) else None
-    if not isinstance(name, str) or "\0" in name:
+    if not isinstance(model, dict) or not isinstance(name := model.get("path"), str) or "\0" in name:
         return
     if name.startswith(("./", "../")):
         model["path"] = str((folder / name).resolve())

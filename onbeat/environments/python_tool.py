@@ -48,7 +48,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
     folder = str(private.path / "home")
     try:
         os.mkdir(folder)
-        (Path(folder) / "main.py").write_text(code, errors="replace")
+        (Path(folder) / "main.py").write_text(code, "utf-8", errors="replace")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", confine.__file__, json.dumps(wishes(folder, timeout_s, memory_mb))),
             *(sys.executable, "-I", "-X", "utf8", "main.py"),

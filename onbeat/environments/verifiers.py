@@ -76,7 +76,7 @@ def write_tasks(python: str, environment: Mapping[str, Any], path: str, num_task
         raise RuntimeError(f"verifiers cannot load the tasks within {TASKS_DEADLINE_S:.0f} s")
     if exit_code != 0:
         raise RuntimeError(rows or "verifiers cannot load the tasks; see above")
-    Path(path).write_text(rows)
+    Path(path).write_text(rows, encoding="utf-8")
 
 
 def start(python: str, environment: Mapping[str, Any], *arguments: str) -> "subprocess.Popen[str]":

@@ -65,7 +65,7 @@ def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: P
         if state is not None and state.pid == daemon.pid:
             return state
         if daemon.poll() is not None:
-            written = log_path.read_text(errors="replace").strip()
+            written = log_path.read_text(encoding="utf-8", errors="replace").strip()
             reason = written or f"it wrote nothing to {log_path}: is the disk full?"
             raise OnbeatError(f"the stack did not start:\n{reason}")
         time.sleep(0.1)

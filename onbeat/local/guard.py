@@ -102,7 +102,7 @@ def shared_memory_of(pid: int) -> set[Path]:
     Python's own process that would remove them is killed, too.
     """
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # the process has just ended
         return set()
     paths = [line.partition(SEGMENT)[2] for line in maps if SEGMENT in line]
@@ -113,7 +113,7 @@ def children_of(parent: int) -> list[int]:
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state_and_parent = stat.read_text(errors="replace").rpartition(")")[2].split()
+            state_and_parent = stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()
             if int(state_and_parent[1]) == parent:
                 children.append(int(stat.parent.name))
     return children

@@ -128,14 +128,16 @@ def release_of_data(folder: Path) -> Release | None:
 def is_being_imported(folder: Path) -> bool:
     """Return whether Redis 7 was stopped while it moved the file of 6.2 into its own folder; it then goes on."""
     with suppress(OSError):
-        return f"file {FILE_OF_6} " in (folder / FOLDER_OF_7 / f"{FILE_OF_6}.manifest").read_text(errors="replace")
+        return f"file {FILE_OF_6} " in (folder / FOLDER_OF_7 / f"{FILE_OF_6}.manifest").read_text(
+            "utf-8", errors="replace"
+        )
     return True
 
 
 def read_record(folder: Path) -> Release | None:
     """Return the recorded release; None without a record, and for one that is damaged."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD).read_text("utf-8"))
         return Release(record["kind"], parse_version(record["version"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -144,7 +146,7 @@ def read_record(folder: Path) -> Release | None:
 def write_record(folder: Path, release: Release) -> None:
     """Record the server's release, before it starts."""
     draft = folder / f"{RECORD}.new"
-    draft.write_text(json.dumps({"kind": release.kind, "version": format_version(release.version)}) + "\n")
+    draft.write_text(json.dumps({"kind": release.kind, "version": format_version(release.version)}) + "\n", "utf-8")
     draft.replace(folder / RECORD)
 
 

@@ -41,7 +41,9 @@ def this_machine() -> str:
     name."""
     if sys.platform != "linux":
         return ""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}, {os.stat('/proc/self/ns/pid').st_ino}"
+    return (
+        f"{Path('/proc/sys/kernel/random/boot_id').read_text('utf-8').strip()}, {os.stat('/proc/self/ns/pid').st_ino}"
+    )
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
@@ -59,7 +61,7 @@ def create_data_dir(data_dir: Path) -> None:
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)
         if not (data_dir / ".gitignore").exists():
-            (data_dir / ".gitignore").write_text("*\n")
+            (data_dir / ".gitignore").write_text("*\n", "utf-8")
     except OSError as error:
         raise not_writable(data_dir, error) from error
 
@@ -91,7 +93,7 @@ class StackLock:
         path = state_path(self._data_dir)
         draft = self._data_dir / STATE_DRAFT
         draft.touch(mode=0o600)
-        draft.write_text(json.dumps(asdict(state)))
+        draft.write_text(json.dumps(asdict(state)), "utf-8")
         draft.replace(path)
 
     def release(self) -> None:
@@ -105,7 +107,7 @@ def running_stack(data_dir: Path) -> StackState | None:
     if not is_locked(data_dir / OWNER_LOCK):
         return None
     try:
-        return StackState(**json.loads(state_path(data_dir).read_text()))
+        return StackState(**json.loads(state_path(data_dir).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -121,7 +123,7 @@ def why_ended(data_dir: Path) -> str:
     if has_processes(data_dir) or not path.is_file():
         return ""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError:  # another user's
         return ""
     lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
@@ -165,7 +167,7 @@ def state_path(data_dir: Path) -> Path:
 
 def open_lock(path: Path) -> IO[str]:
     try:
-        return path.open("a+")  # shared locks on network disks need a file that can be read
+        return path.open("a+", encoding="utf-8")  # shared locks on network disks need a file that can be read
     except OSError as error:
         raise not_writable(path.parent, error) from error
 

@@ -91,7 +91,7 @@ class Service:
         return self.num_failures <= MAX_RESTARTS
 
     def tail(self) -> str:
-        log = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""  # it may be gone
+        log = self.log_path.read_text("utf-8", errors="replace") if self.log_path.exists() else ""  # it may be gone
         lines = log.splitlines()[-TAIL_LINES:]
         body = "\n".join(f"  {line}" for line in lines) or "  (nothing was logged)"
         return f"last lines of {self.log_path}:\n{body}"

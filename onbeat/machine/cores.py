@@ -34,7 +34,7 @@ def physical_cores(cores: Sequence[int], topology: Path = Path("/sys/devices/sys
     first: dict[str, int] = {}
     for core in cores:
         try:
-            siblings = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+            siblings = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text("utf-8")
         except OSError:  # the system does not say: every one counts
             siblings = str(core)
         first.setdefault(siblings, core)
@@ -45,9 +45,9 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the CPUs that a container's limit gives this process, whatever cores it may run on; infinity without."""
     try:
         if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
+            quota, period = (cgroup / "cpu.max").read_text("utf-8").split()
         else:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
     except OSError:  # there are no control groups here
         return math.inf
     return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf

@@ -20,7 +20,7 @@ def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
     if (cgroup / "memory" / VERSION_1[0]).exists():
         cgroup, (*names, reclaimable) = cgroup / "memory", VERSION_1
     try:
-        most, current, parts = ((cgroup / name).read_text() for name in names)
+        most, current, parts = ((cgroup / name).read_text("utf-8") for name in names)
         limit = int(most)  # "max", or more than any machine has, without a limit
         used = int(current) - int(dict(line.split() for line in parts.splitlines())[reclaimable])
     except (OSError, ValueError, LookupError):
@@ -34,7 +34,7 @@ def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
 
 def read_meminfo(path: Path) -> HostMemory:
     try:
-        lines = (line.split() for line in path.read_text().splitlines())
+        lines = (line.split() for line in path.read_text("utf-8").splitlines())
         sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
         available, total = sizes["MemAvailable:"], sizes["MemTotal:"]
     except (OSError, ValueError, LookupError):

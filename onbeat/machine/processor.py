@@ -47,7 +47,7 @@ def read_processor(environment: Mapping[str, str] = os.environ, cpuinfo: Path = 
 def read_fields(cpuinfo: Path) -> dict[str, str]:
     """Return the fields of the first processor; none where the file does not exist."""
     try:
-        first = cpuinfo.read_text().split("\n\n")[0]
+        first = cpuinfo.read_text("utf-8").split("\n\n")[0]
     except OSError:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())

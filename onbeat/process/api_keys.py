@@ -110,7 +110,7 @@ def write_keys(path: Path, keys: list[ApiKey]) -> None:
     draft = path.with_name(f".{path.name}.new")
     draft.unlink(missing_ok=True)
     content = KeysFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         if path.exists():
             keep_owner(file.fileno(), path)
         file.write(content)

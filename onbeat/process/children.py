@@ -9,8 +9,6 @@ import signal
 import sys
 from typing import Any
 
-from onbeat.machine.malloc import KEEP_FREED
-
 MAX_ANSWER_BYTES = 1 << 20  # size of a line of a child
 MAX_OUTPUT_BYTES = 4 << 20  # bytes printed between two answers; the parent kills a child that prints more
 STDERR_TAIL_BYTES = 2000
@@ -55,6 +53,8 @@ def inherited_environment() -> dict[str, str]:
     """Return this process's environment without what is for the service or its engine alone: its settings, an allocator
     that keeps freed memory, no preparation of gRPC for forks, and the engine's ban on downloads. No proxy is to come
     between an environment and this machine: it would see the keys of sessions."""
+    from onbeat.machine.malloc import KEEP_FREED  # imports pydantic, which `onbeat --help` does without
+
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
     if inherited.get("GLIBC_TUNABLES") == KEEP_FREED:
         del inherited["GLIBC_TUNABLES"]

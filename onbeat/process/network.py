@@ -27,7 +27,7 @@ def host_of(address: str) -> str:
 def read_file(name: str, path: Path) -> str:
     """Return the text in the file of setting `name`. Raise ValueError, without the text, when there is none."""
     try:
-        text = path.read_text().strip()
+        text = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"{name}={path} cannot be read: {reason}") from None

@@ -132,7 +132,7 @@ class HostWeights:
 def host_id() -> str:
     """Return an id shared by all processes of a machine, containers included; '' where the system has none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except OSError:
         return ""
 

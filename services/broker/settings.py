@@ -138,7 +138,7 @@ class Settings(RedisSettings, BaseSettings):
 def read_headers(path: Path) -> dict[str, str]:
     """Read one `name=value` per line. Raises ValueError without the values, which are secrets."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"ONBEAT_OTLP_HEADERS_FILE={path} cannot be read: {type(error).__name__}") from error
     headers = {}

@@ -119,14 +119,14 @@ class Uploads:
 
     def _noted_digest(self, path: Path) -> str | None:
         try:
-            digest, *state = self._note(path.name).read_text().split()
+            digest, *state = self._note(path.name).read_text("utf-8").split()
         except (OSError, ValueError):
             return None
         return digest if state == state_of(path) else None
 
     def _write_note(self, path: Path, digest: str) -> None:
         with contextlib.suppress(OSError):  # a missing file only costs that the digest is computed again
-            self._note(path.name).write_text(" ".join([digest, *state_of(path)]))
+            self._note(path.name).write_text(" ".join([digest, *state_of(path)]), "utf-8")
 
     def _note(self, name: str) -> Path:
         return self._folder / f".{name}.sha256"

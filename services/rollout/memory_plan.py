@@ -63,7 +63,7 @@ def is_packed(dtype: str) -> bool:
 
 def main() -> None:
     """Print the plan as JSON."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     sys.stdout.write(json.dumps(plan_rollout(**request)) + "\n")
 
 

@@ -66,7 +66,7 @@ class PromptEncoder:
 
 def read_context_tokens(model_dir: Path) -> int | None:
     """Return the longest context that the model was made for, of its text part when it has several; None if unnamed."""
-    return context_tokens(json.loads((model_dir / "config.json").read_text()))
+    return context_tokens(json.loads((model_dir / "config.json").read_text("utf-8")))
 
 
 def prompt_text(task: PromptTask) -> str:

@@ -256,7 +256,7 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
 
 def main() -> None:
     """Print JSON: the parts, the number of parameters and the model's configuration, which an engine's plan needs."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     config = JobConfig.model_validate(request["job"])
     try:
         model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))

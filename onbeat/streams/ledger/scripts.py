@@ -18,7 +18,7 @@ MessageT = TypeVar("MessageT", PromptTask, RolloutGroup)
 @functools.cache
 def load_script(name: str) -> str:
     folder = resources.files("onbeat.streams") / "scripts"
-    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+    return (folder / "prelude.lua").read_text("utf-8") + (folder / f"{name}.lua").read_text("utf-8")
 
 
 class LedgerPart:

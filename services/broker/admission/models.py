@@ -67,7 +67,7 @@ def own_token(home: Path) -> str:
     if token := os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
         return token
     try:
-        return Path(os.environ.get("HF_TOKEN_PATH") or home / "token").read_text().strip()
+        return Path(os.environ.get("HF_TOKEN_PATH") or home / "token").read_text("utf-8").strip()
     except OSError:
         return ""
 

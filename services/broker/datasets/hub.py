@@ -39,7 +39,7 @@ def fetch_split(data: HubData, data_dir: Path) -> Path:
         raise DatasetError("data.type", f"{message} as Parquet, and upload it with `onbeat data push`")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a") as lock:
+        with (folder / "lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if target.is_file():  # another process has fetched it meanwhile
                 return target

@@ -47,7 +47,7 @@ def count_in_process(items: Iterator[PromptItem], model_path: str) -> list[int]:
         message = "prompts are counted with the model's tokenizer, and the package `transformers` is not installed "
         message += "where the broker runs; leave too long prompts out of the data, and this away"
         raise DatasetError(FIELD, message)
-    with tempfile.TemporaryFile("w+") as prompts:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as prompts:
         for item in items:
             prompts.write(json.dumps(item.model_dump(include={"messages", "text"})) + "\n")
         prompts.flush()

@@ -28,7 +28,7 @@ def restrict_this_process(memory_mb: int, max_open_files: int) -> None:
     os.nice(NICENESS)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # /proc may be read-only: then the kernel chooses by size
-            Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
+            Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE, encoding="utf-8")
 
 
 class Answers:

@@ -134,7 +134,7 @@ class VllmEngine:
         assert self._llm is None, "the engine is already started"
         assert self._building is None, "an engine that did not start has to be stopped first"
         self._shapes = read_checkpoint_shapes(model_dir)
-        model_config = json.loads((model_dir / "config.json").read_text())
+        model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
         self._is_tied = bool(model_config.get("tie_word_embeddings", False))
         if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
             sizes = (self._engine_args["dtype"], self._engine_args["max_model_len"], self._num_cached_seqs)

@@ -274,7 +274,7 @@ def number_of(folder: Path) -> int:
 def check(folder: Path) -> TrainState:
     """Return the folder's state. Raises OSError or ValueError, naming the file, when one is missing or torn."""
     try:
-        record = json.loads((folder / "state.json").read_text())
+        record = json.loads((folder / "state.json").read_text("utf-8"))
         state, files = TrainState(**record["state"]), record["files"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"state.json is torn or of another version of Onbeat ({error})") from error
@@ -317,7 +317,9 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
         new(name).write_bytes(file)
     if content.holders is not None and rank == 0:
         index = {name: shard_name(holder, size) for name, holder in content.holders.items()}
-        new("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2))
+        new("model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index}, indent=2), "utf-8"
+        )
     for version, policy in content.policies.items():
         if policy:
             save_file(policy, new(f"policies/{version:06d}-{rank:05d}.safetensors"), metadata={"format": "pt"})
@@ -329,7 +331,7 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
 
 def write_state(partial: Path, state: TrainState, files: Sizes) -> None:
     """Write the last file. Returns when all names in the folder are on disk."""
-    (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2))
+    (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2), "utf-8")
     for path in [partial / "state.json", *(path for path in partial.iterdir() if path.is_dir()), partial]:
         sync_path(path)
 

@@ -112,7 +112,7 @@ class Follower(threading.Thread):
             try:
                 if tracker is None:
                     tracker = open_tracker(self.name, *self._arguments)
-                    kept = self._file.read_text() if self._file is not None and self._file.is_file() else "{}"
+                    kept = self._file.read_text("utf-8") if self._file is not None and self._file.is_file() else "{}"
                     self._cursor = Cursor(**json.loads(kept))
                 self._keep_up(tracker)
                 if is_last and not self._is_abandoned.is_set():
@@ -147,7 +147,7 @@ class Follower(threading.Thread):
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             new = self._file.with_suffix(".new")
-            new.write_text(json.dumps(asdict(self._cursor)))
+            new.write_text(json.dumps(asdict(self._cursor)), "utf-8")
             os.replace(new, self._file)
 
     def _warn(self, message: str) -> None:

@@ -403,7 +403,8 @@ def test_validate_counts_rows_as_json(onbeat: Command, job_file: str) -> None:
 @pytest.mark.usefixtures("broker")
 def test_error_of_the_system_is_one_line(onbeat: Command) -> None:
     (line,) = onbeat("validate", "a" * 300, code=1).err.splitlines()
-    assert line.startswith("error: [Errno 36] File name too long: 'aaa")
+    assert line.startswith("error: aaa")
+    assert line.endswith(" cannot be used: File name too long")
 
 
 async def answer_chats(chats: Chats) -> None:

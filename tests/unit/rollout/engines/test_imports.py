@@ -34,7 +34,9 @@ def test_a_large_import_waits_for_the_other_one(monkeypatch: pytest.MonkeyPatch,
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     # At once, so that only the lock makes it wait.
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=NoTokenizer))
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(AutoTokenizer=NoTokenizer, PreTrainedTokenizerFast=NoTokenizer)
+    )
     ended = threading.Event()
     thread = threading.Thread(target=lambda: (work(), ended.set()), daemon=True)
     with IMPORTING:
