@@ -17,7 +17,7 @@ schedule = {{ num_iterations = 1 }}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a job file with a model beside it; the test works elsewhere."""
+    """Return the folder of a job file, with a model beside it; the test works elsewhere."""
     (tmp_path / "jobs" / "models" / "mine").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
