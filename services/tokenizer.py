@@ -25,7 +25,7 @@ def load_tokenizer(source: str | Path, **options: Any) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    file = tokenizer_file(source)
+    file = file_of_model(source, TOKENIZER_FILE)
     if file is None or equals_file(tokenizer, file):
         return tokenizer
     logger.info("%s would split text otherwise than %s, which is used as it is", type(tokenizer).__name__, file)
@@ -40,12 +40,12 @@ def load_tokenizer(source: str | Path, **options: Any) -> Any:
     return by_file
 
 
-def tokenizer_file(source: str | Path) -> Path | None:
-    """Return the path of the model's `tokenizer.json`, in its folder or in the cache of the hub; None without one."""
+def file_of_model(source: str | Path, name: str) -> Path | None:
+    """Return the path of a file in the model's folder or in the cache of the hub; None if the model has no such one."""
     from transformers.utils import cached_file
 
     missing_is_fine = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path = cached_file(str(source), TOKENIZER_FILE, **missing_is_fine)
+    path = cached_file(str(source), name, **missing_is_fine)
     return None if path is None else Path(path)
 
 

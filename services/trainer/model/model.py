@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.objectives.base import Logprobs
-from services.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_file
+from services.tokenizer import TOKENIZER_FILE, file_of_model, load_tokenizer
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.model.lean_layers import use_lean_layers
@@ -153,7 +153,7 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
         config.dtype = config.get_text_config().dtype = dtype
         config.save_pretrained(folder)
         load_tokenizer(source).save_pretrained(folder)
-        if file := tokenizer_file(source):
+        if file := file_of_model(source, TOKENIZER_FILE):
             shutil.copy(file, Path(folder, TOKENIZER_FILE))
         with suppress(OSError):  # not every model has one; as it is, because transformers refuses to save some
             shutil.copy(cached_file(source, GENERATION_CONFIG_NAME), Path(folder, GENERATION_CONFIG_NAME))

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from onbeat.contracts.model_config import PACKED_DTYPE
+from services.tokenizer import file_of_model
 from services.trainer.model.tensor_files import StoredWeights
 
 NUM_NAMED = 5  # names of tensors in a message
@@ -18,10 +19,9 @@ NUM_NAMED = 5  # names of tensors in a message
 
 def check_source(source: str, config: Any) -> None:
     """Raise ValueError for files whose weights are no plain numbers of this model: quantised ones, or an adapter's."""
-    from transformers.utils import ADAPTER_CONFIG_NAME, cached_file
+    from transformers.utils import ADAPTER_CONFIG_NAME
 
-    missing_is_fine = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if cached_file(source, ADAPTER_CONFIG_NAME, **missing_is_fine) is not None:
+    if file_of_model(source, ADAPTER_CONFIG_NAME) is not None:
         raise ValueError(
             f"model {source!r} has an adapter ({ADAPTER_CONFIG_NAME}) beside its weights; merge it into them "
             "(PeftModel.merge_and_unload, save_pretrained), or take it away"
@@ -82,7 +82,7 @@ def left_out(source: str, model: Any) -> list[str]:
     several tokens, or the vision tower beside a model of text."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     try:
-        names = StoredWeights.find(source).dtypes
+        names = StoredWeights.find(source).dtypes.keys() - dict(model.named_parameters()).keys()
     except (OSError, SafetensorError):
         return []
     return sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
