@@ -3,6 +3,7 @@
 `python -m tests.breaks [NAME...]`, from the repository's root, ends with 1 if a break is not caught.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -16,7 +17,13 @@ ROOT = HERE.parent.parent
 
 
 def main(names: list[str]) -> int:
-    paths = [HERE / f"{name}.toml" for name in names] or sorted(HERE.glob("*.toml"))
+    known = {path.stem: path for path in sorted(HERE.glob("*.toml"))}
+    parser = argparse.ArgumentParser("tests.breaks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; all by default")
+    given = parser.parse_args(names).names
+    if unknown := set(given) - known.keys():
+        parser.error(f"no break is called {', '.join(sorted(unknown))}; there is: {', '.join(known)}")
+    paths = [known[name] for name in given or known]
     with tempfile.TemporaryDirectory(prefix="onbeat-breaks-") as folder:
         copy = Path(folder)
         copy_tree(copy)
