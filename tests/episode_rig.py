@@ -20,6 +20,7 @@ from services.rollout.generation import Generation
 from services.rollout.inflight import Flight
 from services.rollout.player import Player
 from services.rollout.producer import GroupProducer
+from services.rollout.prompt_decoder import PromptDecoder
 from services.rollout.prompts import PromptEncoder
 from services.trainer.episode import turn_paths
 from tests.tiny_models import build_tokenizer
@@ -241,7 +242,9 @@ class Rig:
         self.server = SessionServer()
         self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
         generation = Generation(self.gate)
-        self.producer = GroupProducer(Player(generation, self.runner), generation.busy, max_attempts=3)
+        self.producer = GroupProducer(
+            Player(generation, self.runner), PromptDecoder(self.tokenizer), generation.busy, max_attempts=3
+        )
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""

@@ -175,6 +175,9 @@ def samples(
     iteration: Annotated[int | None, typer.Option(min=0, help="Iteration to show. Default: the newest.")] = None,
     evaluation: Annotated[int | None, typer.Option(min=0, help="Show responses of this evaluation instead.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of responses.")] = 10,
+    is_decoded: Annotated[
+        bool, typer.Option("--decoded", help="Show prompts as the model saw them, with special tokens.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show responses with their rewards."""
@@ -192,7 +195,7 @@ def samples(
         typer.echo("no samples yet")
     else:
         kind = "iteration" if evaluation is None else "evaluation"
-        print_examples(make_console(), f"{kind} {samples[0].iteration}", samples)
+        print_examples(make_console(), f"{kind} {samples[0].iteration}", samples, is_decoded=is_decoded)
 
 
 @app.command()

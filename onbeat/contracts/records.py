@@ -188,6 +188,14 @@ class AuditReport(Record):
     answer_rules: int | None = None  # rules by which answers are compared; None: the rewards compare none
 
 
+class PromptPart(Record):
+    """A part of a prompt as the model saw it: a special token, the text between two of them, or a gap."""
+
+    text: str
+    is_special: bool = False  # one special token, and not text that looks like one
+    num_left_out: int = 0  # tokens in the middle of a long prompt that are left out here; text is empty
+
+
 class EpisodeTurn(Record):
     """One call of the policy in an episode: the new messages, and the answer."""
 
@@ -196,6 +204,7 @@ class EpisodeTurn(Record):
     messages: list[dict[str, Any]] = []  # the new ones (at first: behind the prompt), from the environment; not trained
     text: str  # sampled, and trained
     num_observed_tokens: int  # tokens of the prompt, behind those that it shares with the turns before
+    observed_parts: list[PromptPart] = Field(default=[], repr=False)  # the same as text; []: none, or not recorded
     num_cached_tokens: int = 0  # tokens of the prompt that the engine did not compute again; 0 also if unknown
     num_tokens: int  # sampled; those of an episode follow one another in the response
     finish_reason: str
@@ -212,7 +221,8 @@ class Sample(Record):
     group_id: str
     index: int = 0  # place in the group
     policy_version: int
-    prompt: str
+    prompt: str  # the row's text
+    decoded_prompt: str | None = Field(default=None, repr=False)  # as the model saw it; None: not recorded
     response: str
     reward: float
     reward_parts: dict[str, float] = {}
@@ -237,7 +247,8 @@ class GroupDetail(Record):
     group_id: str
     policy_version: int
     worker_id: str
-    prompt: str
+    prompt: str  # the row's text
+    prompt_parts: list[PromptPart] = Field(default=[], repr=False)  # as the model saw it; []: not recorded
     num_prompt_tokens: int
     generate_s: float
     score_s: float

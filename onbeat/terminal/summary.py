@@ -129,22 +129,31 @@ async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sam
     return list(by_group.values())[:NUM_EXAMPLES]
 
 
-def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> None:
-    """Print one line per sample; on a terminal, a table."""
+def print_examples(console: Console, title: str, samples: Sequence[Sample], *, is_decoded: bool = False) -> None:
+    """Print one line per sample; on a terminal, a table. `is_decoded`: with prompts as the model saw them."""
     if not samples:
         return
     console.print()
     if not can_redraw(console):
         console.out(title)
         for sample in samples:
-            line = f"{clip(sample.prompt)} -> {text_of(sample)}".replace("\n", "\\n")
+            line = f"{prompt_of(sample, is_decoded)} -> {text_of(sample)}".replace("\n", "\\n")
             console.out(f"reward {sample.reward:g}  {line}")
         return
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
     table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
-        table.add_row(Text(clip(sample.prompt)), Text(text_of(sample)), f"{sample.reward:g}")
+        table.add_row(Text(prompt_of(sample, is_decoded)), Text(text_of(sample)), f"{sample.reward:g}")
     console.print(table)
+
+
+def prompt_of(sample: Sample, is_decoded: bool) -> str:
+    """Return the row's prompt, cut if it is long, or all of the prompt that the model saw."""
+    if not is_decoded:
+        return clip(sample.prompt)
+    if sample.decoded_prompt is None:
+        return f"(not recorded; the row has: {clip(sample.prompt)})"
+    return "\n".join(map(printable, sample.decoded_prompt.splitlines()))
 
 
 def text_of(sample: Sample) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from onbeat.contracts.records import EpisodeTurn, Sample
+from onbeat.contracts.records import EpisodeTurn, PromptPart, Sample
+from onbeat.streams import codec
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
@@ -52,6 +53,7 @@ def group_samples(
     group: RolloutGroup, rewards: RewardRange = ANY_REWARD, advantages: Sequence[float | None] = ()
 ) -> Iterator[Sample]:
     """Yield a group's responses in this range. `advantages`: of each response; empty where they are not known."""
+    decoded_prompt = text_of(group.prompt_parts)
     for index, response in enumerate(group.responses):
         if response.reward not in rewards:
             continue
@@ -61,6 +63,7 @@ def group_samples(
             index=index,
             policy_version=group.policy_version,
             prompt=group.prompt_text,
+            decoded_prompt=decoded_prompt,
             response=response.text,
             reward=response.reward,
             reward_parts={name: x for name, x in sorted(response.reward_parts.items()) if math.isfinite(x)},
@@ -85,6 +88,7 @@ def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
             messages=messages_of(turn),
             text=response.text[start : start + turn.num_characters],
             num_observed_tokens=len(turn.observed_token_ids),
+            observed_parts=parts_of(turn.observed_parts),
             num_cached_tokens=turn.num_cached_tokens,
             num_tokens=turn.num_sampled,
             finish_reason=turn.finish_reason,
@@ -94,6 +98,17 @@ def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
             generate_s=turn.generate_s,
         )
         start += turn.num_characters
+
+
+def parts_of(parts: Iterable[codec.PromptPart]) -> list[PromptPart]:
+    return [PromptPart(text=part.text, is_special=part.is_special, num_left_out=part.num_left_out) for part in parts]
+
+
+def text_of(parts: Sequence[codec.PromptPart]) -> str | None:
+    """Return a decoded prompt as one text; None where it was not recorded."""
+    gap = "[{} tokens are left out here]"
+    texts = (gap.format(part.num_left_out) if part.num_left_out else part.text for part in parts)
+    return "".join(texts) if parts else None
 
 
 def messages_of(turn: Turn) -> list[dict[str, Any]]:

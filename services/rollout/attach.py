@@ -28,6 +28,7 @@ from services.rollout.gate import GateLimits, VersionGate
 from services.rollout.generation import Generation
 from services.rollout.player import Player
 from services.rollout.producer import GroupFiller, GroupProducer
+from services.rollout.prompt_decoder import PromptDecoder
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
 from services.rollout.responder import Responder
@@ -136,7 +137,9 @@ class Attachment:
         cleanup.push_async_callback(gate.close)
         generation = Generation(gate)
         filler = await self._create_filler(cleanup, generation, encoder)
-        producer = GroupProducer(filler, generation.busy, self._config.rollout.max_group_attempts)
+        producer = GroupProducer(
+            filler, PromptDecoder(encoder.tokenizer), generation.busy, self._config.rollout.max_group_attempts
+        )
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         serve_visitors = self._factories.serve_visitors

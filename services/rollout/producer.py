@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from onbeat.streams.codec import GroupFailure, PromptTask, RolloutGroup, check_group, check_logprobs
 from services.rollout.inflight import Flight
 from services.rollout.meters import BusyMeter
+from services.rollout.prompt_decoder import PromptDecoder
 from services.rollout.prompts import GroupFailed, prompt_text
 
 MAX_REMEMBERED = 1000  # groups that were given back here; another rollout may have finished them
@@ -33,8 +34,9 @@ class GroupFiller(Protocol):
 
 
 class GroupProducer:
-    def __init__(self, filler: GroupFiller, busy: BusyMeter, max_attempts: int) -> None:
+    def __init__(self, filler: GroupFiller, decoder: PromptDecoder, busy: BusyMeter, max_attempts: int) -> None:
         self._filler = filler
+        self._decoder = decoder
         self._busy = busy
         self._max_attempts = max_attempts
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
@@ -63,9 +65,11 @@ class GroupProducer:
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
                 await self._filler.fill(flight, group, deadline)
+            await self._decoder.add_parts(group)
             refuse_broken(group)
         except GroupFailed as failure:
             del group.responses[:]
+            await self._decoder.add_parts(group)
             group.failure.CopyFrom(GroupFailure(kind=failure.kind, message=str(failure)))
         except TimeoutError as error:
             if not timeout.expired():

@@ -70,7 +70,7 @@ def read_context_tokens(model_dir: Path) -> int | None:
 
 
 def prompt_text(task: PromptTask) -> str:
-    """Return the prompt as people read it; `prompt_token_ids` holds what the model saw."""
+    """Return the row's prompt as people read it; `prompt_decoder` shows what the model saw."""
     if not task.messages:
         return task.text
     if len(task.messages) == 1:

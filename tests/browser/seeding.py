@@ -14,7 +14,7 @@ from typing import Any
 from onbeat.config import JobConfig
 from onbeat.contracts.records import PublishedWeights, WeightUpdate
 from onbeat.contracts.states import JobState
-from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
+from onbeat.streams.codec import PromptPart, PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
 from tests.world import LEASE_S, job_body
 
@@ -98,6 +98,12 @@ def group_of(task: PromptTask, worker: str, content: Content, dice: random.Rando
         policy_version=task.policy_version,
         prompt_token_ids=list(range(12)),
         prompt_text=task.text,
+        prompt_parts=[
+            PromptPart(text="<|im_start|>", is_special=True),
+            PromptPart(text=f"user\n{task.text}"),
+            PromptPart(text="<|im_end|>", is_special=True),
+            PromptPart(text="\n"),
+        ],
         data_row=task.data_row,
         worker_id=worker,
         timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),

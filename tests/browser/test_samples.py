@@ -67,3 +67,14 @@ async def test_episode_is_shown_turn_by_turn(visit, gallery):
     await expect(turns.nth(2)).to_contain_text("history rewritten: shares only the beginning of turn 2")
     await turns.nth(1).locator("[data-index='0']").hover()
     await expect(page.get_by_test_id("token-readout")).to_contain_text("turn 2, token 1 of 3: “·is”")
+
+
+async def test_prompt_that_the_model_saw_has_special_tokens_marked(visit, gallery):
+    page = await visit(gallery.url, gallery.place("group"))
+    decoded = page.get_by_test_id("decoded")
+    await expect(decoded).to_contain_text(f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>")
+    await expect(decoded.locator(".special")).to_have_text(["<|im_start|>", "<|im_end|>"])
+    page = await visit(gallery.url, gallery.place("samples"))
+    sample = page.get_by_test_id("sample").filter(has_text=PROMPTS[0]).first
+    await sample.get_by_text("Prompt as the model saw it").click()
+    await expect(sample.get_by_role("group", name="Prompt as the model saw it")).to_contain_text("<|im_start|>user")

@@ -247,10 +247,12 @@ class RolloutGroup(_message.Message):
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
     DATA_ROW_FIELD_NUMBER: _builtins.int
     FAILED_EPISODES_FIELD_NUMBER: _builtins.int
+    PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
     prompt_text: _builtins.str
+    """for people: the row's messages or text, which the template has not rendered"""
     worker_id: _builtins.str
     is_evaluation: _builtins.bool
     data_row: _builtins.int
@@ -273,6 +275,10 @@ class RolloutGroup(_message.Message):
     def failed_episodes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """tries of its episodes that failed before, by EpisodeFailureKind"""
 
+    @_builtins.property
+    def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
+        """for people: prompt_token_ids as text. Empty: not known"""
+
     def __init__(
         self,
         *,
@@ -288,16 +294,46 @@ class RolloutGroup(_message.Message):
         is_evaluation: _builtins.bool = ...,
         data_row: _builtins.int | None = ...,
         failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_row) -> _WhichOneofReturnType__data_row | None: ...
 
 Global___RolloutGroup: _TypeAlias = RolloutGroup  # noqa: Y015
+
+@_typing.final
+class PromptPart(_message.Message):
+    """A part of a decoded prompt, for people: a special token, the ordinary tokens between two of them, or a gap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_SPECIAL_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    is_special: _builtins.bool
+    """it is one special token, such as <|im_start|>, and not text that looks like one"""
+    num_left_out: _builtins.int
+    """so many tokens in the middle of a long prompt, which are left out; text is empty"""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        is_special: _builtins.bool = ...,
+        num_left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_special", b"is_special", "num_left_out", b"num_left_out", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptPart: _TypeAlias = PromptPart  # noqa: Y015
 
 @_typing.final
 class Response(_message.Message):
@@ -406,6 +442,7 @@ class Turn(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     GENERATE_S_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OBSERVED_PARTS_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """an earlier turn of this episode; absent: the group's prompt"""
     num_shared: _builtins.int
@@ -431,6 +468,10 @@ class Turn(_message.Message):
     def observed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """from the environment, a tool or the template: never trained"""
 
+    @_builtins.property
+    def observed_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
+        """for people: observed_token_ids as text. Empty: not known, or none"""
+
     def __init__(
         self,
         *,
@@ -446,10 +487,11 @@ class Turn(_message.Message):
         waited_s: _builtins.float = ...,
         generate_s: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
+        observed_parts: _abc.Iterable[Global___PromptPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "parent", b"parent", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "call_id", b"call_id", "finish_reason", b"finish_reason", "generate_s", b"generate_s", "messages_json", b"messages_json", "num_cached_tokens", b"num_cached_tokens", "num_characters", b"num_characters", "num_sampled", b"num_sampled", "num_shared", b"num_shared", "observed_token_ids", b"observed_token_ids", "parent", b"parent", "reward", b"reward", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "call_id", b"call_id", "finish_reason", b"finish_reason", "generate_s", b"generate_s", "messages_json", b"messages_json", "num_cached_tokens", b"num_cached_tokens", "num_characters", b"num_characters", "num_sampled", b"num_sampled", "num_shared", b"num_shared", "observed_parts", b"observed_parts", "observed_token_ids", b"observed_token_ids", "parent", b"parent", "reward", b"reward", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

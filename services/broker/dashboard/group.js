@@ -29,7 +29,10 @@ class GroupPage extends Component {
           <h2 id="prompt-heading">Prompt</h2>
           <a href="${addressOf(job.id)}/samples?iteration=${group.iteration}">All samples of iteration ${group.iteration}</a>
         </div>
+        <h3>Text of the row</h3>
         <div class="text" tabindex="0" role="region" aria-label="Text of the prompt">${group.prompt || "(empty)"}</div>
+        <h3>As the model saw it</h3>
+        ${group.prompt_parts.length ? html`<${Decoded} parts=${group.prompt_parts} name="Prompt as the model saw it" />` : NOT_RECORDED}
         <p class="help">${number(group.num_prompt_tokens)} tokens</p>
       </section>
       <section class="stack" aria-labelledby="responses-heading" data-testid="group-detail">
@@ -90,6 +93,18 @@ const Said = ({ text, isPlain, ...spoken }) =>
     ? html`<div class="tokens" tabindex="0" role="region" aria-label="Text of ${spoken.name}">${text || "(empty)"}</div>`
     : html`<${Tokens} ...${spoken} />`;
 
+const NOT_RECORDED = html`<p class="help" data-testid="decoded">Not recorded.</p>`;
+
+/** A decoded prompt; special tokens are marked, because text may look like one. */
+const Decoded = ({ parts, name }) => html`
+  <div class="text" tabindex="0" role="region" aria-label=${name} data-testid="decoded">
+    ${parts.map(({ text, is_special: isSpecial, num_left_out: numLeftOut }) => {
+      if (numLeftOut) return html`<em>[${number(numLeftOut)} tokens are left out here]</em>`;
+      return isSpecial ? html`<span class="special">${text}</span>` : text;
+    })}
+  </div>
+`;
+
 // ---- an episode, turn by turn ------------------------------------------------------------------------------------
 
 /** The environment's text is plain; the policy's is shown token by token: only that is trained. */
@@ -105,6 +120,11 @@ function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
           <li class="turn" data-testid="turn">
             <p class="help">${factsOfTurn(turn, index).join(" · ")}</p>
             ${turn.messages.map(messageOf)}
+            ${turn.observed_parts.length > 0 &&
+            html`<details>
+              <summary class="help">Observed tokens as the model saw them</summary>
+              <${Decoded} parts=${turn.observed_parts} name="Observed tokens of turn ${index + 1} of ${name}" />
+            </details>`}
             <${Said} text=${turn.text} tokens=${own} name="turn ${index + 1} of ${name}" onPoint=${point} ...${shown} />
           </li>
         `;

@@ -206,6 +206,10 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
           ${!isHeldOut && html`<a href=${address}>Open group ${group}</a>`}
         </div>
         <${TextBlock} name="Prompt" text=${sample.prompt} />
+        ${sample.decoded_prompt && html`<details>
+          <summary class="help">Prompt as the model saw it</summary>
+          <div class="text of-prompt" tabindex="0" role="group" aria-label="Prompt as the model saw it">${sample.decoded_prompt}</div>
+        </details>`}
         <${TextBlock} name="Response" text=${sample.response} />
       </div>
       <div>

@@ -9,7 +9,7 @@ from onbeat.streams.codec import Response, RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entry, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
-from services.broker.samples import group_samples
+from services.broker.samples import group_samples, parts_of
 
 MAX_TOKENS = 100_000  # per answer
 LEAST_LOGPROB = -1e6  # replaces one that is not finite, which JSON cannot express; its job fails for it
@@ -58,6 +58,7 @@ def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = ()) -
         policy_version=group.policy_version,
         worker_id=group.worker_id,
         prompt=group.prompt_text,
+        prompt_parts=parts_of(group.prompt_parts),
         num_prompt_tokens=len(group.prompt_token_ids),
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,

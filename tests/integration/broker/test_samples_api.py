@@ -9,7 +9,7 @@ import pytest
 from onbeat.client import AsyncClient
 from onbeat.contracts.errors import ApiError, JobFailed
 from onbeat.contracts.states import Verdict
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import PromptPart, RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.retention import Retention
@@ -217,3 +217,28 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger, w
     assert await ledger.trainer.commit(*place, {"0-0": [0.5, None]})
     assert not await ledger.trainer.commit(*place, {"0-0": [9.0, 9.0]})  # replayed
     assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}
+
+
+# ---- the prompt that the model saw -------------------------------------------------------------------------------
+
+
+async def test_prompt_that_the_model_saw_is_beside_the_text(broker, ledger, world):
+    job_id, _ = await world.started_job()
+    await world.wait_open(job_id, 0)
+
+    def with_parts(group: RolloutGroup) -> None:
+        if group.group_id == "0-0":
+            texts = [PromptPart(text="<s>", is_special=True), PromptPart(num_left_out=7), PromptPart(text="Hi <s>")]
+            group.prompt_parts.extend(texts)
+
+    await submit_open(ledger, job_id, with_parts)
+    detail = await get(broker, f"{job_id}/groups/0-0")
+    assert detail["prompt"].startswith("say ")
+    assert detail["prompt_parts"] == [
+        {"text": "<s>", "is_special": True, "num_left_out": 0},
+        {"text": "", "is_special": False, "num_left_out": 7},
+        {"text": "Hi <s>", "is_special": False, "num_left_out": 0},
+    ]
+    assert (await get(broker, f"{job_id}/groups/0-1"))["prompt_parts"] == []
+    seen, unknown, *_ = (await get(broker, f"{job_id}/samples"))["samples"]
+    assert (seen["decoded_prompt"], unknown["decoded_prompt"]) == ("<s>[7 tokens are left out here]Hi <s>", None)

@@ -105,6 +105,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     from tests.tiny_models import build_tokenizer
 
     assert list(chat.prompt_token_ids) == build_tokenizer()(rendered)["input_ids"]
+    assert "".join(part.text for part in chat.prompt_parts) == rendered
     assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
     assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
     assert chat.worker_id == "w0"

@@ -47,3 +47,14 @@ def test_each_message_of_an_episode_is_cut_by_itself() -> None:
     first, *others = printed(Sample(prompt="", response="", reward=1.0, turns=turns, **VALUES), width=2000)
     assert first.endswith(" ...")
     assert others == ['policy (reward 0.5): price("lamp")', "-- the history was rewritten --", "tool: 7", "policy: 12"]
+
+
+def test_prompts_are_shown_whole_as_the_model_saw_them() -> None:
+    out = io.StringIO()
+    seen = Sample(prompt="Hi", decoded_prompt=f"<|user|>\n{'Hi' * 300}\x1b", response="Ho", reward=0.5, **VALUES)
+    older = Sample(prompt="Hi", response="Ho", reward=0.5, **VALUES)
+    print_examples(Console(file=out, width=30), "iteration 0", [seen, older], is_decoded=True)
+    first, second = out.getvalue().splitlines()[2:]
+    assert first.startswith(rf"reward 0.5  <|user|>\n{'Hi' * 300}")
+    assert "\x1b" not in first
+    assert second == "reward 0.5  (not recorded; the row has: Hi) -> Ho"
