@@ -1,60 +1,27 @@
-"""The check of a model's chat template before a job begins: otherwise all groups of its first iteration would fail, or
-a message would be left out of every prompt without a word.
+"""The check of a model's chat template at the trainer's start, with the tokenizer that the rollouts use.
 
-Whether a template takes the roles that an environment uses shows at its first call.
+For a model in a folder, the broker makes it at submission as well.
 """
 
-from typing import Any
-
 from onbeat.config import JobConfig
+from onbeat.contracts.chat_check import Messages, template_problem
 from services.tokenizer import load_tokenizer
-
-QUESTION = {"role": "user", "content": "a-first-question"}
-CONVERSATION = [
-    QUESTION,
-    {"role": "assistant", "content": "an-answer"},
-    {"role": "user", "content": "a-second-question"},
-]
-FILE = "chat_template.jinja in its folder"
 
 
 def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
     if not getattr(config.data, "as_chat", True):
         return
-    tokenizer, model = load_tokenizer(source), config.model.path
-    if config.environment is not None:
-        if problem := problem_of(tokenizer, CONVERSATION):
-            raise ValueError(
-                f"the chat template of {model} {problem}; episodes need that: give the model a template that does "
-                f"({FILE}), or set data.as_chat = false for an environment that sends token ids only"
-            )
-        return
-    if problem := problem_of(tokenizer, [QUESTION]):
-        raise ValueError(
-            f"the chat template of {model} {problem}; give the model a template that does ({FILE}), or set "
-            "data.as_chat = false for prompts that are rendered already"
-        )
-    system = config.data.system_prompt
-    if system and (problem := problem_of(tokenizer, [{"role": "system", "content": "a-system-prompt"}, QUESTION])):
-        raise ValueError(
-            f"the chat template of {model} {problem}; put the text of data.system_prompt into the prompts, or give the "
-            f"model a template that does ({FILE})"
-        )
+    tokenizer = load_tokenizer(source)
 
+    def render(messages: Messages) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
 
-def problem_of(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return why messages cannot be rendered, in words behind `the chat template`; '' if all of them are shown but
-    answers, which templates may shorten."""
-    from jinja2.exceptions import TemplateError
-
-    roles = " and ".join(message["role"] for message in messages)
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = str(error).splitlines() or [type(error).__name__]
-        return f"does not render a conversation of {roles} ({reason[0][:200]})"
-    left_out = [
-        message["role"] for message in messages if message["role"] != "assistant" and message["content"] not in text
-    ]
-    return f"does not show the message of the role {left_out[0]} in a conversation of {roles}" if left_out else ""
+    if problem := template_problem(
+        render,
+        config.model.path,
+        has_environment=config.environment is not None,
+        has_system_prompt=bool(config.data.system_prompt),
+    ):
+        raise ValueError(problem)

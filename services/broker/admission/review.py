@@ -18,8 +18,9 @@ from onbeat.contracts.records import RowCounts
 from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig, compares_with_answer
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
-from services.broker.admission.models import review_model
+from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.rewards import review_on_data
+from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
@@ -85,7 +86,10 @@ class Admission:
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not reward_complaints:
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
-            complaints += await asyncio.to_thread(review_model, config, self._has_model_folders)
+            model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
+            if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
+                model_complaints = await review_tokenizer(config)
+            complaints += model_complaints
         if unusable:
             return complaints, Remarks()
         data_complaints, first, remarks = await self._review_data(config, checked)

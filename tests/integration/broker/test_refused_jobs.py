@@ -383,3 +383,17 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
         findings = (await broker.get("/v1/doctor")).json()["findings"]
         assert "the broker answers, and only shows what was recorded" in [finding["sentence"] for finding in findings]
         assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]
+
+
+async def test_template_without_the_system_prompt_is_refused(broker, tmp_path):
+    from tests.tiny_models import write_tied_model
+
+    folder = write_tied_model(tmp_path / "model")
+    body = job_body(model={"path": str(folder)}, data=job_body()["data"] | {"system_prompt": "Be brief."})
+    assert (await broker.post("/v1/jobs:validate", json=body)).status_code == 200
+    users_only = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(users_only)
+    answer = await broker.post("/v1/jobs:validate", json=body)
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"]) == (422, "model.path")
+    assert "does not show the message of the role system" in error["message"]
