@@ -90,8 +90,9 @@ def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
 
 def recorded_rules(config: Mapping[str, Any]) -> int | None:
     """Return the ANSWER_RULES recorded with a job; 0 for one of a version without them, None if nothing is compared."""
-    section = config.get("reward") or []
-    rewards = [section] if isinstance(section, dict) else section
+    sets = (config.get("evaluation") or {}).get("sets") or []
+    sections = [config.get("reward"), *(held_out.get("reward") for held_out in sets)]
+    rewards = [reward for section in sections for reward in ([section] if isinstance(section, dict) else section or [])]
     rules = [reward.get("answer_rules", 0) for reward in rewards if reward.get("name") in REWARDS_THAT_COMPARE]
     return min(rules, default=None)
 

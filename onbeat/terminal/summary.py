@@ -11,6 +11,7 @@ from rich.text import Text
 from onbeat.client import AsyncClient
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import Sample
+from onbeat.contracts.rewards import recorded_rules
 from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
@@ -25,6 +26,8 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     report = make_report(job, committed, progress.scored, await client.jobs.weights(job.id))
     rows = [("state", Text(job.state, style=state_style(job.state)))]
     rows += [(label, Text(printable(text))) for label, text in total_rows(report)]
+    if (rules := recorded_rules(job.config)) is not None:
+        rows.append(("answers", Text(f"compared by rules {rules}" if rules else "compared without recorded rules")))
     rows.append(("audit", Text(printable(await audit_text(client, job.id)))))
     for finding in progress.diagnosis.findings if progress.diagnosis is not None else []:
         if finding.key:  # it names a key of the job to change

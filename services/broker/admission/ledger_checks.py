@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 from onbeat.config import JobConfig
+from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.rewards import REWARDS_THAT_COMPARE, recorded_rules
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.model_files import Complaint
+from services.broker.admission.review import reward_uses
 
 
 async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
@@ -23,6 +26,8 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
         message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
         return [("model.path", message)]
+    if complaints := review_rules(config, parent, recorded_rules(of_parent)):
+        return complaints
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
     if not (wanted in kept or (not kept and 0 < wanted <= newest)):  # not kept: its trainer has another disk
@@ -35,6 +40,22 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
         message = f"is {num_iterations}, but the checkpoint that the job starts from already has {wanted} iterations"
         return [("schedule.num_iterations", f"{message}; raise it")]
     return []
+
+
+def review_rules(config: JobConfig, parent: str, rules: int | None) -> list[Complaint]:
+    """Complain if the fork would compare answers by other rules than its parent, and does not say that it wants to."""
+    if rules is None or rules == ANSWER_RULES:
+        return []
+    by = f"by rules {rules}" if rules else "without recorded rules"
+    return [
+        (
+            f"{use.field}.answer_rules",
+            f"the answers of job {parent} were compared {by}, here they are by rules {ANSWER_RULES}, which may give "
+            f"other rewards; set it to {ANSWER_RULES} if the fork is to go on with these",
+        )
+        for use in reward_uses(config)
+        if use.reward.name in REWARDS_THAT_COMPARE and "answer_rules" not in use.reward.model_fields_set
+    ]
 
 
 def kept_checkpoints(newest: str) -> list[int]:

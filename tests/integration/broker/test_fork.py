@@ -1,10 +1,12 @@
 """A job that starts from the checkpoint of another one: which may, and that readers begin at its first iteration."""
 
+import json
 from pathlib import Path
 
 import httpx
 import pytest
 
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
 from tests.waiting import eventually
@@ -91,3 +93,15 @@ async def test_fork_counts_on_and_is_read_from_there(broker, ledger, world, tmp_
     assert evaluations[0]["evaluation"] == FIRST
     report = await run_audit(ledger, job_id)
     assert (report.violation, report.num_commits, report.num_groups) == (None, 2, 4)
+
+
+async def test_fork_of_a_job_with_other_rules_for_answers_says_so(broker, ledger, tmp_path):
+    parent = await parent_of(broker, ledger, tmp_path, FIRST)
+    config = json.loads((await ledger.jobs.fields(parent))["config"])
+    assert config["reward"].pop("answer_rules") == 1
+    await ledger.redis.hset(JobKeys(parent).job, "config", json.dumps(config))
+    field, message = await refusal(broker, fork_body(parent))
+    assert field == "reward.answer_rules"
+    assert f"the answers of job {parent} were compared without recorded rules, here they are by rules 1" in message
+    wanted = config["reward"] | {"answer_rules": 1}
+    assert (await broker.post("/v1/jobs", json=fork_body(parent, reward=wanted))).status_code == 201

@@ -63,3 +63,12 @@ def test_jobs_of_before_have_no_rules_and_others_need_none():
     assert recorded_rules({"reward": {"name": "math"}}) == 0
     assert recorded_rules({"reward": {"name": "http"}}) is None
     assert recorded_rules({"environment": {"name": "guess"}}) is None
+
+
+def test_rules_of_held_out_sets_count_as_well():
+    recorded = RewardConfig(name="exact").model_dump(mode="json")
+    config = {
+        "reward": recorded,
+        "evaluation": {"sets": [{"name": "easy"}, {"name": "hard", "reward": {"name": "math"}}]},
+    }
+    assert recorded_rules(config) == 0
