@@ -92,7 +92,8 @@ def audit(
     head: Annotated[str, typer.Option(help="Head that an earlier audit printed; the log must still contain it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check a job's log of groups and versions again. The exit code is 0 only if nothing is wrong."""
+    """Check a job's log of groups and versions again. The exit code is 0 only if nothing is wrong, and
+    of a job that is over at least one group was trained."""
     report = broker.ask(lambda client: client.jobs.audit(job_id, head))
     if as_json:
         print_json(report)
@@ -104,14 +105,17 @@ def audit(
 def describe_audit(report: "AuditReport") -> str:
     counts = f"{report.num_entries} entries, {report.num_commits} iterations committed, "
     counts += f"{report.num_groups} groups accepted"
-    if not report.is_clean:
+    if report.num_failed_groups:
+        counts += f", {report.num_failed_groups} of them failed and not trained"
+    if report.violation is not None:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"
     gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
     rules = "" if report.answer_rules is None else f"; answers compared by rules {report.answer_rules}"
     loads = f"{report.num_loads} loads of weights compared"
     unknown = f", {report.num_loads_unknown} recorded no digest" if report.num_loads_unknown else ""
-    return f"clean: {counts}; {contents}{gone}{rules}; {loads}{unknown}\nhead {report.head}"
+    verdict = "clean" if report.is_clean else "NOTHING TRAINED"
+    return f"{verdict}: {counts}; {contents}{gone}{rules}; {loads}{unknown}\nhead {report.head}"
 
 
 def doctor(

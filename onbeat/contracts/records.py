@@ -175,10 +175,12 @@ class EvaluationRecord(Record):
 class AuditReport(Record):
     """A comparison of the audit log with the ledger and the streams."""
 
-    is_clean: bool
+    is_clean: bool  # no violation, and of a job that is over at least one group was trained
     violation: str | None = None  # the first one
     num_entries: int
     num_groups: int  # accepted, each once
+    num_failed_groups: int = 0  # accepted without responses: nothing of them was trained
+    num_trained_groups: int = 0  # accepted with responses, and used by a commit
     num_commits: int
     num_contents: int  # groups whose stored content has the digest of the log
     num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable

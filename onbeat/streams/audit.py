@@ -41,6 +41,7 @@ class Iteration:
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
     num_before: dict[str, int] = field(default_factory=dict)  # group id -> number of groups just before its acceptance
     replaced: set[str] = field(default_factory=set)  # ids of accepted groups that do not count
+    num_failed: int = 0  # accepted groups without responses
     weights_digest: str = ""  # digest of the version that it made
 
 
@@ -112,6 +113,7 @@ class Audit:
         wanted = "" if failure else str(opened.version)
         require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
         opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
+        opened.num_failed += bool(failure)
         opened.num_before[group_id] = opened.num_groups
 
     def _replaced(self, iteration: str, group_id: str, next_id: str) -> None:

@@ -110,9 +110,12 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
         audit = await client.jobs.audit(job_id)
     except OnbeatError as error:
         return f"not done: {error}"
-    if not audit.is_clean:
+    if audit.violation is not None:
         return f"VIOLATION: {audit.violation}"
-    return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"
+    failed = f"; {audit.num_failed_groups} failed groups, not trained" if audit.num_failed_groups else ""
+    if not audit.is_clean:
+        return f"nothing was trained: {audit.num_groups} groups accepted{failed}; the log breaks no rule"
+    return f"clean: {audit.num_trained_groups} groups, each used once, on one policy version per iteration{failed}"
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:

@@ -31,11 +31,15 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         await ledger.jobs.state(job_id)  # raises JobNotFound: what is missing may have been deleted with the job
         violation = str(error)
     num_groups = sum(len(iteration.digests) for iteration in audit.iterations)
+    committed = audit.iterations[: audit.next_iteration]
+    num_trained = sum(len(iteration.digests) - iteration.num_failed for iteration in committed)
     return AuditReport(
-        is_clean=violation is None,
+        is_clean=violation is None and (num_trained > 0 or not JobState(job["state"]).is_final),
         violation=violation,
         num_entries=audit.num_entries,
         num_groups=num_groups,
+        num_failed_groups=sum(iteration.num_failed for iteration in audit.iterations),
+        num_trained_groups=num_trained,
         num_commits=audit.next_iteration - audit.first_iteration,
         num_contents=num_contents,
         num_contents_gone=num_groups - num_contents if violation is None else 0,

@@ -239,3 +239,25 @@ def chained(lines: list[str]) -> list[Entry]:
         before = entries[-1].link if entries else ""
         entries.append(Entry(f"{number}-0", line, hashlib.sha1(f"{before}\n{line}".encode()).hexdigest()))
     return entries
+
+
+# ---- groups that failed ------------------------------------------------------------------------------------------
+
+
+async def test_failed_groups_are_counted_apart(ledger: Ledger) -> None:
+    report = await run_audit(ledger, await finished_job(ledger))
+    assert (report.num_groups, report.num_failed_groups, report.num_trained_groups) == (6, 1, 5)
+    assert "6 groups accepted, 1 of them failed and not trained; " in describe_audit(report)
+
+
+async def test_job_whose_groups_all_failed_is_not_called_clean(ledger: Ledger, world: World) -> None:
+    job_id, epoch = await world.started_job()
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    for claim in await world.claim_all(job_id):
+        await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
+    assert (await run_audit(ledger, job_id)).is_clean  # the job may still train others
+    await ledger.jobs.move(job_id, JobState.FAILED, "every group of iteration 0 failed", epoch=epoch)
+    report = await run_audit(ledger, job_id)
+    assert (report.is_clean, report.violation, report.num_failed_groups) == (False, None, 2)
+    assert describe_audit(report).startswith("NOTHING TRAINED: ")
+    assert "2 groups accepted, 2 of them failed and not trained" in describe_audit(report)

@@ -1,12 +1,14 @@
 """Example responses in a terminal: whole, in every script and at every width."""
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from onbeat.contracts.records import EpisodeTurn, Sample
-from onbeat.terminal.summary import print_examples
+from onbeat.contracts.records import AuditReport, EpisodeTurn, Sample
+from onbeat.terminal.summary import audit_text, print_examples
 from tests.unit.terminal.conftest import FakeTerminal
 
 CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
@@ -58,3 +60,22 @@ def test_prompts_are_shown_whole_as_the_model_saw_them() -> None:
     assert first.startswith(rf"reward 0.5  <|user|>\n{'Hi' * 300}")
     assert "\x1b" not in first
     assert second == "reward 0.5  (not recorded; the row has: Hi) -> Ho"
+
+
+async def test_summary_does_not_call_a_job_without_training_clean() -> None:
+    report = AuditReport(
+        is_clean=False, num_entries=4, num_groups=2, num_failed_groups=2, num_commits=0, num_contents=2,
+        num_contents_gone=0, head="",
+    )  # fmt: skip
+
+    async def audit(_: str) -> AuditReport:
+        return report
+
+    client: Any = SimpleNamespace(jobs=SimpleNamespace(audit=audit))
+    text = await audit_text(client, "job-1")
+    assert text == "nothing was trained: 2 groups accepted; 2 failed groups, not trained; the log breaks no rule"
+    report.is_clean, report.num_trained_groups, report.num_groups = True, 3, 5
+    text = await audit_text(client, "job-1")
+    assert text == (
+        "clean: 3 groups, each used once, on one policy version per iteration; 2 failed groups, not trained"
+    )
