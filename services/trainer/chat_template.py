@@ -4,9 +4,8 @@ a message would be left out of every prompt without a word.
 Whether a template takes the roles that an environment uses shows at its first call.
 """
 
-from typing import Any
-
 from onbeat.config import JobConfig
+from services.prompt_tokenizer import PromptTokenizer
 from services.tokenizer import load_tokenizer
 
 QUESTION = {"role": "user", "content": "a-first-question"}
@@ -22,35 +21,35 @@ def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
     if not getattr(config.data, "as_chat", True):
         return
-    tokenizer, model = load_tokenizer(source), config.model.path
+    prompts, model = PromptTokenizer(load_tokenizer(source)), config.model.path
     if config.environment is not None:
-        if problem := problem_of(tokenizer, CONVERSATION):
+        if problem := problem_of(prompts, CONVERSATION):
             raise ValueError(
                 f"the chat template of {model} {problem}; episodes need that: give the model a template that does "
                 f"({FILE}), or set data.as_chat = false for an environment that sends token ids only"
             )
         return
-    if problem := problem_of(tokenizer, [QUESTION]):
+    if problem := problem_of(prompts, [QUESTION]):
         raise ValueError(
             f"the chat template of {model} {problem}; give the model a template that does ({FILE}), or set "
             "data.as_chat = false for prompts that are rendered already"
         )
     system = config.data.system_prompt
-    if system and (problem := problem_of(tokenizer, [{"role": "system", "content": "a-system-prompt"}, QUESTION])):
+    if system and (problem := problem_of(prompts, [{"role": "system", "content": "a-system-prompt"}, QUESTION])):
         raise ValueError(
             f"the chat template of {model} {problem}; put the text of data.system_prompt into the prompts, or give the "
             f"model a template that does ({FILE})"
         )
 
 
-def problem_of(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+def problem_of(prompts: PromptTokenizer, messages: list[dict[str, str]]) -> str:
     """Return why messages cannot be rendered, in words behind `the chat template`; '' if all of them are shown but
     answers, which templates may shorten."""
     from jinja2.exceptions import TemplateError
 
     roles = " and ".join(message["role"] for message in messages)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = prompts.render(messages)
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = str(error).splitlines() or [type(error).__name__]
         return f"does not render a conversation of {roles} ({reason[0][:200]})"

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from onbeat.engines import GeneratedResponse
 from onbeat.environments import Message
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall
@@ -37,9 +38,9 @@ class Prompt:
 class Renderer:
     """The chat template and the tokenizer of a model; for one thread at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+    def __init__(self, prompts: PromptTokenizer) -> None:
+        self._prompts, self._tokenizer = prompts, prompts.tokenizer
+        self._template = ChatTemplate(prompts)
 
     def fresh(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the prompt. Raises ValueError when the messages cannot be rendered or tokenised."""
@@ -95,7 +96,7 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._prompts.encode(text)
         except TypeError as error:  # tokenizers raise it for halves of surrogate pairs
             raise ValueError(f"the messages cannot be tokenised: {error}") from error
 

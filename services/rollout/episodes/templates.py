@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from onbeat.environments import Message
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes import toolcalls
 
 SENTINEL = "a-text-that-stands-for-an-answer"
@@ -51,10 +52,10 @@ class TemplateRefusal(ValueError):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer of transformers; like the tokenizer, for one thread at a time."""
+    """The chat template of a model, with tools; like the tokenizer, for one thread at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, prompts: PromptTokenizer) -> None:
+        self._prompts = prompts
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
         """Return the text of a conversation; a prompt ends where the next answer begins. Raises TemplateRefusal."""
@@ -80,14 +81,11 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=is_prompt
-            )
+            return self._prompts.render(messages, tools, is_prompt=is_prompt)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             reason = str(error) or type(error).__name__
             raise TemplateRefusal(f"the model's chat template refuses messages of {roles}: {reason}") from error
-        return text
 
     # ---- templates without tools ---------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class ChatTemplate:
             asked = self._apply([PROBE], [PROBE_TOOL], is_prompt=True)
         except TemplateRefusal:
             return None
-        answer = text.removeprefix(asked).partition(self._tokenizer.eos_token or RESULT)[0]
+        answer = text.removeprefix(asked).partition(self._prompts.tokenizer.eos_token or RESULT)[0]
         shown = (text, answer, answer)  # calls of Hermes may stand anywhere
         probe = toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT})
         forms = (form for form, example in zip(toolcalls.FORMS, shown, strict=True) if probe in form(example)[1])
