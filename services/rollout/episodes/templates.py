@@ -7,7 +7,7 @@ template takes no system), calls are part of an answer's text, and the results o
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -57,11 +57,23 @@ class ChatTemplate:
     def __init__(self, prompts: PromptTokenizer) -> None:
         self._prompts = prompts
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
-        """Return the text of a conversation; a prompt ends where the next answer begins. Raises TemplateRefusal."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_prompt: bool,
+        ended: Collection[int] = (),
+    ) -> str:
+        """Return the text of a conversation, see `PromptTokenizer.render`. Raises TemplateRefusal.
+
+        Where messages of tools became one, messages are no longer where they were: then `ended` is left out.
+        """
         if self._own_form is None:
-            messages, tools = self._without_tools(messages, tools), ()
-        return self._apply(messages, tools, is_prompt=is_prompt)
+            plain = self._without_tools(messages, tools)
+            ended = ended if len(plain) == len(messages) else ()
+            messages, tools = plain, ()
+        return self._apply(messages, tools, is_prompt=is_prompt, ended=ended)
 
     def parse_calls(self, text: str) -> tuple[str, list[toolcalls.ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
@@ -77,11 +89,18 @@ class ChatTemplate:
         _, separator, end = text.rpartition(SENTINEL)
         return end if separator else None
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_prompt: bool,
+        ended: Collection[int] = (),
+    ) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self._prompts.render(messages, tools, is_prompt=is_prompt)
+            return self._prompts.render(messages, tools, is_prompt=is_prompt, ended=ended)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             reason = str(error) or type(error).__name__
