@@ -6,6 +6,7 @@ from typing import Any
 
 from onbeat.contracts.model_config import context_tokens
 from onbeat.streams.codec import PromptTask
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText
 from services.tokenizer import load_tokenizer
@@ -26,6 +27,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
         self.tokenizer = tokenizer
+        self.prompts = PromptTokenizer(tokenizer)
         self.token_lengths = TokenText(tokenizer).lengths
         self.max_context_tokens = max_context_tokens
 
@@ -58,10 +60,9 @@ class PromptEncoder:
 
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:
-            return list(self.tokenizer(task.text)["input_ids"])
+            return self.prompts.encode_text(task.text)
         messages = [{"role": message.role, "content": message.content} for message in task.messages]
-        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        return self.prompts.encode_messages(messages)
 
 
 def read_context_tokens(model_dir: Path) -> int | None:

@@ -4,7 +4,8 @@ For a model in a folder, the broker makes it at submission as well.
 """
 
 from onbeat.config import JobConfig
-from onbeat.contracts.chat_check import Messages, template_problem
+from onbeat.contracts.chat_check import template_problem
+from services.prompt_tokenizer import PromptTokenizer
 from services.tokenizer import load_tokenizer
 
 
@@ -12,14 +13,8 @@ def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
     if not getattr(config.data, "as_chat", True):
         return
-    tokenizer = load_tokenizer(source)
-
-    def render(messages: Messages) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
-
     if problem := template_problem(
-        render,
+        PromptTokenizer(load_tokenizer(source)).render,
         config.model.path,
         has_environment=config.environment is not None,
         has_system_prompt=bool(config.data.system_prompt),

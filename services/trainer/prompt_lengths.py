@@ -9,17 +9,16 @@ import sys
 from typing import Any
 
 from onbeat.process.confine import die_with_parent
+from services.prompt_tokenizer import PromptTokenizer
 from services.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 
 
-def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
+def tokenise(prompts: PromptTokenizer, prompt: dict[str, Any]) -> list[int]:
     """Tokenise a prompt as `PromptEncoder` of the rollout does."""
-    if not prompt.get("messages"):
-        return list(tokenizer(prompt["text"])["input_ids"])
-    encoded = tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    messages = prompt.get("messages")
+    return prompts.encode_messages(messages) if messages else prompts.encode_text(prompt["text"])
 
 
 def main() -> None:
@@ -31,8 +30,9 @@ def main() -> None:
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
     tokenizer = load_tokenizer(source)
+    prompts = PromptTokenizer(tokenizer)
     for line in sys.stdin:
-        token_ids = tokenise(tokenizer, json.loads(line))
+        token_ids = tokenise(prompts, json.loads(line))
         result: Any = len(token_ids)
         if "--text" in sys.argv[2:]:
             result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}

@@ -1,12 +1,11 @@
 """The tokenizer is the file's, whatever class or model type the configuration names."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from services.rollout.prompts import PromptEncoder
@@ -14,65 +13,10 @@ from services.tokenizer import equals_file, load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import model_files
 from services.trainer.settings import Settings
-
-TEXTS = ("x 123", "café  naïve", "日本語 テキスト 🙂", "def f(a=1):\n\treturn a", "  two", "Price: 1,234.50 €")
-CORPUS = [*TEXTS, "the quick brown fox", "100 200 300 4567"] * 20
-SPECIAL = ["<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+from tests.small_tokenizers import KINDS, TEXTS, byte_level, write
 
 
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def sentencepiece_bpe() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=names))
-    return tokenizer
-
-
-def unigram() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>")
-    )
-    return tokenizer
-
-
-def wordpiece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL))
-    return tokenizer
-
-
-def write(folder: Path, tokenizer: Tokenizer, config, tokenizer_class: str | None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
-    options = {"eos_token": "<|im_end|>", "unk_token": "<unk>", "chat_template": "{{ messages[0].content }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named | options))
-    config(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=64).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("build", [byte_level, sentencepiece_bpe, unigram, wordpiece])
+@pytest.mark.parametrize("build", KINDS)
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config, GPT2Config, Gemma2Config])
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer"])
 def test_ids_are_those_of_the_file(tmp_path, build: Callable[[], Tokenizer], config, tokenizer_class):

@@ -6,25 +6,33 @@
 
 C is the difference of two renderings as text: of the history with the answer, and of all messages as a prompt. When the
 second does not begin with the first (a template that removes the reasoning of earlier turns), or when the history is
-none of this episode's, the prompt is rendered afresh, and the token tree forks.
+none of this episode's, the prompt is rendered afresh, and the token tree forks. The answers of the episode keep the
+tokens that were sampled there, too, where the template shows their text.
 """
 
+import bisect
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
 
 from onbeat.engines import GeneratedResponse
 from onbeat.environments import Message
+from services.control_tokens import END, unguarded
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall
+from services.rollout.token_text import num_common
 
 MARKS = ("<tool_call>", "</tool_call>")
+MAX_TRIED = 8  # tokens at which the part of an answer that a template shows may begin
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,58 @@ class Prompt:
 class Renderer:
     """The chat template and the tokenizer of a model; for one thread at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+    def __init__(self, prompts: PromptTokenizer) -> None:
+        self._prompts, self._tokenizer = prompts, prompts.tokenizer
+        self._template = ChatTemplate(prompts)
 
-    def fresh(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the prompt. Raises ValueError when the messages cannot be rendered or tokenised."""
-        return self._encode(self._template.render(messages, tools, is_prompt=True))
+    def fresh(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        answers: Mapping[int, GeneratedResponse] = MappingProxyType({}),
+    ) -> list[int]:
+        """Return the prompt. `answers`, by the index of their message, keep the tokens that were sampled, as far as the
+        template shows their text. Raises ValueError when the messages cannot be rendered or tokenised."""
+        text = self._template.render(messages, tools, is_prompt=True)
+        token_ids = self._encode(text)
+        if not answers:
+            return token_ids
+        marked = self._template.render(messages, tools, is_prompt=True, ended=answers)
+        if marked.replace(END, "") != text or marked.count(END) != len(answers):
+            return token_ids  # the template changes what it is given, by its last characters
+        kept = self._encode_around([answers[index] for index in sorted(answers)], marked.split(END))
+        is_same = self._tokenizer.decode(kept) == self._tokenizer.decode(token_ids)
+        return kept if is_same else token_ids
+
+    def _encode_around(self, answers: Sequence[GeneratedResponse], texts: Sequence[str]) -> list[int]:
+        """Tokenise the texts that end with an answer each, and the last one, around the tokens of the answers."""
+        token_ids: list[int] = []
+        rest = texts[0]
+        for answer, following in zip(answers, texts[1:], strict=True):
+            sampled, stop = list(answer.token_ids), ""
+            if answer.finish_reason == "stop":
+                stop = self._tokenizer.decode(sampled[-1:], skip_special_tokens=False)
+                sampled, last = sampled[:-1], sampled[-1:]
+            kept, text = self._shown(sampled, rest)
+            before = rest.removesuffix(text)
+            token_ids += self._encode_after(token_ids[-1], before) if token_ids else self._encode(before)
+            token_ids += kept
+            if kept and stop and following.startswith(stop):
+                token_ids += last
+                following = following.removeprefix(stop)
+            rest = following
+        return token_ids + self._encode_after(token_ids[-1], rest)
+
+    def _shown(self, sampled: list[int], text: str) -> tuple[list[int], str]:
+        """Return the last of the sampled tokens whose text ends this text, and their text; none where it does not."""
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        num_shown = num_common(decode(sampled)[::-1], text[::-1], 0)
+        starts = range(len(sampled))
+        first = bisect.bisect_left(starts, -num_shown, key=lambda start: -len(decode(sampled[start:])))
+        for start in starts[first : first + MAX_TRIED]:
+            if text.endswith(piece := decode(sampled[start:])):
+                return sampled[start:], piece
+        return [], ""
 
     def parse_calls(self, generated: GeneratedResponse) -> tuple[str, list[ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
@@ -73,7 +126,7 @@ class Renderer:
         except TemplateRefusal:
             return None
         end = self._template.end_of_answer(messages[: num_old - 1], tools)
-        if end is None or not full.startswith(old) or not shows(old, messages[num_old - 1], end):
+        if end is None or not full.startswith(old) or not shows(unguarded(old), messages[num_old - 1], end):
             return None
         sampled = call.generated.token_ids
         return call.path + self._encode_after(sampled[-1], self._not_sampled(end, full[len(old) :], call))
@@ -95,7 +148,7 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._prompts.encode(text)
         except TypeError as error:  # tokenizers raise it for halves of surrogate pairs
             raise ValueError(f"the messages cannot be tokenised: {error}") from error
 
@@ -108,6 +161,7 @@ class Conversations:
         self._known = set(digests_of(begun))  # digests of all beginnings of all histories
         # By the tools, and the digest of the history that the call's answer ends.
         self._answered: dict[tuple[bytes, bytes], Call] = {}
+        self._sampled: dict[bytes, GeneratedResponse] = {}  # by the answer, where its text is all that was sampled
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""
@@ -118,12 +172,19 @@ class Conversations:
             call = self._answered[offered, digests[num_old - 1]]
             if (token_ids := self._renderer.extended(call, messages, num_old, tools)) is not None:
                 return Prompt(token_ids, call, num_known)
-        return Prompt(self._renderer.fresh(messages, tools), None, num_known)
+        answers = {
+            index: generated
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and (generated := self._sampled.get(to_bytes(comparable(message))))
+        }
+        return Prompt(self._renderer.fresh(messages, tools, answers), None, num_known)
 
     def add(self, call: Call, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: Message) -> None:
         digests = digests_of([*messages, answer])
         self._known.update(digests)
         self._answered[to_bytes(tools), digests[-1]] = call
+        if answer["content"].strip() and not answer.get("tool_calls"):
+            self._sampled.setdefault(to_bytes(comparable(answer)), call.generated)
 
 
 def digests_of(messages: Sequence[Message]) -> list[bytes]:

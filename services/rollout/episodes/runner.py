@@ -181,7 +181,7 @@ class EpisodeRunner:
     ) -> None:
         self._encoder, self._environments, self._server = encoder, environments, server
         self._max_attempts = max_attempts
-        self._renderer = Renderer(encoder.tokenizer)
+        self._renderer = Renderer(encoder.prompts)
 
     def num_groups(self) -> int:
         """Return how many groups can be played at a time."""

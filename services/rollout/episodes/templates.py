@@ -7,11 +7,12 @@ template takes no system), calls are part of an answer's text, and the results o
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
 from onbeat.environments import Message
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes import toolcalls
 
 SENTINEL = "a-text-that-stands-for-an-answer"
@@ -51,16 +52,28 @@ class TemplateRefusal(ValueError):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer of transformers; like the tokenizer, for one thread at a time."""
+    """The chat template of a model, with tools; like the tokenizer, for one thread at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, prompts: PromptTokenizer) -> None:
+        self._prompts = prompts
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
-        """Return the text of a conversation; a prompt ends where the next answer begins. Raises TemplateRefusal."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_prompt: bool,
+        ended: Collection[int] = (),
+    ) -> str:
+        """Return the text of a conversation, see `PromptTokenizer.render`. Raises TemplateRefusal.
+
+        Where messages of tools became one, messages are no longer where they were: then `ended` is left out.
+        """
         if self._own_form is None:
-            messages, tools = self._without_tools(messages, tools), ()
-        return self._apply(messages, tools, is_prompt=is_prompt)
+            plain = self._without_tools(messages, tools)
+            ended = ended if len(plain) == len(messages) else ()
+            messages, tools = plain, ()
+        return self._apply(messages, tools, is_prompt=is_prompt, ended=ended)
 
     def parse_calls(self, text: str) -> tuple[str, list[toolcalls.ToolCall]]:
         """Return the text of an answer without its calls of tools, and the calls."""
@@ -76,18 +89,22 @@ class ChatTemplate:
         _, separator, end = text.rpartition(SENTINEL)
         return end if separator else None
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_prompt: bool,
+        ended: Collection[int] = (),
+    ) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=is_prompt
-            )
+            return self._prompts.render(messages, tools, is_prompt=is_prompt, ended=ended)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             reason = str(error) or type(error).__name__
             raise TemplateRefusal(f"the model's chat template refuses messages of {roles}: {reason}") from error
-        return text
 
     # ---- templates without tools ---------------------------------------------------------------------------------
 
@@ -100,7 +117,7 @@ class ChatTemplate:
             asked = self._apply([PROBE], [PROBE_TOOL], is_prompt=True)
         except TemplateRefusal:
             return None
-        answer = text.removeprefix(asked).partition(self._tokenizer.eos_token or RESULT)[0]
+        answer = text.removeprefix(asked).partition(self._prompts.tokenizer.eos_token or RESULT)[0]
         shown = (text, answer, answer)  # calls of Hermes may stand anywhere
         probe = toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT})
         forms = (form for form, example in zip(toolcalls.FORMS, shown, strict=True) if probe in form(example)[1])

@@ -10,6 +10,7 @@ from onbeat.config import FileData
 from onbeat.streams.codec import Message, PromptTask
 from services.broker.datasets import DatasetError, DatasetSpec, lengths
 from services.broker.datasets.child import open_dataset
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.prompts import PromptEncoder
 from services.trainer.prompt_lengths import tokenise
 from tests.tiny_models import build_tokenizer
@@ -38,7 +39,9 @@ def test_prompts_are_tokenised_as_rollouts_do():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     tasks = [PromptTask(text="2 + 2 ="), PromptTask(messages=[Message(**message) for message in messages])]
     encoder = PromptEncoder(tokenizer, None)
-    token_ids = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
+    token_ids = [
+        tokenise(PromptTokenizer(tokenizer), prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})
+    ]
     assert token_ids == [encoder.encode(task) for task in tasks]
 
 

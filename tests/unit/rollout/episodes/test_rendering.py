@@ -8,6 +8,7 @@ from tokenizers import AddedToken
 
 from onbeat.engines import GeneratedResponse
 from onbeat.environments import Outcome
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import MARKS, Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
@@ -123,7 +124,7 @@ async def test_template_that_hides_results_of_tools_gets_ours():
 @pytest.mark.parametrize("mark", ["tool_call", "function"])
 def test_template_shows_tools_in_its_own_form_if_it_can_be_read(mark):
     template = QWEN_LIKE.replace("<tool_call>", f"<{mark}>").replace("</tool_call>", f"</{mark}>")
-    text = ChatTemplate(tokenizer_of(template)).render([QUESTION], [TOOL], is_prompt=True)
+    text = ChatTemplate(PromptTokenizer(tokenizer_of(template))).render([QUESTION], [TOOL], is_prompt=True)
     is_own = mark == "tool_call"
     assert (f"# Tools{json.dumps(TOOL)}<|im_end|>" in text) is is_own
     assert ("You may call functions" in text) is not is_own
@@ -186,7 +187,7 @@ async def test_tools_go_to_the_user_where_no_system_is_taken():
 
 
 def test_template_that_refuses_a_role_says_which():
-    template = ChatTemplate(tokenizer_of(WITHOUT_SYSTEM))
+    template = ChatTemplate(PromptTokenizer(tokenizer_of(WITHOUT_SYSTEM)))
     with pytest.raises(TemplateRefusal, match="refuses messages of system, user: only user and assistant, please"):
         template.render([{"role": "system", "content": "x"}, QUESTION], [], is_prompt=True)
     assert template.end_of_answer([QUESTION], []) == "<|im_end|>\n"
@@ -196,7 +197,7 @@ def test_tokenizer_without_a_template_is_an_error_in_words():
     tokenizer = tokenizer_of()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
-        Renderer(tokenizer).fresh([QUESTION], [])
+        Renderer(PromptTokenizer(tokenizer)).fresh([QUESTION], [])
 
 
 # ---- calls of tools in text ------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_answers_that_are_no_call_stay_as_they_are(read, text):
 
 
 def test_bundled_model_extends_as_its_template_renders(smollm2):
-    renderer = Renderer(smollm2)
+    renderer = Renderer(PromptTokenizer(smollm2))
     conversations = Conversations(renderer)
     first = conversations.prompt([QUESTION], [TOOL])
     answer = {"role": "assistant", "content": "It is 4, I am sure."}
@@ -298,7 +299,10 @@ def test_marks_of_calls_may_be_special_tokens(smollm2):
     text = tokenizer.decode(sampled, skip_special_tokens=True)
     assert "<tool_call>" not in text
     generated = GeneratedResponse(sampled, [0.0] * len(sampled), "stop", [], text)
-    assert Renderer(tokenizer).parse_calls(generated) == ("Well.", [ToolCall("add", {"b": 2, "a": [1.0]})])
+    assert Renderer(PromptTokenizer(tokenizer)).parse_calls(generated) == (
+        "Well.",
+        [ToolCall("add", {"b": 2, "a": [1.0]})],
+    )
 
 
 GLM_LIKE = """[gMASK]{% for message in messages %}<|{{ message.role }}|>
@@ -310,7 +314,7 @@ def test_stop_token_that_begins_the_next_message_is_not_doubled(smollm2):
     tokenizer = copy.deepcopy(smollm2)
     tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True) for role in ("user", "assistant")])
     tokenizer.chat_template = GLM_LIKE
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(PromptTokenizer(tokenizer))
     conversations = Conversations(renderer)
     answer = {"role": "assistant", "content": "Five"}
     sampled = tokenizer("Five<|user|>", add_special_tokens=False)["input_ids"]

@@ -12,6 +12,7 @@ from onbeat.contracts.seeds import seed_of
 from onbeat.engines import GeneratedResponse, VersionSpan
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Environment, PromptTask, RolloutGroup, check_group, check_token_lengths
+from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.episode import Episode, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
@@ -101,7 +102,9 @@ async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple
     limits = {"max_response_tokens": 64, "environment": Environment(max_turns=1000)}
     task = PromptTask(group_id="0-0", seed=SEED, temperature=1.0, **limits)
     broken = asyncio.get_running_loop().create_future()
-    group = GroupContext(task, [], generate, PromptEncoder(tokenizer, None), Renderer(tokenizer), broken)
+    group = GroupContext(
+        task, [], generate, PromptEncoder(tokenizer, None), Renderer(PromptTokenizer(tokenizer)), broken
+    )
     clients = [Client(group, index) for index in range(len(episodes))]
     for client, steps in zip(clients, episodes, strict=True):
         for step in [*steps, LAST]:

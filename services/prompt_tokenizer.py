@@ -1,0 +1,54 @@
+"""A model's prompts: a conversation or plain text in, token ids out, alike for rollouts, length counts and checks."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from services.control_tokens import END, ESCAPE, ControlTokens
+
+
+class PromptTokenizer:
+    """The chat template and the tokenizer of a model; like the tokenizer of transformers, for one thread at a time."""
+
+    def __init__(self, tokenizer: Any, *, is_text_plain: bool = False) -> None:
+        """`is_text_plain`: control tokens in a prompt that is no conversation are plain text, as in messages."""
+        self.tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer)
+        self._is_text_plain = is_text_plain
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        is_prompt: bool = True,
+        ended: Collection[int] = (),
+    ) -> str:
+        """Return the text of a conversation for `encode`; a prompt ends where the next answer begins.
+
+        What looks like a control token in messages and tools is guarded, see `control_tokens`; `unguarded` gives the
+        text as it reads. `ended`: indices of messages behind whose content the text gets an END.
+        Raises what templates raise: TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError.
+        """
+        guarded, guarded_tools = self._control_tokens.guard(messages), self._control_tokens.guard(tools)
+        for index in ended:
+            guarded[index]["content"] += END
+        text: str = self.tokenizer.apply_chat_template(
+            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=is_prompt
+        )
+        return text
+
+    def encode(self, rendered: str) -> list[int]:
+        """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs."""
+        if ESCAPE in rendered:
+            return self._control_tokens.encode(rendered, add_special_tokens=False)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return self.encode(self.render(messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text."""
+        guarded = self._control_tokens.guard(text) if self._is_text_plain else text
+        if guarded != text:
+            return self._control_tokens.encode(guarded, add_special_tokens=True)
+        return list(self.tokenizer(text)["input_ids"])
