@@ -229,7 +229,7 @@ def model_of(config):
 
 
 class Trained(NamedTuple):
-    """What a run of the loop left: the model, and the job with everything that it was given."""
+    """Result of a run of the loop: the model, and the job with everything that the loop gave it."""
 
     model: torch.nn.Module
     job: RecordedJob
