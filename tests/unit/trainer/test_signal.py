@@ -164,7 +164,7 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
     monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)  # none is left out
     of_all = train(config, groups, tmp_path / "expected", arrivals=4)
-    assert trained.job.version_digests == of_all.job.digests
+    assert trained.job.version_digests == of_all.job.version_digests
     num_versions = len(set(of_all.job.version_digests))
     assert num_versions == 3, "an iteration without signal still takes its step: momentum moves the weights"
 
