@@ -1,7 +1,9 @@
-"""Tiny models, groups and a hand-written stand-in for the job, for tests of the trainer's mathematics."""
+"""The rig of the trainer's tests: tiny models, groups, and runs of the real loop over them (`Trained`)."""
 
 import random
 from collections import defaultdict
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -9,8 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer import replay
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.iteration import OpenIteration
 from services.trainer.job.status import Status
 from services.trainer.loop import TrainLoop
 from services.trainer.model.lora import add_adapters
@@ -24,7 +28,8 @@ from services.trainer.model.model import (
 )
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
-from services.trainer.session import restore
+from services.trainer.session import begin, restore
+from services.trainer.stats import IterationStats
 from services.trainer.world import ALONE
 
 VOCAB = 61
@@ -44,10 +49,10 @@ def tiny_config(config_class=LlamaConfig, **options):
     return config_class(**(sizes | options))
 
 
-def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
+def tiny_model(config=None, dtype=torch.float64, attention=PACKED_ATTENTION):
     register_attention()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config or tiny_config(), attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():  # the default initialisation is so small that every softmax is flat
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -59,7 +64,7 @@ def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
 
 def moved_model(seed, dtype=torch.float64, by=0.01):
     """Return a tiny model some way from its start."""
-    model = tiny_model(tiny_config(), dtype)
+    model = tiny_model(dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -199,28 +204,67 @@ class RecordedJob(replay.RecordedJob):
     def emit(self, kind, message):
         self.events.append((kind, message))
 
+    @property
+    def reports(self):
+        """The reported metrics of each committed iteration, in order."""
+        return [metrics for _, _, metrics in self.commits]
+
+    @property
+    def version_digests(self):
+        """The digests of the committed versions, in order: equal ones are equal bits."""
+        return [digest for _, digest, _ in self.commits]
+
+    @property
+    def iterations(self):
+        """The committed iterations, in order."""
+        return [iteration for iteration, _, _ in self.commits]
+
 
 def model_of(config):
     """Return a tiny model in the job's dtype, with adapters if the job trains adapters."""
-    model = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
+    model = tiny_model(dtype=getattr(torch, config.model.dtype))
     if config.lora:
         add_adapters(model, config.lora, config.seed)
     return model
 
 
+class Trained(NamedTuple):
+    """Result of a run of the loop: the model, and the job with everything that the loop gave it."""
+
+    model: torch.nn.Module
+    job: RecordedJob
+
+
 def train(config, groups, tmp_path, model=None, resume_from=None, job=None, world=ALONE, **job_options):
-    """Run the real loop over recorded groups; returns (model, job)."""
+    """Run the real loop over recorded groups, or over those of `job`. A fork begins at `tmp_path/jobs/PARENT`."""
     model = model or model_of(config)
     job = job or RecordedJob(config, groups, **job_options)
     policy = Policy.create(model, config, world)
     policy.files = {"config.json": b"{}"}
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
-    state = TrainState("job", config.model.path)
-    if resume_from is not None:
+    if config.fork:
+        state = begin(tmp_path, "fork", config, policy)
+    elif resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from
+    else:
+        state = TrainState("job", config.model.path)
     TrainLoop(job, config, policy, state, checkpoints).run()
-    return model, job
+    return Trained(model, job)
+
+
+class Update(NamedTuple):
+    """An update of iteration `index` before its first group, on a fresh policy."""
+
+    gradient: GradientSum
+    policy: Policy
+    stats: IterationStats
+
+
+def open_update(config, model=None, index=0, behaviour_version=0, world=ALONE, is_sharded=False):
+    policy = replace(Policy.create(model or model_of(config), config, world), is_sharded=is_sharded)
+    opened, stats = OpenIteration(config, index, index, behaviour_version), IterationStats(index)
+    return Update(GradientSum(opened, policy, stats), policy, stats)
 
 
 def recorded_iterations(num_iterations=3, seed=0):
@@ -236,4 +280,18 @@ def recorded_iterations(num_iterations=3, seed=0):
         )
         for iteration in range(num_iterations)
         for index in range(4)
+    ]
+
+
+def rewarded_iteration(iteration, rewards):
+    """Groups of one iteration with 4 + (2, 3, 4) tokens, one for each three rewards."""
+    return [make_group(f"{iteration}-{i}", 4, (2, 3, 4), iteration, rewards=row) for i, row in enumerate(rewards)]
+
+
+def stale_iterations(num_iterations, staleness, num_groups=4):
+    """Groups of whole iterations, of which iteration t was generated by version max(0, t - staleness)."""
+    return [
+        make_group(f"{t}-{index}", 4, (3, 2, 5), version=max(0, t - staleness))
+        for t in range(num_iterations)
+        for index in range(num_groups)
     ]

@@ -56,63 +56,76 @@ def walk(number: int) -> list[list[float]]:
 
 # Results of functions: (module, function of the module and an argument, argument, result).
 TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
-CHANCES = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0, None]
 IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
-CONFIG = {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}}
-SENTENCE = "job-1 has been PAUSED for 3483 s, 0.25 s of them: `onbeat jobs resume job-1` continues job-1"
-RESULTS = {
-    "close ticks are told apart": ("charts.js", TICKS, [[10.79, 10.795], 0.005], ["10.790", "10.795"]),
-    "ticks have one precision": ("charts.js", TICKS, [[0, 0.5, 1], 0.5], ["0", "0.5", "1.0"]),
-    "whole ticks have no point": ("charts.js", TICKS, [[0, 2000], 2000], ["0", "2000"]),
-    "large ticks are short": ("charts.js", TICKS, [[10_000, 12_500], 500], ["10K", "12.5K"]),
-    "tiny ticks have exponents": ("charts.js", TICKS, [[-2e-6, 0], 2e-6], ["-2e-6", "0"]),
-    "shares are percentages": ("charts.js", TICKS, [[0.5], 0.1, True], ["50%"]),
-    "small shares have a point": ("charts.js", TICKS, [[0.005], 0.005, True], ["0.5%"]),
-    "values that hardly move are told apart": (
-        "charts.js",
-        "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))",
-        [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]],
-        [5, 3, 3, 3, 3, 8],
-    ),
-    "empty values are no difference of jobs": (
-        "compare.js",
-        "(m, a) => [...m.flatten(a)]",
-        CONFIG,
-        [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]],
-    ),
-    "events are ordered by time and number": (
-        "events.js",
-        "(m, a) => a.sort(m.order)",
-        IDS,
-        [IDS[2], IDS[1], IDS[0], IDS[3]],
-    ),
-    "the newest events are kept, each once": (
-        "events.js",
-        """(m, count) => {
+
+
+@pytest.mark.parametrize(
+    ("module", "body", "argument", "result"),
+    [
+        pytest.param(
+            "charts.js", TICKS, [[10.79, 10.795], 0.005], ["10.790", "10.795"], id="close ticks are told apart"
+        ),
+        pytest.param("charts.js", TICKS, [[0, 0.5, 1], 0.5], ["0", "0.5", "1.0"], id="ticks have one precision"),
+        pytest.param("charts.js", TICKS, [[0, 2000], 2000], ["0", "2000"], id="whole ticks have no point"),
+        pytest.param("charts.js", TICKS, [[10_000, 12_500], 500], ["10K", "12.5K"], id="large ticks are short"),
+        pytest.param("charts.js", TICKS, [[-2e-6, 0], 2e-6], ["-2e-6", "0"], id="tiny ticks have exponents"),
+        pytest.param("charts.js", TICKS, [[0.5], 0.1, True], ["50%"], id="shares are percentages"),
+        pytest.param("charts.js", TICKS, [[0.005], 0.005, True], ["0.5%"], id="small shares have a point"),
+        pytest.param(
+            "charts.js",
+            "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))",
+            [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]],
+            [5, 3, 3, 3, 3, 8],
+            id="values that hardly move are told apart",
+        ),
+        pytest.param(
+            "compare.js",
+            "(m, a) => [...m.flatten(a)]",
+            {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}},
+            [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]],
+            id="empty values are no difference of jobs",
+        ),
+        pytest.param(
+            "events.js",
+            "(m, a) => a.sort(m.order)",
+            IDS,
+            [IDS[2], IDS[1], IDS[0], IDS[3]],
+            id="events are ordered by time and number",
+        ),
+        pytest.param(
+            "events.js",
+            """(m, count) => {
             const events = Array.from({ length: count }, (_, i) => ({ id: `${i}-0` }));
             const kept = m.merge([], [...events.slice(-9), ...events]);
             return [kept.length, kept[0].id, new Set(kept).size, m.merge(kept, kept.slice(9)) === kept];
         }""",
-        6000,
-        [5000, "5999-0", 5000, True],
-    ),
-    "tokens have colours by probability": (
-        "group.js",
-        "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))",
-        CHANCES,
-        [0, 0, 1, 1, 2, 3, 4, 5, -1, -1],
-    ),
-    "white space of a token is seen": ("group.js", "(m, a) => m.visible(a)", " a\tb\n\r", "·a⇥\tb↵\n␍"),
-    "sentences of the broker are a reader's": (
-        "parts.js",
-        "(m, a) => m.marked(a, 'job-1').map((part) => part.props ? part.props.children : part)",
-        SENTENCE,
-        ["This job has been paused for 58 min, 0.25 s of them: ", "onbeat jobs resume job-1", " continues this job"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("module", "body", "argument", "result"), RESULTS.values(), ids=RESULTS)
+            6000,
+            [5000, "5999-0", 5000, True],
+            id="the newest events are kept, each once",
+        ),
+        pytest.param(
+            "group.js",
+            "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))",
+            [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0, None],
+            [0, 0, 1, 1, 2, 3, 4, 5, -1, -1],
+            id="tokens have colours by probability",
+        ),
+        pytest.param(
+            "group.js", "(m, a) => m.visible(a)", " a\tb\n\r", "·a⇥\tb↵\n␍", id="white space of a token is seen"
+        ),
+        pytest.param(
+            "parts.js",
+            "(m, a) => m.marked(a, 'job-1').map((part) => part.props ? part.props.children : part)",
+            "job-1 has been PAUSED for 3483 s, 0.25 s of them: `onbeat jobs resume job-1` continues job-1",
+            [
+                "This job has been paused for 58 min, 0.25 s of them: ",
+                "onbeat jobs resume job-1",
+                " continues this job",
+            ],
+            id="sentences of the broker are a reader's",
+        ),
+    ],
+)
 async def test_function_of_the_dashboard_gives_what_is_written(modules, module, body, argument, result):
     assert await call(modules, module, body, argument) == result
 

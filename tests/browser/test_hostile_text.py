@@ -9,7 +9,6 @@ IMAGE = "<img src=x onerror='window.hacked = 2'>"
 LINK = "<a href='javascript:window.hacked = 3'>press me</a>"
 SVG = "</textarea></pre><svg onload='window.hacked = 4'>"
 CONTENT = Content(prompts=(f"prompt {SCRIPT}{IMAGE}", f"{SVG} &lt;b&gt;"), words=(IMAGE, LINK, SVG, "${1+1} {{1+1}}"))
-NAME = f"name {IMAGE}{LINK}"
 
 
 async def assert_harmless(page: Page) -> None:
@@ -20,7 +19,8 @@ async def assert_harmless(page: Page) -> None:
 
 
 async def test_markup_in_names_prompts_and_responses_is_text(visit, ledger, tmp_path):
-    job_id = await seed_job(ledger, NAME, num_iterations=2, content=CONTENT)
+    name = f"name {IMAGE}{LINK}"
+    job_id = await seed_job(ledger, name, num_iterations=2, content=CONTENT)
     other = await seed_job(ledger, SCRIPT, num_iterations=2)
     await ledger.event_log.emit(job_id, f"kind {IMAGE}", f"message {IMAGE}{SCRIPT}")
     samples = f"#/jobs/{job_id}/samples"
@@ -28,7 +28,7 @@ async def test_markup_in_names_prompts_and_responses_is_text(visit, ledger, tmp_
     async with visit.broker(ledger, tmp_path) as broker:
         for place in places:
             page = await visit(broker.url, place)
-            await expect(page.get_by_text(NAME).first).to_be_visible()
+            await expect(page.get_by_text(name).first).to_be_visible()
             if place == samples:
                 await expect(page.get_by_text(CONTENT.prompts[0]).first).to_be_visible()
                 await expect(page.get_by_test_id("sample").filter(has_text=IMAGE + " " + LINK).first).to_be_visible()

@@ -10,7 +10,6 @@ from tests.browser.test_form import write
 from tests.world import job_body
 
 LIST = re.compile(r"/v1/jobs\?")
-STEP_S = 10.0
 NOTE_WHAT_IS_SAID = """() => {
     const announcer = document.getElementById("announcer");
     window.said = [];
@@ -41,6 +40,7 @@ async def test_search_finds_a_job_by_its_name(visit, broker, world):
 
 
 async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker, world):
+    step_s = 10.0
     await world.start_training(await world.create_job(name="moved"))
     page = await visit(broker.url)
     state = page.get_by_test_id("job-state")
@@ -55,7 +55,7 @@ async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker,
         await route.fulfill(response=answer)
 
     await page.route(LIST, hold, times=1)
-    await asyncio.wait_for(is_held.wait(), STEP_S)
+    await asyncio.wait_for(is_held.wait(), step_s)
     await page.get_by_test_id("pause-job").click()
     await expect(state).to_have_text("paused")
     may_go.set()

@@ -6,8 +6,6 @@ from playwright.async_api import Page, expect
 
 from tests.browser.seeding import Content
 
-PROMPTS = Content().prompts
-
 
 async def rewards(page: Page) -> set[str]:
     return set(await page.get_by_test_id("sample").locator(".whole .num").all_inner_texts())
@@ -34,8 +32,9 @@ async def test_samples_are_filtered_by_reward_and_iteration(visit, gallery):
 
 
 async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):
+    prompts = Content().prompts
     page = await visit(gallery.url, gallery.place("samples"))
-    sample = page.get_by_test_id("sample").filter(has_text=PROMPTS[0]).first
+    sample = page.get_by_test_id("sample").filter(has_text=prompts[0]).first
     await expect(sample).to_contain_text("seven plus two is nine")
     for name, value in (("form", "0.5"), ("right", "[01]"), ("advantage", r"[^\d]?0(\.\d+)?")):
         await expect(sample).to_contain_text(re.compile(rf"{name}\s*{value}"))

@@ -10,9 +10,6 @@ from onbeat.contracts.states import JobState
 from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 
-TRAINED_MS = 90_000  # limit for a small job on a machine that does other things as well
-NUM_ITERATIONS = 3
-
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
@@ -21,8 +18,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 
 async def test_job_is_submitted_followed_and_read_on_the_page(visit, stack):
+    num_iterations = 3
+    trained_ms = 90_000  # limit for a small job on a machine that does other things as well
     rollout = {"max_response_tokens": 48, "num_samples_per_prompt": 4}
-    job = tiny_job(stack.data_dir.parent, rollout=rollout, schedule={"num_iterations": NUM_ITERATIONS})
+    job = tiny_job(stack.data_dir.parent, rollout=rollout, schedule={"num_iterations": num_iterations})
     job["name"] = "from-the-page"
     page = await visit(stack.url)
     await page.get_by_role("link", name="New job").first.click()
@@ -32,10 +31,10 @@ async def test_job_is_submitted_followed_and_read_on_the_page(visit, stack):
     await expect(page.get_by_role("heading", level=1, name="from-the-page")).to_be_visible()
     await page.evaluate("window.isSamePage = true")
     await expect(page.get_by_test_id("job-state").first).to_have_text("running")
-    await expect(page.get_by_test_id("job-state").first).to_have_text("succeeded", timeout=TRAINED_MS)
-    await expect(page.get_by_role("progressbar").first).to_have_attribute("aria-valuenow", str(NUM_ITERATIONS))
+    await expect(page.get_by_test_id("job-state").first).to_have_text("succeeded", timeout=trained_ms)
+    await expect(page.get_by_role("progressbar").first).to_have_attribute("aria-valuenow", str(num_iterations))
     slider = page.get_by_test_id("chart-reward").get_by_role("slider")
-    await expect(slider).to_have_attribute("aria-valuenow", str(NUM_ITERATIONS - 1))
+    await expect(slider).to_have_attribute("aria-valuenow", str(num_iterations - 1))
     await shows_both_sides_of_the_pipeline(page)
     await shows_responses_token_by_token(page)
     assert await page.evaluate("window.isSamePage"), "it was loaded again"

@@ -14,12 +14,6 @@ from tests.containers.pods import Pods
 from tests.manifests.kustomize import KUBERNETES, build
 
 NUM_ITERATIONS, NUM_GROUPS = 7, 6
-SMALL_JOB = [
-    f"schedule.num_iterations={NUM_ITERATIONS}",
-    f"rollout.num_prompts_per_iteration={NUM_GROUPS}",
-    "rollout.num_samples_per_prompt=4",
-    "checkpoint.every_iterations=2",
-]
 LEASE_S = "5"  # others take over that soon
 ROLLOUTS = ("onbeat-rollout-0", "onbeat-rollout-1")
 pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
@@ -54,7 +48,13 @@ def client(pods: Pods, cluster: Path) -> Iterator[Client]:
 
 def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> None:
     """Rollout, broker and trainer, one after another, each in the middle of an iteration; then each starts again."""
-    job_id = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", SMALL_JOB)).id
+    small_job = [
+        f"schedule.num_iterations={NUM_ITERATIONS}",
+        f"rollout.num_prompts_per_iteration={NUM_GROUPS}",
+        "rollout.num_samples_per_prompt=4",
+        "checkpoint.every_iterations=2",
+    ]
+    job_id = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", small_job)).id
 
     def reached(iteration: int) -> bool:
         return any(i.iteration >= iteration for i in client.jobs.iterations(job_id))

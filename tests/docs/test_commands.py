@@ -22,8 +22,6 @@ from tests.docs.pages import Block, all_blocks, blocks_of, code_in_sentences, pa
 from tests.docs.shell import Command, commands_of, is_shell, program_of
 
 CALL = re.compile(r"(GET|POST|PUT|DELETE) (/\S*)")
-# Words that a sentence has for a part of a command, not for the whole of it.
-PLACEHOLDER = re.compile(r"COMMAND|\[|…")
 
 
 def shell_blocks(page: str) -> list[Block]:
@@ -34,26 +32,33 @@ def commands_of_page(page: str) -> list[Command]:
     return [command for block in shell_blocks(page) for command in commands_of(block)]
 
 
-def problem_of(command: Command) -> str | None:
-    try:
-        check(command)
-    except Wrong as error:
-        return f"{command}: {error}"
-    return None
-
-
 @pytest.mark.parametrize("page", page_names())
 def test_every_command_could_work(page: str) -> None:
+    def problem_of(command: Command) -> str | None:
+        try:
+            check(command)
+        except Wrong as error:
+            return f"{command}: {error}"
+        return None
+
     assert list(filter(None, map(problem_of, commands_of_page(page)))) == []
 
 
 @pytest.mark.parametrize("page", page_names())
 def test_everything_named_inside_a_sentence_is_there(page: str) -> None:
     """Commands as far as they are whole, calls of the broker, and paths."""
+
+    def expanded(text: str) -> list[str]:
+        """Expand braces: `a.{b,c}` becomes `a.b`, `a.c`."""
+        match = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
+        return [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [text]
+
+    # Words that a sentence has for a part of a command, not for the whole of it.
+    placeholder = re.compile(r"COMMAND|\[|…")
     problems = []
     for line, text in code_in_sentences(page):
         try:
-            if (command := command_in_code(page, line, text)) and not PLACEHOLDER.search(text):
+            if (command := command_in_code(page, line, text)) and not placeholder.search(text):
                 check(command)
             if call := CALL.match(text):
                 check_call(call[1], call[2])
@@ -77,12 +82,6 @@ def test_every_block_of_shell_has_right_syntax(page: str) -> None:
 @pytest.mark.parametrize("page", page_names())
 def test_every_variable_is_known(page: str) -> None:
     assert list(unknown_variables(page)) == []
-
-
-def expanded(text: str) -> list[str]:
-    """Expand braces: `a.{b,c}` becomes `a.b`, `a.c`."""
-    match = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
-    return [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [text]
 
 
 @pytest.mark.parametrize("page", [page for page in page_names() if not page.startswith("docs/reference/")])

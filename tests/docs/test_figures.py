@@ -12,7 +12,6 @@ FIGURE = re.compile(
     r"(?<![\w.,-])(?P<number>\d[\d,]*(?:\.\d+)?) ?"
     r"(?P<unit>%|(?:ms|s|min|kB|MB|GB|MiB|GiB|times|tokens/s|tokens per second|faults|GFLOP/s)\b(?!/))"
 )
-OF_THEIR_DAY = "docs/decisions/"  # records that do not change
 LIMITS = ("docs/operating.md", "docs/reference/")  # deadlines, and the defaults and limits of settings and jobs
 
 
@@ -27,18 +26,19 @@ def figures_of(page: str) -> Iterator[str]:
                 yield f"{number} {figure['unit']}"
 
 
-def figures_on_several_pages() -> dict[str, set[str]]:
-    limits = {figure for page in page_names() if page.startswith(LIMITS) for figure in figures_of(page)}
-    pages_of: dict[str, set[str]] = defaultdict(set)
-    for page in page_names():
-        if not page.startswith((OF_THEIR_DAY, *LIMITS)):
-            for figure in figures_of(page):
-                pages_of[figure].add(page)
-    return {figure: pages for figure, pages in pages_of.items() if len(pages) > 1 and figure not in limits}
-
-
 def test_a_measured_figure_stands_on_one_page() -> None:
     """Elsewhere there is a link, or a sentence without the figure."""
+    of_their_day = "docs/decisions/"  # records that do not change
+
+    def figures_on_several_pages() -> dict[str, set[str]]:
+        limits = {figure for page in page_names() if page.startswith(LIMITS) for figure in figures_of(page)}
+        pages_of: dict[str, set[str]] = defaultdict(set)
+        for page in page_names():
+            if not page.startswith((of_their_day, *LIMITS)):
+                for figure in figures_of(page):
+                    pages_of[figure].add(page)
+        return {figure: pages for figure, pages in pages_of.items() if len(pages) > 1 and figure not in limits}
+
     twice = figures_on_several_pages()
     assert {figure: pages for figure, pages in twice.items() if figure not in SAME_BY_CHANCE} == {}
     assert sorted(SAME_BY_CHANCE.keys() - twice.keys()) == [], "no longer on several pages"

@@ -19,14 +19,6 @@ from tests.docs.test_commands import commands_of_page, path_of
 pytestmark = pytest.mark.slow
 
 JOB = re.compile(r"\$?\{?JOB\}?|job-[0-9a-f]{12}")
-# A job in this state is what the command wants; elsewhere the finished one does.
-WANTS = {
-    "onbeat jobs pause": JobState.RUNNING,
-    "onbeat jobs cancel": JobState.RUNNING,
-    "onbeat jobs resume": JobState.PAUSED,
-    "onbeat jobs delete": JobState.SUCCEEDED,
-}
-MAY_FIND_PROBLEMS = {"onbeat doctor"}  # this machine is busy with other things: exit code 1
 
 
 def live_commands() -> list[Command]:
@@ -44,10 +36,18 @@ def live_commands() -> list[Command]:
 
 @pytest.mark.parametrize("command", live_commands(), ids=lambda command: " ".join(command.words[1:]))
 def test_command_does_what_it_says(workplace, in_page_folder, capsys, command):
+    may_find_problems = {"onbeat doctor"}  # this machine is busy with other things: exit code 1
+    # A job in this state is what the command wants; elsewhere the finished one does.
+    wants = {
+        "onbeat jobs pause": JobState.RUNNING,
+        "onbeat jobs cancel": JobState.RUNNING,
+        "onbeat jobs resume": JobState.PAUSED,
+        "onbeat jobs delete": JobState.SUCCEEDED,
+    }
     path = parse_onbeat(command.words[1:])[0]
     folder = in_page_folder(command.page)
     write_shown_files(workplace, command.page, folder)
-    wanted = JobState.SUCCEEDED if "--iterations" in command.words else WANTS.get(path)
+    wanted = JobState.SUCCEEDED if "--iterations" in command.words else wants.get(path)
     job_id = workplace.job_in(wanted) if wanted else workplace.finished
     before = {job.id for job in workplace.stack.client.jobs.list()}
     try:
@@ -57,7 +57,7 @@ def test_command_does_what_it_says(workplace, in_page_folder, capsys, command):
             if job.id not in before or job.id == job_id:
                 workplace.end(job.id)
     output = capsys.readouterr()
-    assert code == 0 or (path in MAY_FIND_PROBLEMS and code == 1), output.out + output.err
+    assert code == 0 or (path in may_find_problems and code == 1), output.out + output.err
 
 
 def write_shown_files(workplace: Workplace, page: str, folder: Path) -> None:

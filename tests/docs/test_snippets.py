@@ -23,9 +23,6 @@ QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
 KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
 
 
-NEED_A_RUNNING_JOB = {"docs/chat.md"}
-
-
 # ---- Python ------------------------------------------------------------------------------------------------------
 
 
@@ -36,9 +33,20 @@ def pages_with_python() -> list[str]:
 @pytest.mark.parametrize("page", pages_with_python())
 def test_python_of_a_page_runs(workplace, in_page_folder, page):
     """The snippets run in order, in one namespace: `job_id` is a finished job, `client` is a client of its broker."""
+
+    def run_snippet(block: Block, workplace: Workplace, namespace: dict[str, Any]) -> None:
+        """Run a snippet, in which `await` may stand outside of functions, as in a notebook."""
+        text = workplace.shortened(block.text)
+        code = compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if code.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(eval(code, namespace))  # noqa: S307
+        else:
+            exec(code, namespace)
+
+    need_a_running_job = {"docs/chat.md"}
     folder = in_page_folder(page)
     write_shown_files(workplace, page, folder)
-    job_id = workplace.job_in(JobState.RUNNING) if page in NEED_A_RUNNING_JOB else workplace.finished
+    job_id = workplace.job_in(JobState.RUNNING) if page in need_a_running_job else workplace.finished
     try:
         with Client(workplace.stack.url) as client:
             namespace: dict[str, Any] = {"__name__": "snippet", "job_id": job_id, "client": client}
@@ -49,23 +57,14 @@ def test_python_of_a_page_runs(workplace, in_page_folder, page):
         workplace.end(job_id)
 
 
-def run_snippet(block: Block, workplace: Workplace, namespace: dict[str, Any]) -> None:
-    """Run a snippet, in which `await` may stand outside of functions, as in a notebook."""
-    text = workplace.shortened(block.text)
-    code = compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    if code.co_flags & inspect.CO_COROUTINE:
-        asyncio.run(eval(code, namespace))  # noqa: S307
-    else:
-        exec(code, namespace)
-
-
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-TOML = [block for block in all_blocks("toml") if (block.page, block.text.splitlines()[0]) not in NOT_A_JOB]
-
-
-@pytest.mark.parametrize("block", TOML, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [block for block in all_blocks("toml") if (block.page, block.text.splitlines()[0]) not in NOT_A_JOB],
+    ids=str,
+)
 def test_toml_is_a_job_or_a_part_of_one(block):
     given = tomllib.loads(block.text)
     job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else quickstart_with(given)

@@ -8,11 +8,10 @@ from onbeat.local.supervisor import ServiceSpec
 from tests.e2e.stack import running, tiny_job
 
 
-def never_ready(spec: ServiceSpec) -> ServiceSpec:
-    return replace(spec, command=[sys.executable, "-c", "import time; time.sleep(600)"])
-
-
 def test_stack_that_starts_is_no_problem_from_its_first_second(tmp_path: Path) -> None:
+    def never_ready(spec: ServiceSpec) -> ServiceSpec:
+        return replace(spec, command=[sys.executable, "-c", "import time; time.sleep(600)"])
+
     with running(tmp_path, change=lambda specs: [specs[0], *map(never_ready, specs[1:])]) as stack:
         stack.client.jobs.create(tiny_job(tmp_path))
         diagnosis = stack.client.doctor()

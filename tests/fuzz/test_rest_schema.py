@@ -19,8 +19,6 @@ from tests.fuzz.conftest import JOB_IDS, LiveBroker
 
 pytestmark = pytest.mark.slow
 
-GROUP_IDS = ("0-0", "0-1", "1-0", "9-9", "eval-0-0")  # accepted, waiting, of no iteration, of an evaluation
-
 load_all_checks()
 app = create_app(Settings(), Ledger(connect("redis://127.0.0.1:1", retry_s=1)))  # only for its schema
 # Each limit of each field of a job is tried where jobs are created, 3,000 cases; validation reads the same body.
@@ -46,11 +44,12 @@ def unfit_checks(operation: str) -> list[Any]:
 @fuzzed(20)
 def test_every_answer_is_as_the_schema_says(case: schemathesis.Case, live_broker: LiveBroker) -> None:
     """All checks of schemathesis, with malformed requests and with well-formed ones, which are for jobs that exist."""
+    group_ids = ("0-0", "0-1", "1-0", "9-9", "eval-0-0")  # accepted, waiting, of no iteration, of an evaluation
     if "job_id" in case.path_parameters and case.method != "DELETE" and case.meta.generation.mode.is_positive:
         choice = zlib.crc32(repr(case).encode())
         case.path_parameters["job_id"] = JOB_IDS[choice % len(JOB_IDS)]
         if "group_id" in case.path_parameters:
-            case.path_parameters["group_id"] = GROUP_IDS[choice // len(JOB_IDS) % len(GROUP_IDS)]
+            case.path_parameters["group_id"] = group_ids[choice // len(JOB_IDS) % len(group_ids)]
     case.call_and_validate(live_broker.url, excluded_checks=unfit_checks(case.operation.label), timeout=60)
 
 

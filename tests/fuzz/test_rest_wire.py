@@ -87,40 +87,40 @@ def with_option(value: str) -> bytes:
     return json.dumps(job_body(reward={"options": {"x": "HERE"}})).replace('"HERE"', value).encode()
 
 
-BODIES = {
-    "nothing": b"",
-    "truncated": VALID[:-20],
-    "two documents": VALID + VALID,
-    "no text": b"\xff\xfe\x00{",
-    "bad utf-8": VALID.replace(b"test", b"te\xc3\x28st"),
-    "zeros": bytes(1000),
-    "not a number": with_option("NaN"),
-    "infinite": with_option("-Infinity"),
-    "too large for a float": with_option("1e999"),
-    "too many digits": VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 5000),
-    "many digits": VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 4000),
-    "deep list": with_option("[" * 200_000 + "]" * 200_000),
-    "deep object": with_option('{"a":' * 100_000 + "1" + "}" * 100_000),
-    "deep job": b'{"model":' * 50_000 + b"1" + b"}" * 50_000,
-    "unfinished depth": b'{"model":' * 100_000,
-    "wide": json.dumps(dict.fromkeys(map(str, range(50_000)))).encode(),
-    "long key": json.dumps({"k" * 900_000: 1}).encode(),
-    "surrogate": with_option(r'"\ud800"'),
-    "surrogate in a name": VALID.replace(b'"test"', rb'"\udfff"'),
-    "null byte in a path": VALID.replace(b"prompts.jsonl", rb"prompts\u0000.jsonl"),
-    "null byte in a key": VALID.replace(b'"name"', rb'"na\u0000me"'),
-    "path above": VALID.replace(b"prompts.jsonl", b"....//....//../../../etc/passwd"),
-    "device": VALID.replace(b"prompts.jsonl", b"/dev/zero"),
-    "a string": b'"job"',
-    "null": b"null",
-    "true": b"true",
-    "a number": b"1e400",
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_is_no_job_is_a_problem(live_broker: LiveBroker, name: str) -> None:
-    problem = assert_refused(exchange(live_broker, request_of("POST", "/v1/jobs", BODIES[name], JSON)), 400, 422)
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(VALID[:-20], id="truncated"),
+        pytest.param(VALID + VALID, id="two documents"),
+        pytest.param(b"\xff\xfe\x00{", id="no text"),
+        pytest.param(VALID.replace(b"test", b"te\xc3\x28st"), id="bad utf-8"),
+        pytest.param(bytes(1000), id="zeros"),
+        pytest.param(with_option("NaN"), id="not a number"),
+        pytest.param(with_option("-Infinity"), id="infinite"),
+        pytest.param(with_option("1e999"), id="too large for a float"),
+        pytest.param(VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 5000), id="too many digits"),
+        pytest.param(VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 4000), id="many digits"),
+        pytest.param(with_option("[" * 200_000 + "]" * 200_000), id="deep list"),
+        pytest.param(with_option('{"a":' * 100_000 + "1" + "}" * 100_000), id="deep object"),
+        pytest.param(b'{"model":' * 50_000 + b"1" + b"}" * 50_000, id="deep job"),
+        pytest.param(b'{"model":' * 100_000, id="unfinished depth"),
+        pytest.param(json.dumps(dict.fromkeys(map(str, range(50_000)))).encode(), id="wide"),
+        pytest.param(json.dumps({"k" * 900_000: 1}).encode(), id="long key"),
+        pytest.param(with_option(r'"\ud800"'), id="surrogate"),
+        pytest.param(VALID.replace(b'"test"', rb'"\udfff"'), id="surrogate in a name"),
+        pytest.param(VALID.replace(b"prompts.jsonl", rb"prompts\u0000.jsonl"), id="null byte in a path"),
+        pytest.param(VALID.replace(b'"name"', rb'"na\u0000me"'), id="null byte in a key"),
+        pytest.param(VALID.replace(b"prompts.jsonl", b"....//....//../../../etc/passwd"), id="path above"),
+        pytest.param(VALID.replace(b"prompts.jsonl", b"/dev/zero"), id="device"),
+        pytest.param(b'"job"', id="a string"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"true", id="true"),
+        pytest.param(b"1e400", id="a number"),
+    ],
+)
+def test_a_body_that_is_no_job_is_a_problem(live_broker: LiveBroker, body: bytes) -> None:
+    problem = assert_refused(exchange(live_broker, request_of("POST", "/v1/jobs", body, JSON)), 400, 422)
     assert problem["detail"]
     assert len(json.dumps(problem)) < 20_000, "the refusal repeats what was sent"
 
@@ -164,35 +164,43 @@ def test_a_method_that_is_not_offered_is_a_problem(live_broker: LiveBroker, meth
 
 
 POST = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-NO_HTTP = {
-    "no length": POST + b"Content-Length: many\r\n\r\n{}",
-    "negative length": POST + b"Content-Length: -5\r\n\r\n{}",
-    "endless length": POST + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n{}",
-    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "two framings": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
-    "no chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
-    "endless chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}",
-    "unknown coding": POST + b"Transfer-Encoding: lies\r\n\r\n{}",
-    "no header name": b"GET /livez HTTP/1.1\r\n: x\r\n\r\n",
-    "folded header": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n and more\r\n\r\n",
-    "zero in a header": b"GET /livez HTTP/1.1\r\nHost: \0\r\n\r\n",
-    "no version": b"GET /livez\r\n\r\n",
-    "strange version": b"GET /livez HTTP/9.9\r\n\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    "web socket": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
-    "noise": bytes(range(256)) * 4,
-    "short body": POST + b"" + JSON.encode() + b"\r\nContent-Length: 900\r\n\r\n" + VALID[:20],
-    "long body": request_of("POST", "/v1/jobs", b"{}", JSON).replace(b"Connection: close\r\n", b"") + b"more" * 1000,
-    "large header": request_of("GET", "/livez", b"", "X: " + "x" * 5_000_000),
-    "many headers": request_of("GET", "/livez", b"", *(f"X-{i}: y" for i in range(50_000))),
-    "long path": request_of("GET", "/" + "a" * 5_000_000),
-}
 
 
-@pytest.mark.parametrize("name", NO_HTTP)
-def test_what_is_no_http_is_refused_or_closed(live_broker: LiveBroker, name: str) -> None:
-    assert_answered_or_closed(exchange(live_broker, NO_HTTP[name], PATIENCE_S))
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(POST + b"Content-Length: many\r\n\r\n{}", id="no length"),
+        pytest.param(POST + b"Content-Length: -5\r\n\r\n{}", id="negative length"),
+        pytest.param(POST + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n{}", id="endless length"),
+        pytest.param(POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", id="two lengths"),
+        pytest.param(POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", id="two framings"),
+        pytest.param(POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}", id="no chunk"),
+        pytest.param(POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}", id="endless chunk"),
+        pytest.param(POST + b"Transfer-Encoding: lies\r\n\r\n{}", id="unknown coding"),
+        pytest.param(b"GET /livez HTTP/1.1\r\n: x\r\n\r\n", id="no header name"),
+        pytest.param(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n and more\r\n\r\n", id="folded header"),
+        pytest.param(b"GET /livez HTTP/1.1\r\nHost: \0\r\n\r\n", id="zero in a header"),
+        pytest.param(b"GET /livez\r\n\r\n", id="no version"),
+        pytest.param(b"GET /livez HTTP/9.9\r\n\r\n", id="strange version"),
+        pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), id="TLS"),
+        pytest.param(
+            b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+            id="web socket",
+        ),
+        pytest.param(bytes(range(256)) * 4, id="noise"),
+        pytest.param(POST + b"" + JSON.encode() + b"\r\nContent-Length: 900\r\n\r\n" + VALID[:20], id="short body"),
+        pytest.param(
+            request_of("POST", "/v1/jobs", b"{}", JSON).replace(b"Connection: close\r\n", b"") + b"more" * 1000,
+            id="long body",
+        ),
+        pytest.param(request_of("GET", "/livez", b"", "X: " + "x" * 5_000_000), id="large header"),
+        pytest.param(request_of("GET", "/livez", b"", *(f"X-{i}: y" for i in range(50_000))), id="many headers"),
+        pytest.param(request_of("GET", "/" + "a" * 5_000_000), id="long path"),
+    ],
+)
+def test_what_is_no_http_is_refused_or_closed(live_broker: LiveBroker, sent: bytes) -> None:
+    assert_answered_or_closed(exchange(live_broker, sent, PATIENCE_S))
 
 
 # ---- at random ---------------------------------------------------------------------------------------------------

@@ -21,22 +21,21 @@ async def num_foreign(ledger: Ledger, job_id: str) -> int:
     return int((await ledger.jobs.fields(job_id)).get("num_foreign", 0))
 
 
-async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
-    """Entries of a rollouts stream that no submission has put there."""
-    other, _ = await World(ledger).open_job()
-    await World(ledger).drain(other)
-    accepted = await ledger.iterations.accepted_groups(other, 0)
-    true = make_group(tasks_for(0)[0]).SerializeToString()
-    noise = [text.encode("latin-1") for text in ("", "\0", "\xff" * 50, "{}", "x" * 100_000)]
-    future = make_group(tasks_for(7)[0])
-    unnamed = make_group(PromptTask(group_id="nobody", iteration=0))
-    unnumbered = make_group(PromptTask(group_id="0-0", iteration=LARGE), version=LARGE)
-    payloads = [*noise, true[:-7], true[3:], true + b"\xff", true]
-    payloads += [group.SerializeToString() for group in (future, unnamed, unnumbered, *accepted, RolloutGroup())]
-    return [{"group": payload} for payload in payloads] + [{"other": true}, {"": b""}, {"GROUP": true}]
-
-
 async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger, world: World) -> None:
+    async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
+        """Entries of a rollouts stream that no submission has put there."""
+        other, _ = await World(ledger).open_job()
+        await World(ledger).drain(other)
+        accepted = await ledger.iterations.accepted_groups(other, 0)
+        true = make_group(tasks_for(0)[0]).SerializeToString()
+        noise = [text.encode("latin-1") for text in ("", "\0", "\xff" * 50, "{}", "x" * 100_000)]
+        future = make_group(tasks_for(7)[0])
+        unnamed = make_group(PromptTask(group_id="nobody", iteration=0))
+        unnumbered = make_group(PromptTask(group_id="0-0", iteration=LARGE), version=LARGE)
+        payloads = [*noise, true[:-7], true[3:], true + b"\xff", true]
+        payloads += [group.SerializeToString() for group in (future, unnamed, unnumbered, *accepted, RolloutGroup())]
+        return [{"group": payload} for payload in payloads] + [{"other": true}, {"": b""}, {"GROUP": true}]
+
     job_id, epoch = await world.open_job()
     entries = await foreign_groups(ledger)
     for entry in entries[::2]:

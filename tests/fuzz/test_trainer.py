@@ -8,7 +8,7 @@ import torch
 
 from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
-from tests.trainer_fixtures import VOCAB, job_config, recorded_iterations, tiny_config, tiny_model, train
+from tests.trainer_fixtures import VOCAB, job_config, recorded_iterations, tiny_model, train
 
 
 def set_observed_token(group: RolloutGroup) -> None:
@@ -33,7 +33,7 @@ def test_an_impossible_group_fails_the_job_by_name(spoil, problem, tmp_path):
     groups = recorded_iterations(1)
     groups[2].worker_id = "w7"
     spoil(groups[2])
-    model = tiny_model(tiny_config(), torch.float32)
+    model = tiny_model(dtype=torch.float32)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(JobFailed, match=rf"0-2.*{problem}.*w7"):
         train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model)

@@ -23,8 +23,6 @@ VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir
     ("ascend", ("multi-node",)),
     ("nvidia", ("multi-node", "autoscale-keda")),
 ]
-API_VERSIONS = ["1.28", kubernetes_validate.latest_version()]  # the label pod-index came with 1.28
-CLIENTS = {"broker", "trainer", "rollout"}
 
 
 @pytest.fixture(scope="session", params=VARIANTS, ids=lambda variant: "+".join((variant[0], *variant[1])))
@@ -46,7 +44,8 @@ def test_all_lies_in_one_namespace_of_restricted_pods(manifests: Manifests):
     }
 
 
-@pytest.mark.parametrize("version", API_VERSIONS)
+# The label pod-index came with 1.28
+@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
 def test_objects_fit_the_schemas_of_the_api(manifests: Manifests, version: str):
     core_objects = [item for item in manifests.objects if not item["apiVersion"].startswith("keda.sh/")]
     assert len(core_objects) >= 25
@@ -214,10 +213,11 @@ def allowed(manifests: Manifests, direction: Literal["ingress", "egress"]) -> se
 
 
 def test_only_those_talk_who_must(manifests: Manifests):
+    clients = {"broker", "trainer", "rollout"}
     services = {pod.service for pod in manifests.pods()}
     expected = {("rollout", "trainer", 8801), ("rollout", "rollout", 8801)}
     if "redis" in services:
-        expected |= {(client, "redis", 6379) for client in CLIENTS}
+        expected |= {(client, "redis", 6379) for client in clients}
     if len(manifests.of("PersistentVolumeClaim")) and manifests.pod("trainer").container.get("command"):
         expected |= {("trainer", "trainer", 0), ("rollout", "trainer", 8900)}
     assert allowed(manifests, "ingress") & allowed(manifests, "egress") == expected
@@ -272,11 +272,10 @@ def test_ranks_of_several_nodes_find_each_other(manifests: Manifests):
 # ---- the runbook -----------------------------------------------------------------------------------------------------
 
 
-def yaml_blocks(text: str) -> list[str]:
-    return [block.split("\n```", 1)[0] for block in text.split("```yaml\n")[1:]]
-
-
 def test_the_runbook_s_kustomizations_build(tmp_path: Path):
+    def yaml_blocks(text: str) -> list[str]:
+        return [block.split("\n```", 1)[0] for block in text.split("```yaml\n")[1:]]
+
     text = (KUBERNETES.parents[1] / "docs" / "kubernetes.md").read_text()
     blocks = yaml_blocks(text)
     assert len(blocks) >= 2

@@ -32,8 +32,6 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "rollout": RolloutSettings,
 }
 PLATFORMS = {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}  # overlay -> tag of its images
-# These names belong to torchrun, NCCL, HCCL, Python and Hugging Face.
-FOREIGN = re.compile(r"NUM_NODES|PROCESSES_PER_NODE|NODE_RANK|PYTHONSAFEPATH|HF_TOKEN|(NCCL|HCCL)_[A-Z_]+")
 SECRETS_FOLDER = "/run/onbeat"
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
@@ -69,24 +67,24 @@ def settings_of(
     return SETTINGS[service]()
 
 
-GOOD_SECRETS = {"redis-password": "secret", "weights-key": "key", "api-keys.json": '{"keys": []}'}
-
-
 # ---- the environment and the settings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_every_variable_is_a_setting(manifests: Manifests, service: str):
+    # These names belong to torchrun, NCCL, HCCL, Python and Hugging Face.
+    foreign = re.compile(r"NUM_NODES|PROCESSES_PER_NODE|NODE_RANK|PYTHONSAFEPATH|HF_TOKEN|(NCCL|HCCL)_[A-Z_]+")
     known = {f"ONBEAT_{name}".upper() for name in SETTINGS[service].model_fields}
     given = manifests.environment(service).keys()
-    assert {name for name in given - known if not FOREIGN.fullmatch(name)} == set()
+    assert {name for name in given - known if not foreign.fullmatch(name)} == set()
 
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_the_settings_are_what_the_pod_is(manifests, service, tmp_path, monkeypatch):
-    settings = settings_of(manifests, service, tmp_path, GOOD_SECRETS, monkeypatch)
+    good_secrets = {"redis-password": "secret", "weights-key": "key", "api-keys.json": '{"keys": []}'}
+    settings = settings_of(manifests, service, tmp_path, good_secrets, monkeypatch)
     run = run_of(manifests, service)
-    assert set(GOOD_SECRETS) >= run.files[SECRETS_FOLDER].texts.keys()
+    assert set(good_secrets) >= run.files[SECRETS_FOLDER].texts.keys()
     assert settings.connect_redis() is not None
     assert settings.redis_url == "redis://onbeat-redis:6379"
     assert settings.log_format == "json"
@@ -194,18 +192,6 @@ def compose() -> dict[str, Any]:
     return services
 
 
-OWN_OF_COMPOSE = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "HF_TOKEN"}  # unset, or a component of Kubernetes
-# Cache and data folders are the image's there, and the advertised name is the container's own.
-OWN_OF_KUBERNETES = {
-    "ONBEAT_CACHE_DIR",
-    "ONBEAT_DATA_DIR",
-    "ONBEAT_DEVICE",
-    "ONBEAT_KV_CACHE_GIB",
-    "ONBEAT_REDIS_URL",
-    "ONBEAT_WEIGHTS_ADVERTISE",
-}
-
-
 @pytest.mark.parametrize("service", [*SETTINGS, "redis"])
 def test_images_are_those_of_compose(cpu: Manifests, compose: dict[str, Any], service: str):
     image = run_of(cpu, service).image
@@ -226,10 +212,20 @@ def test_images_of_a_platform_have_its_tag(overlay: str):
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_the_environment_is_that_of_compose(cpu: Manifests, compose: dict[str, Any], service: str):
+    # Cache and data folders are the image's there, and the advertised name is the container's own.
+    own_of_kubernetes = {
+        "ONBEAT_CACHE_DIR",
+        "ONBEAT_DATA_DIR",
+        "ONBEAT_DEVICE",
+        "ONBEAT_KV_CACHE_GIB",
+        "ONBEAT_REDIS_URL",
+        "ONBEAT_WEIGHTS_ADVERTISE",
+    }
+    own_of_compose = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "HF_TOKEN"}  # unset, or a component of Kubernetes
     theirs = {name: str(value) for name, value in compose[service]["environment"].items()}
     ours = cpu.environment(service)
-    assert {k: v for k, v in ours.items() if k not in OWN_OF_KUBERNETES} == {
-        k: v for k, v in theirs.items() if k not in OWN_OF_COMPOSE | OWN_OF_KUBERNETES
+    assert {k: v for k, v in ours.items() if k not in own_of_kubernetes} == {
+        k: v for k, v in theirs.items() if k not in own_of_compose | own_of_kubernetes
     }
 
 
@@ -261,14 +257,13 @@ def test_workers_images_keep_memory_as_on_a_laptop():
     assert f" GLIBC_TUNABLES={KEEP_FREED} " in dockerfile.partition("AS worker\n")[2].partition("AS ")[0]
 
 
-def redis_options(manifests: Manifests) -> Iterator[tuple[str, str]]:
-    for line in run_of(manifests, "redis").files["/etc/redis"].texts["redis.conf"].splitlines():
-        if line and not line.startswith("#"):
-            name, *values = shlex.split(line)
-            yield name, " ".join(values)
-
-
 def test_redis_is_set_up_as_in_compose(cpu: Manifests, compose: dict[str, Any]):
+    def redis_options(manifests: Manifests) -> Iterator[tuple[str, str]]:
+        for line in run_of(manifests, "redis").files["/etc/redis"].texts["redis.conf"].splitlines():
+            if line and not line.startswith("#"):
+                name, *values = shlex.split(line)
+                yield name, " ".join(values)
+
     ours = dict(redis_options(cpu))
     server, *words = compose["redis"]["command"]
     theirs = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}

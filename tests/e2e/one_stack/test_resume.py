@@ -11,8 +11,6 @@ from tests.chaos.exactly_once import check_exactly_once
 from tests.e2e.stack import RunningStack, replay, tiny_job
 from tests.waiting import wait_until
 
-OTHER = ["optimizer.learning_rate=0.1", "schedule.num_iterations=4", "checkpoint.every_iterations=9"]
-
 
 def learning_rates(stack: RunningStack, job_id: str) -> list[float]:
     return [value for _, value in stack.client.jobs.metrics(job_id)["train/learning_rate"]]
@@ -41,12 +39,13 @@ def test_cancelled_job_repeats_what_no_checkpoint_has(stack, folder, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_fork_trains_on_from_a_checkpoint_that_is_there(stack, folder):
+    other = ["optimizer.learning_rate=0.1", "schedule.num_iterations=4", "checkpoint.every_iterations=9"]
     shape = {"schedule": {"num_iterations": 3}, "checkpoint": {"every_iterations": 1}}
     parent = stack.client.jobs.create(tiny_job(folder, **shape)).id
     assert stack.wait(parent).state is JobState.SUCCEEDED
     with pytest.raises(ApiError, match="no checkpoint after 1 iterations; there are those after 2, 3"):
         stack.client.jobs.fork(parent, 1)
-    faster = stack.client.jobs.fork(parent, 2, OTHER).id
+    faster = stack.client.jobs.fork(parent, 2, other).id
     same = stack.client.jobs.fork(parent, 2).id
     for job_id, num_iterations in ((faster, 4), (same, 3)):
         job = stack.wait(job_id)

@@ -7,7 +7,6 @@ import pytest
 from onbeat.terminal.report import make_report
 
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
-ROUNDING_S = 0.01  # rounding of the trainer's spans
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +15,14 @@ def timeline(stack, finished):
 
 
 def test_trainer_works_between_commits_on_groups_that_arrived(stack, finished, timeline):
+    rounding_s = 0.01  # rounding of the trainer's spans
     records = stack.client.jobs.iterations(finished.id)
     assert timeline.iterations == list(range(finished.num_iterations))
     for record in records:
         spans = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
         before = record.committed_at - record.wall_s
         assert all(before - SLACK_S <= s.start <= s.end <= record.committed_at + SLACK_S for s in spans)
-        assert all(earlier.end <= later.start + ROUNDING_S for earlier, later in pairwise(spans))
+        assert all(earlier.end <= later.start + rounding_s for earlier, later in pairwise(spans))
         steps = [kind for kind, _ in groupby(s.kind for s in spans if s.kind != "wait")]
         assert steps == ["checkpoint"] * (record.iteration > 0) + ["micro_batch", "optimizer", "publish"]
         assert "wait" in {s.kind for s in spans}
@@ -30,7 +30,7 @@ def test_trainer_works_between_commits_on_groups_that_arrived(stack, finished, t
         assert first_trained >= record.first_accepted_at - SLACK_S
         trained_s = sum(s.end - s.start for s in spans if s.kind in ("micro_batch", "optimizer"))
         measured_s = record.metrics["train/micro_batches_s"] + record.metrics["train/step_s"]  # around the spans
-        assert measured_s - 0.2 <= trained_s <= measured_s + ROUNDING_S
+        assert measured_s - 0.2 <= trained_s <= measured_s + rounding_s
 
 
 def test_rollout_generates_between_the_hand_overs_of_weights(stack, finished, timeline):

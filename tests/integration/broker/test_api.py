@@ -93,9 +93,6 @@ async def test_same_idempotency_key_is_the_same_job(broker, ledger):
     assert job_id not in await unfinished(ledger)
 
 
-DATA = {"type": "jsonl", "path": "prompts.jsonl"}
-
-
 async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker):
     slow = "(?i)" + "[\\x00-\\U0010ffff]" * 2000
     sections = {"reward": {"name": "regex", "options": {"pattern": slow}}}
@@ -116,24 +113,6 @@ async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger, tmp_pa
     async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
         await submit(broker, model={"path": "/only/on/the/trainer"})
         await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})
-
-
-async def test_options_that_are_no_json_are_refused(broker):
-    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}}))
-    for value in ("NaN", "1e999", r'"\ud800"'):
-        headers = {"content-type": "application/json"}
-        answer = await broker.post("/v1/jobs", content=text.replace('"VALUE"', value), headers=headers)
-        assert "not plain JSON" in problem_of(answer, 422)["errors"][0]["message"], value
-
-
-@pytest.mark.parametrize("depth", [33, 253, 900])
-async def test_deeply_nested_options_are_refused_at_the_door(broker, ledger, depth):
-    before, nested = await ledger.jobs.ids(), "[" * depth + "]" * depth
-    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', nested)
-    for body in (text, f'{{"name": {nested}}}', f'{{"nonsense": {nested}}}'):
-        answer = await broker.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
-        assert "nested more than 32 levels" in problem_of(answer, 422)["errors"][0]["message"]
-    assert await ledger.jobs.ids() == before
 
 
 @pytest.mark.parametrize(
@@ -186,10 +165,33 @@ async def test_unreadable_started_job_breaks_no_read_of_others(broker, ledger, w
 # ---- requests that are no job ------------------------------------------------------------------------------------
 
 
-async def test_body_that_is_no_json_object_is_refused_as_such(broker):
-    for content, content_type in (("[]", "application/json"), (json.dumps(job_body()), "text/plain")):
-        answer = await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
-        assert "JSON object" in problem_of(answer, 422)["errors"][0]["message"]
+def with_option(value: str) -> str:
+    return json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', value)
+
+
+JSON, TEXT = "application/json", "text/plain"
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "sentence"),
+    [
+        pytest.param(with_option("NaN"), JSON, "not plain JSON", id="no number"),
+        pytest.param(with_option("1e999"), JSON, "not plain JSON", id="infinite"),
+        pytest.param(with_option(r'"\ud800"'), JSON, "not plain JSON", id="half a character"),
+        *(
+            pytest.param(place("[" * depth + "]" * depth), JSON, "nested more than 32 levels", id=f"{depth} levels")
+            for depth in (33, 253, 900)
+            for place in (with_option, '{{"name": {}}}'.format, '{{"nonsense": {}}}'.format)
+        ),
+        pytest.param("[]", JSON, "JSON object", id="list"),
+        pytest.param(json.dumps(job_body()), TEXT, "JSON object", id="text"),
+    ],
+)
+async def test_body_that_is_no_job_is_refused_at_the_door(broker, ledger, content, content_type, sentence):
+    before = await ledger.jobs.ids()
+    answer = await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
+    assert sentence in problem_of(answer, 422)["errors"][0]["message"]
+    assert await ledger.jobs.ids() == before
 
 
 # ---- a job as TOML -----------------------------------------------------------------------------------------------
@@ -508,7 +510,8 @@ async def test_weights_by_version_have_trainer_and_rollout_numbers(broker, ledge
 
 
 async def test_named_sets_have_scores_series_and_samples(broker, world):
-    sets = [{"name": "easy", "data": DATA, "num_prompts": 1}, {"name": "hard", "data": DATA, "solved_at": 2.0}]
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
     job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
     await world.start_training(job_id)
     await world.drain_evaluation(job_id, 0)

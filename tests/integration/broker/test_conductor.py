@@ -44,7 +44,6 @@ from tests.world import World, job_body, make_group, tasks_for
 pytestmark = pytest.mark.slow
 
 SEVERAL_LOOKS_S = 0.4
-HARDWARE = Hardware("a test's processor", "", "native")
 
 
 @pytest_asyncio.fixture
@@ -476,11 +475,12 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, world, t
 
 @pytest.mark.usefixtures("conductors", "eager")
 async def test_job_of_a_later_version_is_left_to_its_own_broker(ledger, world, pool, caplog):
+    hardware = Hardware("a test's processor", "", "native")
     good = await world.create_job()
     config = JobConfig.model_validate(job_body(pool=pool)).model_dump(mode="json") | {"of_a_later_version": 1}
     later = f"{good}-later"
     await ledger.jobs.create(later, config, 3, 0)
-    assert await claim_next(TrainerSettings(pool=pool), ledger, HARDWARE) is None
+    assert await claim_next(TrainerSettings(pool=pool), ledger, hardware) is None
     await world.start_training(good)
     await world.wait_open(good, 0)
     await asyncio.sleep(SEVERAL_LOOKS_S)

@@ -23,26 +23,7 @@ FOLDER = ROOT / "services" / "broker" / "dashboard"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
 NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # the files that are served
 ASSETS = [name for name in NAMES if name != "index.html"]
-OURS = [name for name in NAMES if not name.startswith("vendor/")]
-# sha256 of what others wrote, as their packages on npm ship it: vendor/README.md
-VENDORED = {
-    "htm.module.js": "ab33dd3f38059b9be4d5f5350128eefb2356639c4e0bbe9d9e8b3ba75847e9e4",
-    "preact.module.js": "c30e721ebfdc6e2ad4c18c14d2dfb82667829c8aec27de1207774e3fc16858a8",
-    "uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
-    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
-}
-W3 = re.compile(r"http://www\.w3\.org/[\w/]+")  # names of vocabularies; nothing is asked there
 COMMENT = re.compile(r"/\*.*?\*/|<!--.*?-->|(?<![:\"'])//[^\n]*", re.DOTALL)
-POLICY = {
-    "default-src": "'none'",
-    "script-src": "'self'",
-    "style-src": "'self'",
-    "img-src": "'self' data:",
-    "connect-src": "'self'",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "frame-ancestors": "'none'",
-}
 
 
 @pytest.fixture
@@ -75,10 +56,20 @@ async def test_page_and_assets_need_no_key_and_have_their_type(broker):
 
 
 async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker):
+    policy = {
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self'",
+        "img-src": "'self' data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
     for path in ("/", "/assets/app.js", "/assets/icon.svg"):
         headers = (await broker.get(path)).headers
         directives = [part.strip().partition(" ") for part in headers["content-security-policy"].split(";")]
-        assert {name: value for name, _, value in directives} == POLICY
+        assert {name: value for name, _, value in directives} == policy
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["cross-origin-opener-policy"] == headers["cross-origin-resource-policy"] == "same-origin"
         for once in ("x-content-type-options", "x-frame-options", "cache-control"):
@@ -164,20 +155,19 @@ async def test_page_is_no_part_of_the_api(broker, keys):
 # ---- that they are complete, and ask nobody else -----------------------------------------------------------------
 
 
-def imports_of(name: str) -> set[str]:
-    """Files that a file asks for, by their names. Modules of others ask for none."""
-    text = text_of(name)
-    if name.endswith(".html"):
-        return {url.removeprefix("assets/") for url in re.findall(r'(?:src|href)="([^"#]+)"', text)}
-    if name.endswith(".css"):
-        return set(re.findall(r"url\(([^)]+)\)", text))
-    modules = re.findall(r'(?:^(?:import|export)\b[\w\s{},*]*\bfrom |\bimport\()"([^"]+)"', text, re.MULTILINE)
-    assert all(module.startswith("./") for module in modules), modules
-    assert not (modules and name.startswith("vendor/")), f"{name} asks for {modules}"
-    return {module.removeprefix("./") for module in modules} | set(re.findall(r'"assets/([^"]+)"', text))
-
-
 def test_files_of_the_dashboard_are_exactly_those_requested():
+    def imports_of(name: str) -> set[str]:
+        """Files that a file asks for, by their names. Modules of others ask for none."""
+        text = text_of(name)
+        if name.endswith(".html"):
+            return {url.removeprefix("assets/") for url in re.findall(r'(?:src|href)="([^"#]+)"', text)}
+        if name.endswith(".css"):
+            return set(re.findall(r"url\(([^)]+)\)", text))
+        modules = re.findall(r'(?:^(?:import|export)\b[\w\s{},*]*\bfrom |\bimport\()"([^"]+)"', text, re.MULTILINE)
+        assert all(module.startswith("./") for module in modules), modules
+        assert not (modules and name.startswith("vendor/")), f"{name} asks for {modules}"
+        return {module.removeprefix("./") for module in modules} | set(re.findall(r'"assets/([^"]+)"', text))
+
     reached, todo = {"index.html"}, ["index.html"]
     while todo:
         name = todo.pop()
@@ -191,11 +181,12 @@ def test_files_of_the_dashboard_are_exactly_those_requested():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_file_names_no_other_host(name):
-    text = W3.sub("", COMMENT.sub("", text_of(name)))
+    w3 = re.compile(r"http://www\.w3\.org/[\w/]+")  # names of vocabularies; nothing is asked there
+    text = w3.sub("", COMMENT.sub("", text_of(name)))
     assert not re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.\w+", text)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("vendor/")])
 def test_file_has_nothing_that_the_policy_refuses(name):
     text = COMMENT.sub("", text_of(name))
     if name.endswith((".html", ".svg")):
@@ -206,6 +197,16 @@ def test_file_has_nothing_that_the_policy_refuses(name):
 
 
 def test_files_are_in_the_wheel(tmp_path):
+    def copy_of_package(folder: Path) -> Path:
+        """Copy the package without the rest of the repository: a build leaves folders behind."""
+        for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+        (folder / "services/broker/dashboard/vendor").mkdir(parents=True)
+        for name in FILES:
+            (folder / "services/broker/dashboard" / name).write_bytes((FOLDER / name).read_bytes())
+        return folder
+
     # in a process of its own: setuptools replaces a standard module, which fails where another package loaded it first
     build = [sys.executable, "-c", "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"]
     subprocess.run([*build, str(tmp_path)], cwd=copy_of_package(tmp_path / "source"), check=True, timeout=120)
@@ -214,24 +215,20 @@ def test_files_are_in_the_wheel(tmp_path):
     assert shipped == {f"services/broker/dashboard/{name}" for name in FILES}
 
 
-def copy_of_package(folder: Path) -> Path:
-    """Copy the package without the rest of the repository: a build leaves folders behind."""
-    for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((ROOT / name).read_bytes())
-    (folder / "services/broker/dashboard/vendor").mkdir(parents=True)
-    for name in FILES:
-        (folder / "services/broker/dashboard" / name).write_bytes((FOLDER / name).read_bytes())
-    return folder
-
-
 def test_quick_start_of_the_editor_is_the_example():
     assert text_of("quickstart.toml") == (ROOT / "examples" / "quickstart.toml").read_text(encoding="utf-8")
 
 
 def test_vendored_modules_are_as_their_packages_ship_them():
+    # sha256 of what others wrote, as their packages on npm ship it: vendor/README.md
+    vendored = {
+        "htm.module.js": "ab33dd3f38059b9be4d5f5350128eefb2356639c4e0bbe9d9e8b3ba75847e9e4",
+        "preact.module.js": "c30e721ebfdc6e2ad4c18c14d2dfb82667829c8aec27de1207774e3fc16858a8",
+        "uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
     contents = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
     readme = contents.pop("README.md").decode()
     licences = {name: contents.pop(name) for name in sorted(contents) if name.startswith("LICENSE.")}
-    assert {name: hashlib.sha256(body).hexdigest() for name, body in contents.items()} == VENDORED
-    assert all(f"`{name}`" in readme for name in [*VENDORED, *licences])
+    assert {name: hashlib.sha256(body).hexdigest() for name, body in contents.items()} == vendored
+    assert all(f"`{name}`" in readme for name in [*vendored, *licences])

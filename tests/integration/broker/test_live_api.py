@@ -520,6 +520,10 @@ async def get_timeline(broker: Broker, job_id: str, iterations: int = 5) -> Any:
 
 
 async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, ledger, world):
+    async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+            return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
+
     job_id = await world.create_job()
     nothing = await get_timeline(broker, job_id)
     assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
@@ -585,11 +589,6 @@ async def test_timeline_shows_the_pull_of_the_next_weights(broker, ledger, world
     await ledger.versions.engine_ready(job_id, 1, "w1", update)
     timeline = await get_timeline(broker, job_id)
     assert sorted((s.lane, s.kind, s.iteration) for s in timeline.spans) == [("w1", "load", 1), ("w1", "pull", 1)]
-
-
-async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
-    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
-        return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
 
 
 async def test_timeline_of_a_job_that_reports_less(broker, ledger, world):

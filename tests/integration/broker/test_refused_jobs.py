@@ -40,59 +40,65 @@ async def beat_trainer(ledger: Ledger, pool: str, trainer: str, trackers: list[s
 # ---- one thing each ---------------------------------------------------------------------------------------------
 
 DATA = {"type": "jsonl", "path": "prompts.jsonl"}
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"rolout": {}}, "rolout", "did you mean rollout?"),
-    (
-        {"rollout": {"num_prompts_per_iteration": 10000, "num_samples_per_prompt": 1024}},
-        "rollout.num_prompts_per_iteration",
-        "10240000 responses in one iteration",
-    ),
-    ({"rollout": {"max_response_tokens": 8192}}, "rollout.max_response_tokens", "context of 8192 tokens; lower it"),
-    ({"model": {"max_context_tokens": 9000}}, "model.max_context_tokens", "the model supports 8192"),
-    ({"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
-    ({"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
-    ({"model": {"path": "org/na me"}}, "model.path", "no hub id"),
-    ({"model": {"path": "/a\x00b"}}, "model.path", "is no folder"),
-    ({"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
-    ({"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
-    ({"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
-    ({"reward": {"name": "regex", "options": {"pattern": "("}}}, "reward.options.pattern", "is no regular expression"),
-    ({"tracking": [{"type": "wand"}]}, "tracking.0", "set tracking.0.type to one of: mlflow, trackio"),
-    ({"reward": {"name": "exact", "options": {"flags": "i"}}}, "reward.options", "it has: ignore_case"),
-    ({"reward": [{"name": "exact"}, {"name": "regex"}]}, "reward.1.options.pattern", "needs a regular expression"),
-    ({"data": {"path": "gone.jsonl"}}, "data.path", "upload it with `onbeat data push`"),
-    ({"evaluation": {"data": DATA | {"answer_field": None}}}, "evaluation.data.answer_field", "name the field"),
-    (
-        {"evaluation": {"sets": [{"name": "a", "data": DATA}, {"name": "b", "data": DATA | {"path": "b.jsonl"}}]}},
-        "evaluation.sets.1.data.path",
-        "upload it with `onbeat data push`",
-    ),
-    (
-        {"evaluation": {"sets": [{"name": "a", "data": DATA, "reward": {"name": "regx"}}]}},
-        "evaluation.sets.0.reward.name",
-        "regex",
-    ),
-    ({"rollout": {MOST: 2}}, f"rollout.{MOST}", "use more, 6 say"),
-    ({"rollout": {"num_prompts_per_iteration": 5_000, MOST: 5_000}}, f"rollout.{MOST}", "use more, 10000 say"),
-    ({"rollout": {"num_prompts_per_iteration": 10_000, MOST: 10_000}}, f"rollout.{MOST}", "lower rollout.num_"),
-    ({"rollout": {MOST: 10_000, "num_samples_per_prompt": 1024}}, f"rollout.{MOST}", "10240000 responses in one"),
-    ({"rollout": {MOST: 4}, "schedule": {"mode": "bounded"}}, f"rollout.{MOST}", "use schedule.mode = 'periodic'"),
-    ({"rollout": {MOST: 4}, "training": {UPDATES: 2}}, f"training.{UPDATES}", "use 1, or leave out rollout.max"),
-    ({"tracking": [{"type": "?"}] * 60_000}, "tracking", "should have at most 3 items"),
-    ({"reward": [{"name": 0}] * 60_000}, "reward", "should have at most 8 items"),
-    ({"schedule": {"earlier_ends": [0] * 300_000}}, "schedule.earlier_ends", "should have at most 10000 items"),
-    (
-        {"evaluation": {"data": DATA, "num_prompts": 10_000, "num_samples_per_prompt": 1024}},
-        "evaluation.num_samples_per_prompt",
-        "10240000 responses in one evaluation",
-    ),
-    ({"lora": {"target_modules": []}}, "lora.target_modules", "names no layer"),
-    ({"lora": {"rank": 2**31}}, "lora.rank", "less than or equal to 65536"),
-    ({"data": {"on_too_long": "refuse"}}, "data.on_too_long", "refuse needs max_prompt_tokens"),
-]
 
 
-@pytest.mark.parametrize(("sections", "field", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("sections", "field", "message"),
+    [
+        ({"rolout": {}}, "rolout", "did you mean rollout?"),
+        (
+            {"rollout": {"num_prompts_per_iteration": 10000, "num_samples_per_prompt": 1024}},
+            "rollout.num_prompts_per_iteration",
+            "10240000 responses in one iteration",
+        ),
+        ({"rollout": {"max_response_tokens": 8192}}, "rollout.max_response_tokens", "context of 8192 tokens; lower it"),
+        ({"model": {"max_context_tokens": 9000}}, "model.max_context_tokens", "the model supports 8192"),
+        ({"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
+        ({"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
+        ({"model": {"path": "org/na me"}}, "model.path", "no hub id"),
+        ({"model": {"path": "/a\x00b"}}, "model.path", "is no folder"),
+        ({"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
+        ({"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
+        ({"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
+        (
+            {"reward": {"name": "regex", "options": {"pattern": "("}}},
+            "reward.options.pattern",
+            "is no regular expression",
+        ),
+        ({"tracking": [{"type": "wand"}]}, "tracking.0", "set tracking.0.type to one of: mlflow, trackio"),
+        ({"reward": {"name": "exact", "options": {"flags": "i"}}}, "reward.options", "it has: ignore_case"),
+        ({"reward": [{"name": "exact"}, {"name": "regex"}]}, "reward.1.options.pattern", "needs a regular expression"),
+        ({"data": {"path": "gone.jsonl"}}, "data.path", "upload it with `onbeat data push`"),
+        ({"evaluation": {"data": DATA | {"answer_field": None}}}, "evaluation.data.answer_field", "name the field"),
+        (
+            {"evaluation": {"sets": [{"name": "a", "data": DATA}, {"name": "b", "data": DATA | {"path": "b.jsonl"}}]}},
+            "evaluation.sets.1.data.path",
+            "upload it with `onbeat data push`",
+        ),
+        (
+            {"evaluation": {"sets": [{"name": "a", "data": DATA, "reward": {"name": "regx"}}]}},
+            "evaluation.sets.0.reward.name",
+            "regex",
+        ),
+        ({"rollout": {MOST: 2}}, f"rollout.{MOST}", "use more, 6 say"),
+        ({"rollout": {"num_prompts_per_iteration": 5_000, MOST: 5_000}}, f"rollout.{MOST}", "use more, 10000 say"),
+        ({"rollout": {"num_prompts_per_iteration": 10_000, MOST: 10_000}}, f"rollout.{MOST}", "lower rollout.num_"),
+        ({"rollout": {MOST: 10_000, "num_samples_per_prompt": 1024}}, f"rollout.{MOST}", "10240000 responses in one"),
+        ({"rollout": {MOST: 4}, "schedule": {"mode": "bounded"}}, f"rollout.{MOST}", "use schedule.mode = 'periodic'"),
+        ({"rollout": {MOST: 4}, "training": {UPDATES: 2}}, f"training.{UPDATES}", "use 1, or leave out rollout.max"),
+        ({"tracking": [{"type": "?"}] * 60_000}, "tracking", "should have at most 3 items"),
+        ({"reward": [{"name": 0}] * 60_000}, "reward", "should have at most 8 items"),
+        ({"schedule": {"earlier_ends": [0] * 300_000}}, "schedule.earlier_ends", "should have at most 10000 items"),
+        (
+            {"evaluation": {"data": DATA, "num_prompts": 10_000, "num_samples_per_prompt": 1024}},
+            "evaluation.num_samples_per_prompt",
+            "10240000 responses in one evaluation",
+        ),
+        ({"lora": {"target_modules": []}}, "lora.target_modules", "names no layer"),
+        ({"lora": {"rank": 2**31}}, "lora.rank", "less than or equal to 65536"),
+        ({"data": {"on_too_long": "refuse"}}, "data.on_too_long", "refuse needs max_prompt_tokens"),
+    ],
+)
 async def test_impossible_job_is_refused_with_field_and_remedy(broker, ledger, sections, field, message):
     before = await ledger.jobs.ids()
     refused = {error["field"]: error["message"] for error in await refusals(broker, **sections)}
@@ -200,10 +206,10 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(broker, tmp_p
     assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
 
 
-KINDS = [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "neither text nor a number")]
-
-
-@pytest.mark.parametrize(("answer", "kind"), KINDS)
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [(["Paris", "paris"], "a list"), ({"text": ["Paris"]}, "a mapping"), (True, "neither text nor a number")],
+)
 async def test_answer_that_is_no_text_is_refused(broker, tmp_path, answer, kind):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "The capital?", "answer": answer}) + "\n")
     for name in ("exact", "math"):
@@ -272,14 +278,11 @@ async def test_slow_data_of_one_job_holds_up_no_other_job(broker, tmp_path):
     slow.cancel()
 
 
-SLOW_PATTERN = {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010ffff]" * 2000}}
-
-
 @pytest.mark.parametrize(
     "slow",
     [
         {"data": {"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"}},
-        {"reward": SLOW_PATTERN},
+        {"reward": {"name": "regex", "options": {"pattern": "(?i)" + "[\\x00-\\U0010ffff]" * 2000}}},
         {"reward": {"name": "math"}},
     ],
     ids=["data", "pattern", "trial"],

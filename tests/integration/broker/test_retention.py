@@ -65,17 +65,6 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
     return job_id, epoch
 
 
-async def evaluate(ledger: Ledger, job_id: str, evaluation: int) -> None:
-    """Leave an evaluation half done: so it has all of its keys."""
-    tasks = tasks_for(evaluation)
-    for index, task in enumerate(tasks):
-        task.group_id, task.is_evaluation = f"eval-{evaluation}-{index}", True
-    version = int((await ledger.jobs.fields(job_id))["policy_version"])
-    assert await ledger.evaluations.open(job_id, evaluation, version, evaluation + 1, tasks) == ""
-    claim = (await World(ledger).claim_all(job_id, count=1))[0]
-    await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
-
-
 async def over(ledger: Ledger, job_id: str) -> str:
     await ledger.jobs.move(job_id, JobState.FAILED, "over")
     return job_id
@@ -85,6 +74,16 @@ async def over(ledger: Ledger, job_id: str) -> str:
 
 
 async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
+    async def evaluate(ledger: Ledger, job_id: str, evaluation: int) -> None:
+        """Leave an evaluation half done: so it has all of its keys."""
+        tasks = tasks_for(evaluation)
+        for index, task in enumerate(tasks):
+            task.group_id, task.is_evaluation = f"eval-{evaluation}-{index}", True
+        version = int((await ledger.jobs.fields(job_id))["policy_version"])
+        assert await ledger.evaluations.open(job_id, evaluation, version, evaluation + 1, tasks) == ""
+        claim = (await World(ledger).claim_all(job_id, count=1))[0]
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
+
     job_id, _ = await run_job(ledger)
     await evaluate(ledger, job_id, 0)
     assert await ledger.iterations.open(job_id, 3, 3, tasks_for(3), [PromptTask(group_id="3-2", iteration=3)]) == ""

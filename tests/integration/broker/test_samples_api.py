@@ -104,18 +104,17 @@ async def test_range_of_rewards_that_is_none_is_refused(broker, world):
 # ---- one group ---------------------------------------------------------------------------------------------------
 
 
-def with_tokens(group: RolloutGroup) -> None:
-    """Give the first response the text of each token; the second one has no such texts."""
-    for response in group.responses:
-        response.text = TEXT
-        response.token_ids[:] = range(10, 16)
-        response.rollout_logprobs[:] = [-0.1, -0.25, -3.0, -0.5, 0.0, -1.5]
-        response.version_spans[0].end = 6
-    group.responses[0].token_lengths[:] = map(len, TOKEN_TEXTS)
-    group.responses[0].reward_parts["right"] = 0.75
-
-
 async def test_group_is_shown_token_by_token(broker, ledger, world):
+    def with_tokens(group: RolloutGroup) -> None:
+        """Give the first response the text of each token; the second one has no such texts."""
+        for response in group.responses:
+            response.text = TEXT
+            response.token_ids[:] = range(10, 16)
+            response.rollout_logprobs[:] = [-0.1, -0.25, -3.0, -0.5, 0.0, -1.5]
+            response.version_spans[0].end = 6
+        group.responses[0].token_lengths[:] = map(len, TOKEN_TEXTS)
+        group.responses[0].reward_parts["right"] = 0.75
+
     job_id, epoch = await world.started_job()
     await world.wait_open(job_id, 0)
     await submit_open(ledger, job_id, with_tokens)

@@ -68,23 +68,28 @@ def every_route() -> list[tuple[str, str]]:
 
 DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
-MOVES = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
-FOR_SUBMITTERS = {"/v1/jobs", "/v1/jobs:validate", "/v1/chat/completions", *MOVES}
-UNKNOWN = [("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v1/jobs"), ("OPTIONS", "/v1/jobs")]
 
 
-def role_for(method: str, path: str) -> Role | None:
-    """Return the role that the documentation promises."""
-    if (method, path) in OPEN:
-        return None
-    if method in ("GET", "HEAD"):
-        return Role.READ
-    is_upload = (method, path) == ("PUT", "/v1/datasets/{name}")
-    return Role.SUBMIT if is_upload or (method == "POST" and path in FOR_SUBMITTERS) else Role.ADMIN
-
-
-@pytest.mark.parametrize(("method", "path"), [*every_route(), *UNKNOWN])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *every_route(),
+        *[("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v1/jobs"), ("OPTIONS", "/v1/jobs")],
+    ],
+)
 async def test_each_role_may_do_what_it_may_and_no_more(keys, ledger, method, path):
+    moves = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
+    for_submitters = {"/v1/jobs", "/v1/jobs:validate", "/v1/chat/completions", *moves}
+
+    def role_for(method: str, path: str) -> Role | None:
+        """Return the role that the documentation promises."""
+        if (method, path) in OPEN:
+            return None
+        if method in ("GET", "HEAD"):
+            return Role.READ
+        is_upload = (method, path) == ("PUT", "/v1/datasets/{name}")
+        return Role.SUBMIT if is_upload or (method == "POST" and path in for_submitters) else Role.ADMIN
+
     url = re.sub(r"{evaluation[^}]*}", "0", path.replace("{job_id}", "job-none"))
     url = url.replace("{name:path}", "vendor/htm.module.js").replace("{name}", "app.js")
     needed = role_for(method, path)
@@ -333,14 +338,13 @@ async def test_wrong_keys_are_limited_and_lock_nobody_out(keys, ledger):
 # ---- what is noted -----------------------------------------------------------------------------------------------
 
 
-def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    names = ("method", "route", "status", "job_id", "key_id", "role", "address")
-    records = [vars(record) for record in caplog.records if record.name == "onbeat.access"]
-    assert all(record["levelno"] == logging.INFO for record in records)
-    return [{name: record[name] for name in names} for record in records]
-
-
 async def test_each_change_and_each_refusal_is_one_line(keys, ledger, caplog):
+    def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+        names = ("method", "route", "status", "job_id", "key_id", "role", "address")
+        records = [vars(record) for record in caplog.records if record.name == "onbeat.access"]
+        assert all(record["levelno"] == logging.INFO for record in records)
+        return [{name: record[name] for name in names} for record in records]
+
     caplog.set_level(logging.INFO)
     key = keys.by_role[Role.SUBMIT]
     who = {"key_id": key.split("_")[1], "role": "submit", "address": "127.0.0.1"}
@@ -403,21 +407,21 @@ async def test_no_secret_is_logged(keys, ledger, caplog):
 # ---- without keys ------------------------------------------------------------------------------------------------
 
 
-PAGES = [
-    ({"Host": "evil.example"}, 403),
-    ({"Host": "evil.example:8800", "Origin": "http://evil.example:8800"}, 403),  # a name made to point here
-    ({"Host": "127.0.0.1.evil.example"}, 403),
-    ({"Host": "localhost:8800", "Origin": "https://evil.example"}, 403),
-    ({"Host": "localhost:8800", "Origin": "null"}, 403),
-    ({"Host": "localhost:8800", "Origin": "http://localhost:3000"}, 403),
-    ({"Host": "localhost:8800", "Origin": "http://localhost:8800"}, 404),
-    ({"Host": "localhost:8800"}, 404),
-    ({"Host": "[::1]:8800"}, 404),
-    ({"Host": "127.0.0.1"}, 404),
-]
-
-
-@pytest.mark.parametrize(("headers", "status"), PAGES)
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8800", "Origin": "http://evil.example:8800"}, 403),  # a name made to point here
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "localhost:8800", "Origin": "https://evil.example"}, 403),
+        ({"Host": "localhost:8800", "Origin": "null"}, 403),
+        ({"Host": "localhost:8800", "Origin": "http://localhost:3000"}, 403),
+        ({"Host": "localhost:8800", "Origin": "http://localhost:8800"}, 404),
+        ({"Host": "localhost:8800"}, 404),
+        ({"Host": "[::1]:8800"}, 404),
+        ({"Host": "127.0.0.1"}, 404),
+    ],
+)
 async def test_web_page_cannot_use_a_broker_without_keys(broker, headers, status):
     assert (await broker.post("/v1/jobs/job-none:cancel", headers=headers)).status_code == status
     for path in ("/", "/assets/app.js"):
@@ -433,17 +437,17 @@ async def test_broker_opened_to_everybody_takes_any_name(ledger, tmp_path):
 # ---- the process -------------------------------------------------------------------------------------------------
 
 
-WRONG_SETTINGS = [
-    ({"HOST": "0.0.0.0"}, "onbeat keys new"),
-    ({"HOST": "broker.example"}, "ONBEAT_ALLOW_ANONYMOUS"),
-    ({"API_KEYS_FILE": "missing.json"}, "missing.json cannot be read"),
-    ({"API_KEYS_FILE": "broken.json"}, "broken.json is broken at keys"),
-    ({"TLS_CERT": "cert.pem"}, "ONBEAT_TLS_KEY is not; set both"),
-    ({"TLS_CERT": "broken.json", "TLS_KEY": "broken.json"}, "not a PEM certificate"),
-]
-
-
-@pytest.mark.parametrize(("env", "message"), WRONG_SETTINGS)
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"HOST": "0.0.0.0"}, "onbeat keys new"),
+        ({"HOST": "broker.example"}, "ONBEAT_ALLOW_ANONYMOUS"),
+        ({"API_KEYS_FILE": "missing.json"}, "missing.json cannot be read"),
+        ({"API_KEYS_FILE": "broken.json"}, "broken.json is broken at keys"),
+        ({"TLS_CERT": "cert.pem"}, "ONBEAT_TLS_KEY is not; set both"),
+        ({"TLS_CERT": "broken.json", "TLS_KEY": "broken.json"}, "not a PEM certificate"),
+    ],
+)
 def test_broker_without_protection_or_secrets_does_not_start(tmp_path, monkeypatch, env, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{}")

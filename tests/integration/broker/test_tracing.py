@@ -34,7 +34,6 @@ from tests.world import World, failed_group, make_group, tasks_for
 
 LIMIT_S = 30.0
 QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
-ODD_SPANS = (["micro_batch", "yesterday", 1], ["publish", 1e300, 1])  # spans of a trainer that is not ours
 
 
 @pytest.fixture
@@ -319,7 +318,8 @@ async def test_job_that_cannot_be_read_keeps_no_other_one(ledger, receiver):
     assert exported(receiver, odd_job) == []
 
 
-@pytest.mark.parametrize("odd", ODD_SPANS)
+# Spans of a trainer that is not ours
+@pytest.mark.parametrize("odd", [["micro_batch", "yesterday", 1], ["publish", 1e300, 1]])
 async def test_only_the_unreadable_iteration_of_a_job_has_no_trace(ledger, world, receiver, caplog, odd):
     job_id, epoch = await world.started_job()
     for iteration in range(3):

@@ -28,8 +28,6 @@ from tests.conftest import own_redis
 from tests.waiting import eventually
 from tests.world import World, job_body
 
-HARDWARE = Hardware("a test's processor", "", "native")
-
 
 @pytest_asyncio.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[Ledger]:
@@ -131,6 +129,7 @@ async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(ledger, wor
 
 
 async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, world, pool):
+    hardware = Hardware("a test's processor", "", "native")
     job_ids = [await world.create_job(pool=pool) for _ in range(4)]
     await world.create_job(pool=f"{pool}-other")
     deleted = f"{job_ids[0]}-deleted"
@@ -139,7 +138,7 @@ async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger, wor
         await ledger.redis.zadd(keys.waiting_in(pool), {job_id: 1.0})
     claimed = []
     for index in range(4):
-        claim = await claim_next(TrainerSettings(pool=pool, trainer_id=f"trainer-{index}"), ledger, HARDWARE)
+        claim = await claim_next(TrainerSettings(pool=pool, trainer_id=f"trainer-{index}"), ledger, hardware)
         claimed += [claim[0]] if claim else []
     assert claimed == [job_ids[0], job_ids[2], job_ids[3]]
     assert await ledger.lists.num_waiting(pool) == 0

@@ -9,7 +9,6 @@ from tests import episode_rig
 from tests.installed import install
 
 ROOT = Path(__file__).parents[3]
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 SUM = '''
 class Sum:
     def add(self, a: int, b: int) -> int:
@@ -22,10 +21,11 @@ class Sum:
 
 
 async def test_tool_calls_of_a_class_become_turns(tmp_path, monkeypatch):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
     install(tmp_path, "onbeat_sum", "[onbeat.environments]\nsum = onbeat_sum:Sum\n", onbeat_sum=SUM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     environment = Environment(name="sum", options_json="{}", max_turns=4, timeout_s=60.0, memory_limit_mb=1024)
-    async with episode_rig.playing(None, CALL, "4") as rig:
+    async with episode_rig.playing(None, call, "4") as rig:
         processes = rig.runner._environments = EnvironmentProcesses(8, 1024)
         try:
             group = await rig.group(environment=environment)
@@ -37,4 +37,4 @@ async def test_tool_calls_of_a_class_become_turns(tmp_path, monkeypatch):
     first, second = (rig.text(prompt) for prompt, _, _ in rig.engine.seen)
     assert "Add two numbers." in first
     assert "<tool_response>\n4\n</tool_response>" in second
-    assert second.startswith(first + CALL)  # the sampled text is kept
+    assert second.startswith(first + call)  # the sampled text is kept

@@ -237,22 +237,21 @@ async def test_asyncio_and_processes_work_without_sockets():
 
 @may_unshare
 async def test_daemon_of_a_program_ends_with_it():
+    def own_sleepers() -> set[str]:
+        names = set()
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal():
+                try:
+                    command = (folder / "cmdline").read_text()
+                except OSError:
+                    continue
+                if "os.setsid()" in command and folder.name != str(os.getpid()):
+                    names.add(folder.name)
+        return names
+
     daemon = "import os, time\nos.setsid()\nopen('pid', 'w').write('x')\ntime.sleep(600)"
     code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\ntime.sleep(1)"
     before = own_sleepers()
     await run_python(code, timeout_s=20.0)
     for pid in own_sleepers() - before:
         await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid}/stat"))
-
-
-def own_sleepers() -> set[str]:
-    names = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                command = (folder / "cmdline").read_text()
-            except OSError:
-                continue
-            if "os.setsid()" in command and folder.name != str(os.getpid()):
-                names.add(folder.name)
-    return names

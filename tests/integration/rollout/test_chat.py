@@ -254,6 +254,14 @@ async def test_chats_never_exceed_the_engines_slots(rig: ChatRig) -> None:
 
 
 async def test_job_keeps_no_trace_of_a_chat(rig: ChatRig) -> None:
+    async def contents(rig: ChatRig) -> dict[bytes, bytes]:
+        """Return every key of the job, except the empty queue of chats, which goes by itself."""
+        job = JobKeys(rig.job_id)
+        redis = rig.ledger.redis
+        assert await redis.xlen(job.chats) == 0
+        all_keys = [key async for key in redis.scan_iter(f"onbeat:{{{rig.job_id}}}:*", count=10_000)]
+        return {key: await redis.dump(key) for key in all_keys if key != job.chats.encode()}
+
     await start(rig)
     before = await contents(rig)
     tokens_before = REGISTRY.get_sample_value("onbeat_rollout_response_tokens_total")
@@ -267,15 +275,6 @@ async def test_job_keeps_no_trace_of_a_chat(rig: ChatRig) -> None:
     record = await rig.record()
     assert record is not None
     assert record.tokens_per_s == 0.0
-
-
-async def contents(rig: ChatRig) -> dict[bytes, bytes]:
-    """Return every key of the job, except the empty queue of chats, which goes by itself."""
-    job = JobKeys(rig.job_id)
-    redis = rig.ledger.redis
-    assert await redis.xlen(job.chats) == 0
-    all_keys = [key async for key in redis.scan_iter(f"onbeat:{{{rig.job_id}}}:*", count=10_000)]
-    return {key: await redis.dump(key) for key in all_keys if key != job.chats.encode()}
 
 
 # ---- ends ----------------------------------------------------------------------------------------------------------
@@ -443,24 +442,22 @@ async def test_each_request_is_taken_by_one_rollout(rig: ChatRig) -> None:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-UNSUPPORTED: list[tuple[dict[str, Any], str, str]] = [
-    ({"extra_body": {"tools": []}}, "tools", "tools is not supported here, leave it out"),
-    ({"logprobs": True}, "logprobs", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-]
-INVALID: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"n": 9}, "n", "less than or equal to 8"),
-    ({"temperature": 3}, "temperature", "less than or equal to 2"),
-    ({"stop": ""}, None, "at least 1 character"),
-    ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.role", "'system', 'user'"),
-    ({"max_tokens": 5000}, "max_tokens", "at most 4096"),
-    ({"max_completion_tokens": 5000}, "max_tokens", "at most 4096"),
-]
-
-
 async def test_what_is_not_supported_is_refused_by_name(rig: ChatRig) -> None:
-    for code, refusals in (("unsupported_parameter", UNSUPPORTED), ("invalid_value", INVALID)):
+    invalid: list[tuple[dict[str, Any], str | None, str]] = [
+        ({"n": 9}, "n", "less than or equal to 8"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"stop": ""}, None, "at least 1 character"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.role", "'system', 'user'"),
+        ({"max_tokens": 5000}, "max_tokens", "at most 4096"),
+        ({"max_completion_tokens": 5000}, "max_tokens", "at most 4096"),
+    ]
+    unsupported: list[tuple[dict[str, Any], str, str]] = [
+        ({"extra_body": {"tools": []}}, "tools", "tools is not supported here, leave it out"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ]
+    for code, refusals in (("unsupported_parameter", unsupported), ("invalid_value", invalid)):
         for fields, param, message in refusals:
             with pytest.raises(openai.BadRequestError, match=message) as caught:
                 await rig.ask(**fields)

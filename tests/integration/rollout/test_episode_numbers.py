@@ -19,7 +19,6 @@ from tests.waiting import until
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TEMPERATURE = 0.8
-EPISODES = 3
 
 
 async def use_a_tool(task, policy):
@@ -37,13 +36,14 @@ def model_dir(tmp_path_factory):
 
 
 async def test_logprobs_of_all_turns_are_those_of_a_fresh_pass(model_dir):
+    episodes = 3
     engine = TransformersEngine(dtype="float32")
     await engine.start(model_dir, VERSION)
     encoder = await asyncio.to_thread(PromptEncoder.load, model_dir, None)
     rig = Rig(use_a_tool, engine=engine, encoder=encoder)
     await rig.server.start()
     try:
-        flight = flight_of(num_samples=EPISODES, max_response_tokens=16, temperature=TEMPERATURE)
+        flight = flight_of(num_samples=episodes, max_response_tokens=16, temperature=TEMPERATURE)
         group = await rig.producer.produce(flight)
     finally:
         await rig.server.stop()
@@ -51,8 +51,8 @@ async def test_logprobs_of_all_turns_are_those_of_a_fresh_pass(model_dir):
     check_group(group)
     check_logprobs(group)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    assert len(group.responses) == EPISODES
-    assert len({tuple(response.token_ids) for response in group.responses}) == EPISODES
+    assert len(group.responses) == episodes
+    assert len({tuple(response.token_ids) for response in group.responses}) == episodes
     for response in group.responses:
         assert [turn.parent if turn.HasField("parent") else None for turn in response.turns] == [None, 0, None]
         paths = turn_paths(response, list(group.prompt_token_ids))

@@ -98,16 +98,6 @@ async def never_answer(call: Call, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(3600)
 
 
-async def send_without_end(call: Call, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-    while True:
-        writer.write(b" " * 65536)
-        await writer.drain()
-
-
-BROKEN = says({}, "500 Internal Server Error")
-
-
 @pytest.fixture
 async def service():
     service = Service()
@@ -127,10 +117,6 @@ async def scorer(service: Service, monkeypatch: pytest.MonkeyPatch):
 def request(*responses: str, max_attempts: int = 1, timeout_s: float = 30.0, **options: object) -> RewardRequest:
     options = {"service": "judge"} | options
     return RewardRequest("http", options, {"answer": "4"}, list(responses), timeout_s, 512, max_attempts)
-
-
-def num_unreachable() -> float:
-    return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": "unreachable"}) or 0.0
 
 
 # ---- one call ------------------------------------------------------------------------------------------------------
@@ -194,13 +180,16 @@ async def test_file_without_exactly_one_token_is_refused_not_quoted(service, tmp
     ("behaviour", "words"),
     [
         (hang_up, "cannot be reached: RemoteProtocolError"),
-        (BROKEN, "answers 500 Internal Server Error"),
+        (says({}, "500 Internal Server Error"), "answers 500 Internal Server Error"),
         (says({}, "503 Service Unavailable"), "answers 503"),
         (says({}, "429 Too Many Requests"), "answers 429"),
         (says({}, "408 Request Timeout"), "answers 408"),
     ],
 )
 async def test_service_that_cannot_answer_is_asked_until_the_deadline(scorer, service, behaviour, words):
+    def num_unreachable() -> float:
+        return REGISTRY.get_sample_value("onbeat_rollout_reward_tries_total", {"outcome": "unreachable"}) or 0.0
+
     service.will(behaviour)
     before = num_unreachable()
     with pytest.raises(RewardUnavailable, match=words):
@@ -305,6 +294,12 @@ async def test_compressed_bomb_is_not_unpacked(scorer, service):
 
 
 async def test_answer_without_end_is_cut(scorer, service):
+    async def send_without_end(call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        while True:
+            writer.write(b" " * 65536)
+            await writer.drain()
+
     service.will(send_without_end)
     with pytest.raises(RewardRefused, match=f"more than {MAX_ANSWER_BYTES} bytes"):
         await score(scorer, request("a"))
@@ -369,14 +364,13 @@ def test_service_that_cannot_be_meant_is_refused_at_the_start(monkeypatch, servi
 
 @pytest.mark.parametrize("options", [{}, {"service": "http://judge"}, {"service": ""}, {"service": ["judge"]}])
 def test_broker_refuses_a_job_that_names_no_service(options):
+    def use_of(options: dict) -> RewardUse:
+        return RewardUse("reward", RewardConfig(name="http", options=options), [])
+
     ((field, message),) = review_reward(use_of(options))
     assert field == "reward.options.service"
     assert "ONBEAT_REWARD_SERVICES of the rollouts" in message
     assert review_reward(use_of({"service": "judge-2.eu"})) == []
-
-
-def use_of(options: dict) -> RewardUse:
-    return RewardUse("reward", RewardConfig(name="http", options=options), [])
 
 
 # ---- what a rollout makes of it ------------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from services.rollout.rewards.scorer import Scorer
 from tests.installed import install
 from tests.waiting import is_running, wait_until, wait_until_gone
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals")
-
 REWARDS = '''
 import os, resource, signal, subprocess, sys, time
 from pathlib import Path
@@ -168,7 +166,12 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
         ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
-        pytest.param("real-time", RewardUnavailable, "crashed: .* killed by signal 35", marks=LINUX),
+        pytest.param(
+            "real-time",
+            RewardUnavailable,
+            "crashed: .* killed by signal 35",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="has real-time signals"),
+        ),
         ("eat", RewardUnavailable, "memory: the memory limit"),
         ("exit", RewardRefused, "raised: SystemExit: 3"),
         ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),

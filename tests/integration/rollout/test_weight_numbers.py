@@ -10,14 +10,6 @@ from onbeat.contracts.records import WeightUpdate
 from tests.integration.rollout.rollout_rig import Rig
 from tests.rollout_fakes import FakeEngine, manifest_of
 
-LOAD_S = 0.2
-
-
-class SlowLoader(FakeEngine):
-    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
-        await asyncio.sleep(LOAD_S)
-        await super().load(policy_version, weights_file, arrivals)
-
 
 def sample(name: str) -> float:
     return REGISTRY.get_sample_value(f"onbeat_rollout_weight_{name}") or 0.0
@@ -35,6 +27,13 @@ async def update_to(rig: Rig, version: int) -> WeightUpdate:
 
 
 async def test_first_version_is_loaded_to_join_and_next_opens_later(rig):
+    load_s = 0.2
+
+    class SlowLoader(FakeEngine):
+        async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
+            await asyncio.sleep(load_s)
+            await super().load(policy_version, weights_file, arrivals)
+
     size = manifest_of(0).size_bytes
     before = {name: sample(name) for name in ("received_bytes_total", "full_bytes_total", "open_seconds_count")}
     rig.start_worker(SlowLoader())
@@ -45,7 +44,7 @@ async def test_first_version_is_loaded_to_join_and_next_opens_later(rig):
     assert joined.open_s is None
     await rig.commit(0)
     update = await update_to(rig, 1)
-    assert update.load_s >= LOAD_S
+    assert update.load_s >= load_s
     assert update.open_s is not None
     assert update.open_s >= update.load_s
     assert update.received_bytes == manifest_of(1).size_bytes

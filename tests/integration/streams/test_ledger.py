@@ -131,12 +131,11 @@ async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledge
 # ---- numbers of weight updates -----------------------------------------------------------------------------------
 
 
-def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
-    numbers = {"pull_s": 0.25, "apply_s": 0.125, "load_s": 0.5, "open_s": open_s, "num_faults": 1}
-    return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
-
-
 async def test_version_keeps_first_numbers_and_each_time_is_an_event(ledger: Ledger, world: World) -> None:
+    def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
+        numbers = {"pull_s": 0.25, "apply_s": 0.125, "load_s": 0.5, "open_s": open_s, "num_faults": 1}
+        return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
+
     job_id, epoch = await world.started_job()
     assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
     await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
@@ -249,6 +248,9 @@ async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger, world: W
 
 
 async def test_groups_stay_pending_until_a_checkpoint_covers_them(ledger: Ledger, world: World) -> None:
+    async def num_pending(ledger: Ledger, job_id: str) -> int:
+        return int((await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP))["pending"])
+
     job_id, epoch = await world.open_job()
     await world.drain(job_id)
     taken = await ledger.trainer.take(job_id, "rank-0", 10, 0.1)
@@ -261,10 +263,6 @@ async def test_groups_stay_pending_until_a_checkpoint_covers_them(ledger: Ledger
         fields = await ledger.jobs.fields(job_id)
         assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("1", "/new")
         assert await num_pending(ledger, job_id) == 0
-
-
-async def num_pending(ledger: Ledger, job_id: str) -> int:
-    return int((await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP))["pending"])
 
 
 async def test_restored_checkpoint_touches_no_trimmed_iteration(ledger: Ledger, world: World) -> None:
@@ -384,6 +382,9 @@ async def test_silent_redis_is_given_up_in_time() -> None:
 
 
 async def test_simultaneous_submissions_share_round_trips_not_answers(ledger: Ledger, world: World) -> None:
+    async def num_reads(ledger: Ledger) -> int:
+        return int((await ledger.redis.info("stats"))["total_reads_processed"])
+
     job_id, _ = await world.open_job(num_groups=100)
     claims = await world.claim_all(job_id)
     groups = [
@@ -444,10 +445,6 @@ async def test_prompt_deleted_during_its_claim_stops_no_other(ledger: Ledger, wo
 async def num_commands(ledger: Ledger, name: str) -> int:
     stats = await ledger.redis.info("commandstats")
     return int(stats.get(f"cmdstat_{name}", {}).get("calls", 0))
-
-
-async def num_reads(ledger: Ledger) -> int:
-    return int((await ledger.redis.info("stats"))["total_reads_processed"])
 
 
 # ---- a trainer that makes a version again ----------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def compare_gradients(model, reference, rtol):
 
 def sharded_copies(world, folder):
     """Check that a frozen copy takes on weights that only rank 0 holds; publish those that a sharded model uses."""
-    model = tiny_model(tiny_config(), torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     old = copy.deepcopy(model).requires_grad_(False)
     expected = copy.deepcopy(old)
     with torch.no_grad():

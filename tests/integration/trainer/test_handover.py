@@ -44,7 +44,6 @@ from services.trainer.__main__ import main
 sys.exit(main())
 """
 START_S = 60.0
-CA = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.crt"
 
 
 @asynccontextmanager
@@ -132,7 +131,10 @@ async def test_trainer_that_cannot_serve_weights_leaves_its_job(ledger: Ledger, 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"ONBEAT_WEIGHTS_TLS_CA": CA}, "ONBEAT_WEIGHTS_TLS_CA is set but ONBEAT_WEIGHTS_TLS_CERT is not"),
+        (
+            {"ONBEAT_WEIGHTS_TLS_CA": ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.crt"},
+            "ONBEAT_WEIGHTS_TLS_CA is set but ONBEAT_WEIGHTS_TLS_CERT is not",
+        ),
         ({"ONBEAT_CPU_CORES": "4000"}, "none of the cores 4000 may be used by this process; it runs on "),
     ],
 )

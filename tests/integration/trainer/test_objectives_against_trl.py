@@ -11,24 +11,6 @@ from tests.tiny_models import write_tied_model
 from tests.trainer_fixtures import job_config
 from tests.unit.objectives.test_every_objective import example, flat
 
-# ours -> theirs. TRL's cispo bound is absolute and one-sided, its gspo is a level of importance sampling, and its KL
-# term is weighed by the ratio unless told otherwise.
-SAME = {
-    "grpo, token mean": ({"type": "grpo"}, {"loss_type": "bnpo"}),
-    "grpo, sequence mean": ({"type": "grpo", "normalization": "sequence_mean"}, {"loss_type": "grpo"}),
-    "grpo with kl": (
-        {"type": "grpo", "kl": {"coef": 0.3}},
-        {"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": False},
-    ),
-    "dr_grpo": ({"type": "dr_grpo"}, {"loss_type": "dr_grpo"}),
-    "dapo": ({"type": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "cispo": ({"type": "cispo", "clip_high": 0.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
-    "gspo": (
-        {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1},
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
@@ -65,13 +47,34 @@ def their_loss(model_dir, options, tmp_path, padded, mask):
     return trainer._compute_loss(trainer.model, inputs)
 
 
-def pad(values, lengths):
-    return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
+# ours -> theirs. TRL's cispo bound is absolute and one-sided, its gspo is a level of importance sampling, and its KL
+# term is weighed by the ratio unless told otherwise.
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param({"type": "grpo"}, {"loss_type": "bnpo"}, id="grpo, token mean"),
+        pytest.param(
+            {"type": "grpo", "normalization": "sequence_mean"}, {"loss_type": "grpo"}, id="grpo, sequence mean"
+        ),
+        pytest.param(
+            {"type": "grpo", "kl": {"coef": 0.3}},
+            {"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": False},
+            id="grpo with kl",
+        ),
+        pytest.param({"type": "dr_grpo"}, {"loss_type": "dr_grpo"}, id="dr_grpo"),
+        pytest.param({"type": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}, id="dapo"),
+        pytest.param({"type": "cispo", "clip_high": 0.2}, {"loss_type": "cispo", "epsilon_high": 1.2}, id="cispo"),
+        pytest.param(
+            {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1},
+            id="gspo",
+        ),
+    ],
+)
+def test_loss_and_gradient_equal_trl(ours, theirs, model_dir, tmp_path):
+    def pad(values, lengths):
+        return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
 
-
-@pytest.mark.parametrize("name", SAME)
-def test_loss_and_gradient_equal_trl(name, model_dir, tmp_path):
-    ours, theirs = SAME[name]
     config = job_config(objective=ours)
     groups, nested, old, ref, _ = example()
     batch = pack(groups, torch.device("cpu"))

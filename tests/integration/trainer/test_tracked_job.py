@@ -15,20 +15,18 @@ from services.trainer.trackers.follow import LeasedJob, tracking
 from tests.world import World
 
 
-async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int) -> None:
-    values = {"reward_mean": iteration / 4, "prompt_tokens": 30.0, "response_tokens": 70.0, "train/grad_norm": 1.5}
-    await World(ledger).run_iteration(job_id, epoch, iteration, **values)
-
-
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 async def test_two_trainers_in_turn_leave_the_curves_of_rest(
     ledger: Ledger, world: World, lease_of, tmp_path: Path, monkeypatch
 ) -> None:
+    def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int) -> None:
+        values = {"reward_mean": iteration / 4, "prompt_tokens": 30.0, "response_tokens": 70.0, "train/grad_norm": 1.5}
+        await World(ledger).run_iteration(job_id, epoch, iteration, **values)
+
     monkeypatch.setattr("services.trainer.trackers.follow.LOOK_S", 0.05)
     job_id, epoch = await world.started_job(schedule={"num_iterations": 9})
     config = JobConfig.of_job(await ledger.jobs.fields(job_id))

@@ -423,21 +423,21 @@ async def test_source_with_another_plan_is_not_mixed_with_the_last(plane, small_
     assert [("another payload here" in fault) for fault in pull.stats.faults] == [False, True]
 
 
-async def wrong_then_silent(messages, key):
-    """Send the plan, two messages of flipped bytes, and after a while the rest."""
-    yield await anext(messages)
-    for _ in range(2):
-        async for message in messages:
-            piece = bytes(255 ^ byte for byte in read_message(key, message))
-            yield data_message([memoryview(piece)])
-            break
-    await asyncio.sleep(0.5)
-    async for message in messages:
-        yield message
-
-
 async def test_tensor_spoiled_later_is_never_final_during_the_check(plane, small_messages, monkeypatch):
     """Three peers: right bytes of which some tensors are whole, then another plan, then wrong bytes."""
+
+    async def wrong_then_silent(messages, key):
+        """Send the plan, two messages of flipped bytes, and after a while the rest."""
+        yield await anext(messages)
+        for _ in range(2):
+            async for message in messages:
+                piece = bytes(255 ^ byte for byte in read_message(key, message))
+                yield data_message([memoryview(piece)])
+                break
+        await asyncio.sleep(0.5)
+        async for message in messages:
+            yield message
+
     await plane.trainer.publish(0, weights(0))
     peers = [await plane.join(f"peer-{number}", zone="near") for number in range(3)]
     for peer in peers:

@@ -396,11 +396,10 @@ async def test_a_port_that_is_taken_is_an_error_not_a_shared_port(wire, tls_serv
 # Settings
 
 
-class Settings(WireSettings, BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="ONBEAT_")
-
-
 def test_settings_make_the_security_from_the_environment(monkeypatch, authority):
+    class Settings(WireSettings, BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="ONBEAT_")
+
     class Strict(Settings):
         needed: int
 

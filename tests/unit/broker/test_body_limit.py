@@ -9,17 +9,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.broker.middleware import BodyLimit, BodyRule
 
-TIMEOUT_S = 2.0
-RULE = BodyRule(1000, TIMEOUT_S)
-UPLOAD = BodyRule(1000, 10 * TIMEOUT_S, silence_s=TIMEOUT_S)
-UPLOADING: Scope = {"type": "http", "method": "PUT", "path": "/v1/datasets/rows.jsonl", "headers": []}
-
-
-async def read_all(_: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body and waits for the client to go, as an event stream does."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
 
 async def not_sent(_: Message) -> None:
     raise AssertionError("nothing is to be sent")
@@ -57,11 +46,20 @@ def part(more_body: bool) -> Message:
 
 
 async def test_upload_may_take_long_but_not_fall_silent(advance):
-    steady = [(0.9 * TIMEOUT_S, part(True))] * 5
+    async def read_all(_: Scope, receive: Receive, send: Send) -> None:
+        """Reads the body and waits for the client to go, as an event stream does."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    uploading: Scope = {"type": "http", "method": "PUT", "path": "/v1/datasets/rows.jsonl", "headers": []}
+    timeout_s = 2.0
+    upload = BodyRule(1000, 10 * timeout_s, silence_s=timeout_s)
+    rule = BodyRule(1000, timeout_s)
+    steady = [(0.9 * timeout_s, part(True))] * 5
     end = [(0.0, part(False)), (0.0, {"type": "http.disconnect"})]
-    await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady, *end), not_sent)
+    await BodyLimit(read_all, rule, upload)(uploading, client(advance, *steady, *end), not_sent)
     with pytest.raises(HTTPException, match="within 20 s"):  # longer than the whole may take
-        await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady * 3, *end), not_sent)
-    silent = [(0.0, part(True)), (1.1 * TIMEOUT_S, part(True))]
+        await BodyLimit(read_all, rule, upload)(uploading, client(advance, *steady * 3, *end), not_sent)
+    silent = [(0.0, part(True)), (1.1 * timeout_s, part(True))]
     with pytest.raises(HTTPException, match="nothing more of the body came for 2 s"):
-        await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *silent), not_sent)
+        await BodyLimit(read_all, rule, upload)(uploading, client(advance, *silent), not_sent)

@@ -28,11 +28,6 @@ def iteration(number: int, reward: float, **metrics: float) -> IterationRecord:
     )
 
 
-def evaluation(number: int, reward: float) -> EvaluationRecord:
-    scores = {"reward_mean": reward, "reward_std": 0.3, "num_groups": 64, "policy_version": number}
-    return EvaluationRecord(evaluation=number, state=EvaluationState.DONE, **scores)
-
-
 def find(
     records: Sequence[IterationRecord], held_out: Sequence[EvaluationRecord] = (), **sections: Any
 ) -> list[Finding]:
@@ -181,6 +176,10 @@ def test_parts_that_never_vary_are_named():
 
 
 def test_held_out_that_falls_while_training_rises_is_a_problem():
+    def evaluation(number: int, reward: float) -> EvaluationRecord:
+        scores = {"reward_mean": reward, "reward_std": 0.3, "num_groups": 64, "policy_version": number}
+        return EvaluationRecord(evaluation=number, state=EvaluationState.DONE, **scores)
+
     data = {"type": "jsonl", "path": "prompts.jsonl"}
     falls = [evaluation(number, reward) for number, reward in ((0, 0.3), (10, 0.6), (20, 0.4), (30, 0.38), (40, 0.35))]
     many = {"data": data, "num_prompts": 64}

@@ -182,8 +182,6 @@ def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iter
 
 # ---- validation errors -------------------------------------------------------------------------------------------
 
-GOOD = job_body(data={"type": "reasoning_gym", "task": "chain_sum"})
-
 
 @pytest.mark.parametrize(
     ("section", "change", "field", "message"),
@@ -227,7 +225,8 @@ GOOD = job_body(data={"type": "reasoning_gym", "task": "chain_sum"})
     ],
 )
 def test_validation_error_names_field_value_and_remedy(section, change, field, message):
-    body = GOOD | {section: GOOD.get(section, {}) | change}
+    good = job_body(data={"type": "reasoning_gym", "task": "chain_sum"})
+    body = good | {section: good.get(section, {}) | change}
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(body)
     errors = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]

@@ -77,11 +77,10 @@ async def test_wait_gives_up_at_its_deadline(broker: BrokerThread) -> None:
             await client.jobs.wait(broker.create_job(), timeout_s=0.1)
 
 
-def public(face: type) -> set[str]:
-    return {name for name, _ in inspect.getmembers(face) if not name.startswith("_")}
-
-
 def test_both_faces_have_the_same_methods() -> None:
+    def public(face: type) -> set[str]:
+        return {name for name, _ in inspect.getmembers(face) if not name.startswith("_")}
+
     assert (public(AsyncJobs), public(AsyncDatasets)) == (public(Jobs), public(Datasets))
     methods = public(Client) - {"base_url", "close"}
     assert public(AsyncClient) - public(Transport) - {"jobs", "datasets"} == methods
@@ -199,25 +198,23 @@ def test_environment_names_the_broker_and_its_key_stays_there(
     assert AsyncClient().base_url == "http://127.0.0.1:8800"
 
 
-class Script(Transport):
-    """A broker whose streams tell what is written here, one list a connection."""
-
-    def __init__(self, *connections: list[StreamMessage]) -> None:
-        super().__init__("http://127.0.0.1:9")
-        self.connections = list(connections)
-        self.cursors: list[str] = []
-
-    async def messages(self, path: str, after: str) -> AsyncGenerator[StreamMessage]:
-        self.cursors.append(after)
-        for message in self.connections.pop(0):
-            yield message
-
-
-def ended(reason: str) -> list[StreamMessage]:
-    return [StreamMessage("end", json.dumps({"reason": reason}), "")]
-
-
 async def test_stream_survives_breaks_and_is_given_up_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(reason: str) -> list[StreamMessage]:
+        return [StreamMessage("end", json.dumps({"reason": reason}), "")]
+
+    class Script(Transport):
+        """A broker whose streams tell what is written here, one list a connection."""
+
+        def __init__(self, *connections: list[StreamMessage]) -> None:
+            super().__init__("http://127.0.0.1:9")
+            self.connections = list(connections)
+            self.cursors: list[str] = []
+
+        async def messages(self, path: str, after: str) -> AsyncGenerator[StreamMessage]:
+            self.cursors.append(after)
+            for message in self.connections.pop(0):
+                yield message
+
     monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.0, 0.0))
     monkeypatch.setattr("onbeat.client.jobs.STREAM_RENEWAL_S", 0.0)
     broken: list[StreamMessage] = []  # a connection that breaks off without a word

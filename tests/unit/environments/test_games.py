@@ -85,19 +85,18 @@ async def test_step_that_returns_something_else_is_told_what(result):
         await play(ScriptedSession(says("a")), Odd)
 
 
-class Deck:
-    """A game that draws its cards from a list among its options."""
-
-    def __init__(self, cards: list[int]) -> None:
-        self.cards = cards
-
-    def init(self) -> None: ...
-
-    def step(self, message: dict[str, Any]) -> tuple[str, float, bool]:
-        return "drawn", self.cards.pop(), True
-
-
 async def test_game_that_changes_its_options_changes_no_other_game():
+    class Deck:
+        """A game that draws its cards from a list among its options."""
+
+        def __init__(self, cards: list[int]) -> None:
+            self.cards = cards
+
+        def init(self) -> None: ...
+
+        def step(self, message: dict[str, Any]) -> tuple[str, float, bool]:
+            return "drawn", self.cards.pop(), True
+
     environment = build_environment(Deck, {"cards": [1, 2, 3]})
     outcomes = [await environment.run(TASK, ScriptedSession(says("draw"))) for _ in range(3)]
     assert [outcome.reward for outcome in outcomes] == [3.0, 3.0, 3.0]

@@ -15,10 +15,6 @@ from onbeat.environments.load import build_environment
 from tests.scripted_session import ScriptedSession, calls, says
 
 TASK = Task([{"role": "user", "content": "?"}], "?", "5")
-NAMES = (
-    *("model_config", "model_fields", "model_post_init", "copy", "json", "schema", "dict", "validate", "construct"),
-    *("_limit", "__", "from_", "class_", "self_", "cls", "method", "arguments", "argument_0", "func", "args", "kwargs"),
-)
 
 
 def class_with(name: str, type_hint: str = "int") -> type:
@@ -87,7 +83,26 @@ async def answer_of(of_class: type, tool: str, arguments: dict[str, Any], **opti
     return session.asked[1][-1]["content"], {tool["function"]["name"]: tool["function"] for tool in session.tools}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model_config", "model_fields", "model_post_init", "copy", "json", "schema", "dict", "validate", "construct"),
+        *(
+            "_limit",
+            "__",
+            "from_",
+            "class_",
+            "self_",
+            "cls",
+            "method",
+            "arguments",
+            "argument_0",
+            "func",
+            "args",
+            "kwargs",
+        ),
+    ],
+)
 async def test_parameter_may_have_any_name(name):
     said, tools = await answer_of(class_with(name), "echo", {name: 7})
     assert said == "got 7"

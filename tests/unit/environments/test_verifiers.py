@@ -33,12 +33,12 @@ TRACE = {
 }
 RECORD = {"ok": True, "is_timeout": False, "errors": [], "traces": [TRACE]}
 ANSWERS = [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
-JUDGE = TRACE | {"agent": {"name": "judge", "trainable": False}, "nodes": []}
 
 
 def test_reward_is_the_weighted_sum_and_metrics_are_parts():
+    judge = TRACE | {"agent": {"name": "judge", "trainable": False}, "nodes": []}
     assert outcome_of(RECORD, ANSWERS) == Outcome(2.5, {"length": 1.0, "right": 2.0, "short": 0.5})
-    assert outcome_of(RECORD | {"traces": [JUDGE, TRACE]}, ANSWERS).reward == 2.5
+    assert outcome_of(RECORD | {"traces": [judge, TRACE]}, ANSWERS).reward == 2.5
 
 
 FORKED = [*NODES, {"message": {"role": "assistant"}, "sampled": True, "token_ids": [1, 2, 3, 4]}]

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_ARGUMENTS = {"read_text": 1, "write_text": 2}  # positional arguments with the encoding, which is the last
-
-
-def calls_without_encoding() -> Iterator[str]:
-    for path in sorted([*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                needed = NUM_ARGUMENTS.get(node.func.attr)
-                names = {keyword.arg for keyword in node.keywords}
-                if needed is not None and len(node.args) < needed and "encoding" not in names:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def test_text_files_have_a_named_encoding():
+    num_arguments = {"read_text": 1, "write_text": 2}  # positional arguments with the encoding, which is the last
+
+    def calls_without_encoding() -> Iterator[str]:
+        for path in sorted([*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    needed = num_arguments.get(node.func.attr)
+                    names = {keyword.arg for keyword in node.keywords}
+                    if needed is not None and len(node.args) < needed and "encoding" not in names:
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
     assert list(calls_without_encoding()) == []
 
 

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("onbeat", "services", "tests", "benchmarks", "examples", "deploy", "docs")
-GUARD = "onbeat/local/guard.py"  # it has no gRPC
 
 
 def test_no_process_with_grpc_in_it_forks_for_a_preexec_fn() -> None:
-    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    guard = "onbeat/local/guard.py"  # it has no gRPC
+    folders = ("onbeat", "services", "tests", "benchmarks", "examples", "deploy", "docs")
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     forking = {str(path.relative_to(ROOT)) for path in paths if re.search(r"preexec_fn\s*=", path.read_text())}
-    assert forking == {GUARD}, "use tests/launcher.py"
+    assert forking == {guard}, "use tests/launcher.py"

@@ -12,8 +12,6 @@ from benchmarks.gpu_check.versions import problem_of
 
 pytestmark = pytest.mark.slow
 
-REQUIREMENTS = Path(__file__).parents[3] / "requirements"
-
 
 @pytest.fixture
 def check(tmp_path):
@@ -59,7 +57,8 @@ def test_engines_and_rewards_are_found_without_an_installation(tmp_path):
 
 
 def test_every_package_that_travels_is_pinned():
-    pins = {line.partition("==")[0] for line in (REQUIREMENTS / "cpu.lock").read_text().splitlines()}
-    travelling = set((REQUIREMENTS / "gpu-check-wheels.in").read_text().splitlines()[1:])
+    requirements = Path(__file__).parents[3] / "requirements"
+    pins = {line.partition("==")[0] for line in (requirements / "cpu.lock").read_text().splitlines()}
+    travelling = set((requirements / "gpu-check-wheels.in").read_text().splitlines()[1:])
     assert len(travelling) > 30
     assert travelling <= pins

@@ -13,9 +13,6 @@ from requirements.direct import direct_dependencies
 
 ROOT = Path(__file__).parents[3]
 
-# Packages of one platform, optional trackers, and imports of a process in the environment of verifiers.
-NOT_OF_EVERY_PLATFORM = {"torch", "torch_npu", "vllm", "mlflow", "trackio", "wandb", "aiohttp", "verifiers"}
-
 
 def lines_of(name: str) -> list[str]:
     return (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
@@ -44,20 +41,22 @@ def test_locks_have_the_packages_of_the_extras(lock: str):
 
 def test_every_import_is_named_in_the_requirements():
     """An installation without vLLM has no package that only vLLM needs."""
+
+    def imported_packages() -> set[str]:
+        names: set[str] = set()
+        for path in [*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names.add(node.module.partition(".")[0])
+        return names - set(sys.stdlib_module_names) - {"onbeat", "services"}
+
+    # Packages of one platform, optional trackers, and imports of a process in the environment of verifiers.
+    not_of_every_platform = {"torch", "torch_npu", "vllm", "mlflow", "trackio", "wandb", "aiohttp", "verifiers"}
     needed, packages = needed_by_runtime(), packages_distributions()
     missing = {name for name in imported_packages() if needed.isdisjoint(map(plain, packages.get(name, [])))}
-    assert missing - NOT_OF_EVERY_PLATFORM == set()
-
-
-def imported_packages() -> set[str]:
-    names: set[str] = set()
-    for path in [*(ROOT / "onbeat").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
-    return names - set(sys.stdlib_module_names) - {"onbeat", "services"}
+    assert missing - not_of_every_platform == set()
 
 
 def needed_by_runtime() -> set[str]:

@@ -19,8 +19,6 @@ pytestmark = pytest.mark.rare
 INSTALL = Path(__file__).parents[3] / "requirements" / "install.py"
 PYTORCH = "https://download.pytorch.org/whl/cpu"
 UV = Path(sys.executable).with_name("uv")
-BROKEN_UV = "#!/bin/sh\necho broken >&2\nexit 2\n"
-
 Installer = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -82,8 +80,9 @@ def installed(folder: Path, environment: str = "venv") -> dict[str, str]:
 
 
 def test_pytorch_comes_from_its_own_index_where_no_source_has_it(install: Installer, tmp_path: Path) -> None:
+    broken_uv = "#!/bin/sh\necho broken >&2\nexit 2\n"
     publish(tmp_path / "company", "plain", "1.0")
-    publish(tmp_path / "company", "uv", uv_version(), BROKEN_UV)
+    publish(tmp_path / "company", "uv", uv_version(), broken_uv)
     publish(tmp_path / "pytorch", "kernels", "1.0+cpu")
     done = install()
     assert done.returncode == 0, done.stderr

@@ -127,13 +127,6 @@ def test_run_succeeds_writes_its_report_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
-INTERRUPTIONS = [
-    (signal.SIGINT, signal.SIG_DFL),
-    (signal.SIGTERM, signal.SIG_DFL),
-    (signal.SIGTERM, signal.SIG_IGN),  # started by a script, with `&`
-]
-
-
 def wait_for_job(process: "subprocess.Popen[str]") -> str:
     """Wait until the job runs; return its id."""
     assert process.stdout is not None
@@ -144,7 +137,14 @@ def wait_for_job(process: "subprocess.Popen[str]") -> str:
     return job_id
 
 
-@pytest.mark.parametrize(("number", "on_interrupt"), INTERRUPTIONS)
+@pytest.mark.parametrize(
+    ("number", "on_interrupt"),
+    [
+        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_IGN),  # started by a script, with `&`
+    ],
+)
 def test_interrupted_run_pauses_the_job_and_leaves_nothing(
     cli: list[str], job_file: str, data_dir: Path, number: int, on_interrupt: signal.Handlers
 ) -> None:

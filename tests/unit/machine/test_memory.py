@@ -6,10 +6,6 @@ from onbeat.contracts.records import HostMemory, TrainerRecord, WorkerRecord
 from onbeat.machine.memory import read_memory
 from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
 
-MEMINFO = (
-    "MemTotal:       24000000 kB\nMemFree:         100 kB\nMemAvailable:   10000000 kB\nHugePages_Total:       0\n"
-)
-
 
 @pytest.mark.parametrize(
     ("limit", "use", "unlimited", "files"),
@@ -19,7 +15,10 @@ MEMINFO = (
     ],
 )
 def test_container_has_what_its_limit_leaves(tmp_path, limit, use, unlimited, files):
-    (tmp_path / "meminfo").write_text(MEMINFO)
+    meminfo = (
+        "MemTotal:       24000000 kB\nMemFree:         100 kB\nMemAvailable:   10000000 kB\nHugePages_Total:       0\n"
+    )
+    (tmp_path / "meminfo").write_text(meminfo)
     machine = read_memory(tmp_path / "meminfo", tmp_path)
     assert (machine.available_bytes, machine.total_bytes) == (10_240_000_000, 24_576_000_000)
     folder = tmp_path / "memory" if files else tmp_path
@@ -33,12 +32,11 @@ def test_container_has_what_its_limit_leaves(tmp_path, limit, use, unlimited, fi
     assert read_memory().available_bytes > 0
 
 
-def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:
-    memory = HostMemory(name=host, available_bytes=int(free_gb * 1e9), total_bytes=24_000_000_000)
-    return TrainerRecord(id=name, state=state, last_seen_at=100.0, host=memory)
-
-
 def test_doctor_names_a_machine_without_memory_once():
+    def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:
+        memory = HostMemory(name=host, available_bytes=int(free_gb * 1e9), total_bytes=24_000_000_000)
+        return TrainerRecord(id=name, state=state, last_seen_at=100.0, host=memory)
+
     worker = WorkerRecord(id="rollout-0", state="idle", last_seen_at=99.0, host=trainer("x", "box", 0.3).host)
     old = WorkerRecord(id="rollout-1", state="idle", last_seen_at=99.0)  # a record of an earlier version
     fine, ended = trainer("trainer-1", "other", 5.0), trainer("trainer-2", "gone", 0.1, "stopped")

@@ -48,21 +48,33 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SENTENCES = [
-    ("services.broker", "fastapi", "the broker needs the packages of the extra `broker`"),
-    ("services.trainer", "torch", "the trainer needs the packages of the extra `trainer`"),
-    ("services.trainer", "tensorboard", "the trainer needs the packages of the extra `trainer`"),
-    ("services.rollout", "xxhash", "the rollout needs the packages of the extra `rollout`"),
-    (f"onbeat.cli run {JOB}", "torch", "error: a stack on this machine needs the packages of the extra `local`"),
-    ("onbeat.cli up", "fastapi uvicorn", "error: a stack on this machine needs the packages of the extra `local`"),
-    (f"onbeat.cli plan memory {JOB}", "torch", "error: a plan of the memory needs the packages of the extra `trainer`"),
-    ("onbeat.cli replay job --iteration 0", "peft", "error: a replay needs the packages of the extra `trainer`"),
-    ("onbeat.cli model prepare x", "gguf", "error: a model of the trainer needs the packages of the extra `trainer`"),
-    (f"onbeat.cli reward try {JOB}", "pyarrow", "error: the data of a job needs the packages of the extra `broker`"),
-]
-
-
-@pytest.mark.parametrize(("command", "hidden", "sentence"), SENTENCES)
+@pytest.mark.parametrize(
+    ("command", "hidden", "sentence"),
+    [
+        ("services.broker", "fastapi", "the broker needs the packages of the extra `broker`"),
+        ("services.trainer", "torch", "the trainer needs the packages of the extra `trainer`"),
+        ("services.trainer", "tensorboard", "the trainer needs the packages of the extra `trainer`"),
+        ("services.rollout", "xxhash", "the rollout needs the packages of the extra `rollout`"),
+        (f"onbeat.cli run {JOB}", "torch", "error: a stack on this machine needs the packages of the extra `local`"),
+        ("onbeat.cli up", "fastapi uvicorn", "error: a stack on this machine needs the packages of the extra `local`"),
+        (
+            f"onbeat.cli plan memory {JOB}",
+            "torch",
+            "error: a plan of the memory needs the packages of the extra `trainer`",
+        ),
+        ("onbeat.cli replay job --iteration 0", "peft", "error: a replay needs the packages of the extra `trainer`"),
+        (
+            "onbeat.cli model prepare x",
+            "gguf",
+            "error: a model of the trainer needs the packages of the extra `trainer`",
+        ),
+        (
+            f"onbeat.cli reward try {JOB}",
+            "pyarrow",
+            "error: the data of a job needs the packages of the extra `broker`",
+        ),
+    ],
+)
 def test_one_sentence_names_the_extra(installation: Path, tmp_path: Path, command: str, hidden: str, sentence: str):
     environment = os.environ | {"PYTHONPATH": f"{installation}:{ROOT}", "HIDDEN": hidden}
     done = subprocess.run(
@@ -80,15 +92,19 @@ def test_one_sentence_names_the_extra(installation: Path, tmp_path: Path, comman
     assert done.returncode == 1
 
 
-SCORE = 'from services.rollout.rewards.builtin import math; math("1", {"answer": "1"})'
-GENERATE = "from services.broker.datasets import procedural; procedural.ReasoningGymDataset(None, None)"
-
-
 @pytest.mark.parametrize(
     ("code", "hidden", "sentence"),
     [
-        (SCORE, "math-verify", "the reward math needs the packages of the extra `math`"),
-        (GENERATE, "reasoning-gym", "data.type: this type of data needs the packages of the extra `reasoning-gym`"),
+        (
+            'from services.rollout.rewards.builtin import math; math("1", {"answer": "1"})',
+            "math-verify",
+            "the reward math needs the packages of the extra `math`",
+        ),
+        (
+            "from services.broker.datasets import procedural; procedural.ReasoningGymDataset(None, None)",
+            "reasoning-gym",
+            "data.type: this type of data needs the packages of the extra `reasoning-gym`",
+        ),
     ],
 )
 def test_an_annex_names_its_extra(installation: Path, tmp_path: Path, code: str, hidden: str, sentence: str):

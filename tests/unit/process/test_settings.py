@@ -16,15 +16,17 @@ from services.trainer.__main__ import main as run_trainer
 from services.trainer.settings import Settings as TrainerSettings
 
 COMPOSE = Path(__file__).parents[3] / "compose.yaml"
-WRONG = [
-    (run_broker, "broker", "ONBEAT_PORT", "http", "ONBEAT_PORT: Input should be a valid integer"),
-    (run_trainer, "trainer", "ONBEAT_LEASE_S", "soon", "ONBEAT_LEASE_S: Input should be a valid number"),
-    (run_rollout, "rollout", "ONBEAT_LEASE_S", "-1", "ONBEAT_LEASE_S: Input should be greater than 0"),
-    (run_rollout, "rollout", "ONBEAT_REWARD_SERVICES", "{judge", 'field "reward_services"'),
-]
 
 
-@pytest.mark.parametrize(("run", "service", "name", "value", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("run", "service", "name", "value", "message"),
+    [
+        (run_broker, "broker", "ONBEAT_PORT", "http", "ONBEAT_PORT: Input should be a valid integer"),
+        (run_trainer, "trainer", "ONBEAT_LEASE_S", "soon", "ONBEAT_LEASE_S: Input should be a valid number"),
+        (run_rollout, "rollout", "ONBEAT_LEASE_S", "-1", "ONBEAT_LEASE_S: Input should be greater than 0"),
+        (run_rollout, "rollout", "ONBEAT_REWARD_SERVICES", "{judge", 'field "reward_services"'),
+    ],
+)
 def test_wrong_setting_is_named_in_one_line(run, service, name, value, message, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:

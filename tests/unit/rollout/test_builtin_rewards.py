@@ -39,22 +39,22 @@ def test_regex_compares_the_last_capture_or_only_matches(pattern, response, rewa
     assert builtin.regex(response, {"answer": "4"}, pattern=pattern) == reward
 
 
-NUMBERS = [
-    ("42.0", "42", 1.0),
-    ("42", "42.0", 1.0),
-    ("1234", "1,234", 1.0),
-    ("1,234", "1234.00", 1.0),
-    ("-3", "\N{MINUS SIGN}3", 1.0),
-    ("0.5", "50%", 1.0),
-    ("1000000000000000000000", "1e21", 1.0),
-    ("42", "42.5", 0.0),
-    ("42", "forty-two", 0.0),
-    ("0.000000001", "0.000000002", 0.0),
-    ("1", "true", 0.0),
-]
-
-
-@pytest.mark.parametrize(("answer", "response", "reward"), NUMBERS)
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("42.0", "42", 1.0),
+        ("42", "42.0", 1.0),
+        ("1234", "1,234", 1.0),
+        ("1,234", "1234.00", 1.0),
+        ("-3", "\N{MINUS SIGN}3", 1.0),
+        ("0.5", "50%", 1.0),
+        ("1000000000000000000000", "1e21", 1.0),
+        ("42", "42.5", 0.0),
+        ("42", "forty-two", 0.0),
+        ("0.000000001", "0.000000002", 0.0),
+        ("1", "true", 0.0),
+    ],
+)
 def test_numbers_are_compared_as_numbers(answer, response, reward):
     context, text = {"answer": answer}, f"so: {response}!"
     assert builtin.exact(response, context | {"answer_is_number": True}) == reward

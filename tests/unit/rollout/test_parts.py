@@ -20,8 +20,6 @@ from services.rollout.inflight import Flight, RoundSize, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of, union_of
 from services.rollout.settings import Settings
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
-
 
 class Clock:
     def __init__(self) -> None:
@@ -152,15 +150,14 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # the worker's share is 4
 
 
-def claims_until_full(flights: list[Flight], evaluation: RoundSize, num_workers: int, **task) -> int:
-    """Groups of this kind that a worker claims one claim after the other."""
-    before = len(flights)
-    while count := num_claimable(flights, 64, TRAINING, evaluation, num_workers):
-        add_flights(flights, *[GENERATING] * count, **task)
-    return len(flights) - before
-
-
 def test_evaluation_of_single_samples_fills_the_engine_as_well():
+    def claims_until_full(flights: list[Flight], evaluation: RoundSize, num_workers: int, **task) -> int:
+        """Groups of this kind that a worker claims one claim after the other."""
+        before = len(flights)
+        while count := num_claimable(flights, 64, TRAINING, evaluation, num_workers):
+            add_flights(flights, *[GENERATING] * count, **task)
+        return len(flights) - before
+
     evaluation = RoundSize(num_prompts=100, num_samples=1)
     single = {"num_samples": 1, "is_evaluation": True}
     assert claims_until_full(flights_of(), evaluation, 1, **single) == 65  # full, and something waits
@@ -194,12 +191,13 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
 
 
 async def test_engine_is_prepared_before_there_is_a_job_with_settings(monkeypatch, redis_url):
+    quickstart = Path(__file__).parents[3] / "examples" / "quickstart.toml"
     steps, options = [], {}
 
     class Jobless:
         def __init__(self, settings, ledger, hardware, factories) -> None:
             self.stop = None
-            factories.create_engine(JobConfig.from_file(QUICKSTART))
+            factories.create_engine(JobConfig.from_file(quickstart))
 
         async def run(self) -> None:
             steps.append("wait for a job")

@@ -7,8 +7,6 @@ import pytest
 
 import onbeat.streams
 
-SCRIPTS = sorted((Path(onbeat.streams.__file__).parent / "scripts").glob("*.lua"))
-
 
 def numbered_below_the_names(script: str) -> list[str]:
     """Return the lines with KEYS or ARGV that do not stand in the script's first block of `local` lines."""
@@ -19,7 +17,9 @@ def numbered_below_the_names(script: str) -> list[str]:
     return [line for line in lines[first_below:] if re.search(r"\b(KEYS|ARGV)\b", line)]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(onbeat.streams.__file__).parent / "scripts").glob("*.lua")), ids=lambda path: path.stem
+)
 def test_keys_and_arguments_are_named_at_the_top(path: Path) -> None:
     lines = numbered_below_the_names(path.read_text())
     assert lines == [], "name them in the first lines: `local epoch = ARGV[1]`, `local tasks = slice(ARGV, 2)`"

@@ -14,8 +14,6 @@ import pytest
 
 from onbeat.streams.connection import RedisTooOld, connect, describe_loss
 
-DEADLINE_S = 60.0
-
 
 @asynccontextmanager
 async def serving(info: str) -> AsyncIterator[str]:
@@ -70,11 +68,12 @@ async def test_server_that_may_be_new_enough_is_used(info: str) -> None:
 
 @pytest.mark.parametrize("service", ["broker", "rollout", "trainer"])
 async def test_service_ends_in_one_sentence_at_an_old_server(service: str, tmp_path: Path) -> None:
+    deadline_s = 60.0
     command = [sys.executable, "-P", "-m", f"services.{service}"]
     environment = {"ONBEAT_LOG_FORMAT": "text", "ONBEAT_ENGINE": "transformers", "ONBEAT_DATA_DIR": str(tmp_path)}
     async with serving("# Server\r\nredis_version:5.0.14\r\n") as url:
         run = partial(subprocess.run, command, env={**os.environ, **environment, "ONBEAT_REDIS_URL": url})
-        ended = await asyncio.to_thread(run, capture_output=True, text=True, timeout=DEADLINE_S)
+        ended = await asyncio.to_thread(run, capture_output=True, text=True, timeout=deadline_s)
     written = ended.stdout + ended.stderr
     assert ended.returncode == 1
     assert written.count("is too old: it is Redis 5.0.14; Onbeat needs 6.2 or newer, or Valkey") == 1

@@ -407,21 +407,20 @@ def test_error_of_the_system_is_one_line(onbeat: Command) -> None:
     assert line.endswith(" cannot be used: File name too long")
 
 
-async def answer_chats(chats: Chats) -> None:
-    """Be a rollout that repeats the last message, unless it is too long."""
-    while True:
-        if (taken := await chats.take(1.0)) is None:
-            continue
-        chat_id, request = taken
-        last = request.messages[-1].text
-        message = {"content": f"{len(request.messages)}: {last}\x1b[2J"}
-        reply = Reply(body=json.dumps({"choices": [{"message": message}]}), is_last=True)
-        if last == "too long":
-            reply = Reply.of_error(ChatFailed(400, "invalid_value", "max_tokens: lower it"))
-        await chats.say(chat_id, reply)
-
-
 def test_chat_keeps_the_conversation(onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer_chats(chats: Chats) -> None:
+        """Be a rollout that repeats the last message, unless it is too long."""
+        while True:
+            if (taken := await chats.take(1.0)) is None:
+                continue
+            chat_id, request = taken
+            last = request.messages[-1].text
+            message = {"content": f"{len(request.messages)}: {last}\x1b[2J"}
+            reply = Reply(body=json.dumps({"choices": [{"message": message}]}), is_last=True)
+            if last == "too long":
+                reply = Reply.of_error(ChatFailed(400, "invalid_value", "max_tokens: lower it"))
+            await chats.say(chat_id, reply)
+
     job_id, _ = broker.run(World(broker.ledger).started_job())
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
     with broker.meanwhile(answer_chats(Chats(broker.ledger.redis, job_id))):

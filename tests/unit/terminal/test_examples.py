@@ -11,13 +11,15 @@ from onbeat.contracts.records import AuditReport, EpisodeTurn, Sample
 from onbeat.terminal.summary import audit_text, print_examples
 from tests.unit.terminal.conftest import FakeTerminal
 
-CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
 VALUES = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
 GERMAN = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft ist ein Wort."
 
 
 @pytest.mark.parametrize("width", [30, 60, 81, 100, 200])
-@pytest.mark.parametrize("text", [CHINESE, GERMAN])
+@pytest.mark.parametrize(
+    "text",
+    ["小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。", GERMAN],
+)
 def test_a_long_text_is_never_cut(text: str, width: int) -> None:
     lines = printed(Sample(prompt="", response=text, reward=1.0, **VALUES), width)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")

@@ -13,13 +13,12 @@ from onbeat.local.stack import StackOptions, service_specs
 from onbeat.terminal.report_page import curve_of, page_of
 from tests.unit.terminal.conftest import Command
 
-HOSTILE = "</table><script>alert('x')</script>"
-
 
 def test_page_has_no_script_and_loads_nothing() -> None:
+    hostile = "</table><script>alert('x')</script>"
     values = {"policy_version": 0, "num_tokens": 3, "finish_reason": "stop"}
-    sample = Sample(iteration=0, group_id="0-0", prompt=HOSTILE, response=HOSTILE, reward=1.0, **values)
-    page = page_of(HOSTILE, [("reason", HOSTILE)], {HOSTILE: [(0, 1.0)]}, [sample], {"name": HOSTILE})
+    sample = Sample(iteration=0, group_id="0-0", prompt=hostile, response=hostile, reward=1.0, **values)
+    page = page_of(hostile, [("reason", hostile)], {hostile: [(0, 1.0)]}, [sample], {"name": hostile})
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 8  # title, heading, reason, curve twice, prompt, response, configuration
     assert re.search(r"(src|href)=", page) is None

@@ -30,13 +30,6 @@ def endless(broker: BrokerThread, trainer: None) -> str:
     return broker.create_job(name="tiny", schedule={"num_iterations": 1_000_000})
 
 
-def in_pipe(*arguments: str, **env: str) -> str:
-    command = [sys.executable, "-m", "onbeat.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.usefixtures("trainer")
 def test_dumb_terminal_gets_plain_lines(job_id: str) -> None:
     with Terminal("jobs", "watch", job_id, TERM="dumb") as terminal:
@@ -129,6 +122,12 @@ def test_refused_question_ends_the_watch_with_an_error(
 
 
 def test_top_once_and_in_a_pipe_is_one_plain_table_or_json(broker: BrokerThread) -> None:
+    def in_pipe(*arguments: str, **env: str) -> str:
+        command = [sys.executable, "-m", "onbeat.cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     job_id, _ = broker.run(World(broker.ledger).started_job(name="tiny"))
     broker.beat(WorkerRecord(id="rollout-10", state="idle"), WorkerRecord(id="rollout-9", state="idle"))
     broker.beat(WorkerRecord(id="rollout-2", state="generating", job_id=job_id), ago_s=100.0)

@@ -5,12 +5,9 @@ import torch
 
 from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import GroupFailure, RolloutGroup, do_rewards_differ
-from services.trainer.accumulate import GradientSum
 from services.trainer.feed import GroupFeed
-from services.trainer.iteration import OpenIteration
-from services.trainer.policy import Policy
-from services.trainer.stats import IterationStats, Tally
-from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, train
+from services.trainer.stats import Tally
+from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, open_update, train
 
 NUM_PROMPTS = 4
 REWARDS = [[0.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.2, 0.9, 0.1], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0], None, [0.3, 0.3, 0.7]]
@@ -70,17 +67,16 @@ def train_replacing(config, groups, folder, **options):
     return train(config, groups, folder, job=ReplacingJob(config, groups, **options))
 
 
-def renumbered(groups):
-    """Return the groups that count, numbered as those of a job without dynamic sampling."""
-    counting = [group for group in groups if do_rewards_differ(group)]
-    for index, group in enumerate(counting):
-        group.group_id = f"{group.iteration}-{index % NUM_PROMPTS}"
-    return counting
-
-
 @pytest.mark.parametrize("kl", [{"coef": 0.0}, {"coef": 0.1}], ids=["", "kl"])
 @pytest.mark.parametrize("kind", [kind for kind, objective in BUILT_IN.items() if "periodic" in objective.modes])
 def test_update_is_that_of_the_groups_that_count(kind, kl, tmp_path):
+    def renumbered(groups):
+        """Return the groups that count, numbered as those of a job without dynamic sampling."""
+        counting = [group for group in groups if do_rewards_differ(group)]
+        for index, group in enumerate(counting):
+            group.group_id = f"{group.iteration}-{index % NUM_PROMPTS}"
+        return counting
+
     if kind == "online_dpo" and kl["coef"]:
         return
     objective = {"type": kind, "kl": kl}
@@ -90,7 +86,7 @@ def test_update_is_that_of_the_groups_that_count(kind, kl, tmp_path):
     assert gap(model_of(plain), expected).max() > 1e-3
     assert gap(trained, expected).mean() < 1e-6
     assert gap(trained, expected).max() < 1e-3
-    for _, _, metrics in job.commits:
+    for metrics in job.reports:
         assert metrics["rollout/uniform_groups"] == 2
         assert metrics["num_responses"] == 18  # the reward's curve is of all
 
@@ -131,7 +127,7 @@ def test_an_iteration_without_a_group_that_counts_moves_nothing(tmp_path):
     groups = groups_of(0, [[1.0] * 3] * 8)
     trained, job = train_replacing(config, groups, tmp_path)
     assert torch.equal(gap(trained, model_of(config)), torch.zeros_like(gap(trained, trained)))
-    (_, _, metrics) = job.commits[0]
+    (metrics,) = job.reports
     assert (metrics["train/grad_norm"], metrics["rollout/uniform_groups"]) == (0.0, 8)
     assert "mismatch_mean" in metrics
 
@@ -139,9 +135,7 @@ def test_an_iteration_without_a_group_that_counts_moves_nothing(tmp_path):
 def test_replica_without_a_group_that_counts_adds_nothing():
     """It passes a row for the mismatch. What the band rejects of it would be missing in the divisor of all replicas."""
     band = {"type": "band", "low": 0.999, "high": 1.001}
-    config = config_of({"type": "dapo", "importance": band}, num_iterations=1)
-    policy, stats = Policy.create(model_of(config), config), IterationStats(0)
-    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, stats)
+    gradient, _, stats = open_update(config_of({"type": "dapo", "importance": band}, num_iterations=1))
     gradient.add(groups_of(0)[1:2])
     gradient.complete()
     assert stats.sums["token/rejected_frac"] > 0

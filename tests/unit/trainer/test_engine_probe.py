@@ -1,26 +1,22 @@
 """Engines that keep old weights somewhere end the job before anything is learnt from them; ordinary ones do not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from onbeat.contracts.errors import JobFailed
-from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
-from services.trainer.iteration import NUM_PROBED, OpenIteration
+from services.trainer.iteration import NUM_PROBED
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
-from services.trainer.policy import Policy
-from services.trainer.stats import IterationStats
 from services.trainer.world import World
 from tests.trainer_fixtures import (
     RecordedJob,
     job_config,
     make_group,
     model_of,
+    open_update,
     set_rollout_logprobs,
-    tiny_config,
+    stale_iterations,
     tiny_model,
     train,
 )
@@ -47,15 +43,11 @@ class EngineJob(RecordedJob):
     """
 
     def __init__(self, config, keeps="", noise=0.0):
-        self._staleness, self._noise = config.max_staleness, noise
-        groups = [
-            make_group(f"{t}-{i}", 4, (3, 2, 5), version=max(0, t - self._staleness))
-            for t in range(config.schedule.num_iterations)
-            for i in range(config.rollout.num_prompts_per_iteration)
-        ]
+        self._noise = noise
+        groups = stale_iterations(config.schedule.num_iterations, config.max_staleness)
         super().__init__(config, groups, arrivals=4)
         self._waiting, self._keeps = [], keeps
-        self._engine = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
+        self._engine = tiny_model(dtype=getattr(torch, config.model.dtype))
         self._generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
@@ -92,7 +84,7 @@ def test_job_fails_before_it_learns_from_an_outdated_engine(sections, tmp_path):
     first = config.max_staleness + 1
     assert f"off the trainer's in iteration {first}, " in str(failure.value)
     assert "ONBEAT_ENGINE" in str(failure.value)
-    assert [iteration for iteration, *_ in job.commits] == list(range(first))
+    assert job.iterations == list(range(first))
     assert all(torch.equal(job.newest[name], tensor) for name, tensor in published_tensors(model))
 
 
@@ -131,7 +123,7 @@ def test_later_iterations_are_not_compared(tmp_path):
     job = RestartedJob(config)
     job.version = NUM_PROBED
     train(config, None, tmp_path, job=job)
-    assert job.commits[-1][2]["mismatch_mean"] > 0.01
+    assert job.reports[-1]["mismatch_mean"] > 0.01
 
 
 @jobs
@@ -141,10 +133,9 @@ def test_mismatch_is_that_of_the_engines_alone(sections, num_updates, tmp_path):
     schedule = sections.get("schedule", {}) | {"num_iterations": NUM_PROBED + 4}
     sections = sections | {"schedule": schedule, "training": {"num_updates_per_iteration": num_updates}}
     job = run(sections, tmp_path, noise=1e-5)
-    metrics = [reported for _, _, reported in job.commits]
-    assert all(0.3e-5 < values["mismatch_mean"] < 3e-5 and values["mismatch_max"] < 1e-4 for values in metrics)
+    assert all(0.3e-5 < values["mismatch_mean"] < 3e-5 and values["mismatch_max"] < 1e-4 for values in job.reports)
     if schedule.get("mode") == "bounded":
-        assert all(values["train/divergence"] > 1e-3 for values in metrics[1:]), "the policy has moved since"
+        assert all(values["train/divergence"] > 1e-3 for values in job.reports[1:]), "the policy has moved since"
 
 
 @pytest.mark.parametrize("num_groups", [0, 2])
@@ -160,10 +151,8 @@ def test_later_all_ranks_compare_the_first_pass_only(num_groups, monkeypatch):
         return torch.zeros(len(batch.target_ids))
 
     config = job_config(**JOBS["online dpo"], training={"max_tokens_per_micro_batch": 1})
-    policy = replace(Policy.create(model_of(config), config), world=Peers(), is_sharded=True)
+    gradient, policy, stats = open_update(config, None, 9, behaviour_version=8, world=Peers(), is_sharded=True)
     monkeypatch.setattr(policy, "logprobs_at", probe)
-    stats = IterationStats(9)
-    gradient = GradientSum(OpenIteration(config, 9, 9, behaviour_version=8), policy, stats)
     gradient.add([make_group(f"9-{i}", response_lengths=(3, 2, 5), version=8) for i in range(num_groups)])
     assert probed == [(8, ["9-0"] if num_groups else ["idle"])]
     assert ("token/mismatch" in stats.sums) == bool(num_groups)

@@ -19,13 +19,12 @@ def pair(cosine, norm_g=3.0, norm_h=2.0):
     return [{"a": v[:1].clone(), "b": v[1:].clone()} for v in (g, h)]
 
 
-def cosine_of(left, right):
-    left, right = (torch.cat([t for _, t in sorted(g.items())]) for g in (left, right))
-    return (left @ right / left.norm() / right.norm()).item()
-
-
 @given(st.floats(0.31, 0.94), st.floats(0.0, 0.3), st.floats(0.1, 100), st.floats(0.1, 100), st.booleans())
 def test_projection_lands_exactly_on_c_low_or_zero(cosine, c_low, norm_g, norm_h, is_full_removal):
+    def cosine_of(left, right):
+        left, right = (torch.cat([t for _, t in sorted(g.items())]) for g in (left, right))
+        return (left @ right / left.norm() / right.norm()).item()
+
     g, h = pair(cosine, norm_g, norm_h)
     config = GacConfig(mode="control", c_low=c_low, c_high=0.95, is_full_removal=is_full_removal)
     control = GradientControl(config)

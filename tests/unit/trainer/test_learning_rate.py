@@ -3,13 +3,9 @@
 import pytest
 
 from onbeat.config import OptimizerConfig
-from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.gac import GacAction, GacDecision, GradientControl
-from services.trainer.loop import TrainLoop
 from services.trainer.model.optimizer import scheduled_learning_rate
-from services.trainer.policy import Policy
-from services.trainer.session import begin
-from tests.trainer_fixtures import RecordedJob, job_config, model_of, recorded_iterations, train
+from tests.trainer_fixtures import job_config, recorded_iterations, train
 
 
 def rates(num_steps, **options):
@@ -40,7 +36,7 @@ def test_warm_up_counts_iterations_and_not_their_updates(tmp_path):
         schedule={"num_iterations": 2},
     )
     _, job = train(config, recorded_iterations(2), tmp_path)
-    rates_of_last_steps = [metrics["train/learning_rate"] for _, _, metrics in job.commits]
+    rates_of_last_steps = [metrics["train/learning_rate"] for metrics in job.reports]
     assert rates_of_last_steps == pytest.approx([0.02, 0.03])  # after steps 2 and 4; the warm-up has 2
 
 
@@ -52,7 +48,7 @@ def test_skipped_steps_have_their_place_in_the_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(GradientControl, "apply", lambda self, gradients: GacDecision(next(decisions), None))
     config = job_config(optimizer=LINEAR, gac={"mode": "control"}, schedule={"num_iterations": 4})
     _, job = train(config, recorded_iterations(4), tmp_path)
-    rates = [metrics.get("train/learning_rate") for _, _, metrics in job.commits]
+    rates = [metrics.get("train/learning_rate") for metrics in job.reports]
     assert rates == pytest.approx([0.01, None, None, 0.01 / 4])
 
 
@@ -67,11 +63,9 @@ def test_fork_with_other_updates_follows_its_own_schedule(num_before, num_update
         training={"num_updates_per_iteration": num_updates},
         schedule={"num_iterations": 4},
     )
-    policy, job = Policy.create(model_of(config), config), RecordedJob(config, groups[8:])
-    state = begin(tmp_path, "fork", config, policy)
-    TrainLoop(job, config, policy, state, CheckpointStore(tmp_path / "own", keep=2)).run()
+    job = train(config, groups[8:], tmp_path).job
     shares = {1: [2 / 4, 1 / 4], 2: [3 / 8, 1 / 8]}  # shares of the last step of iterations 2 and 3
-    rates = [metrics["train/learning_rate"] for _, _, metrics in job.commits]
+    rates = [metrics["train/learning_rate"] for metrics in job.reports]
     assert rates == pytest.approx([0.01 * share for share in shares[num_updates]])
 
 

@@ -30,19 +30,19 @@ def config_of(**sections):
     return job_config(**{"model": {"path": "x", "dtype": "float32"}, "rollout": rollout} | sections)
 
 
-def real_pass_bytes(model):
-    """Return the bytes that LiveBytes measures for the same groups, besides the sum of gradients."""
-    batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
-    MasterAdamW(model, OptimizerConfig()).gradients()
-    with LiveBytes() as live:
-        response_logprobs(model, batch, 1.0)[0].sum().backward()
-    return live.peak
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("num_layers", "width", "vocab_size"), [(6, 256, 256), (12, 512, 32_768)])
 def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_size, dtype) -> None:
     """Also where a gradient of the embedding, which only a pass in bfloat16 makes, takes more than what layers keep."""
+
+    def real_pass_bytes(model):
+        """Return the bytes that LiveBytes measures for the same groups, besides the sum of gradients."""
+        batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
+        MasterAdamW(model, OptimizerConfig()).gradients()
+        with LiveBytes() as live:
+            response_logprobs(model, batch, 1.0)[0].sum().backward()
+        return live.peak
+
     sizes = {"num_hidden_layers": num_layers, "hidden_size": width, "intermediate_size": 512}
     wide = tiny_config(**sizes, vocab_size=vocab_size)
     sizes = measure_sizes(config_of(model={"path": "x", "dtype": dtype}), wide, Passes(), PROMPT)

@@ -15,16 +15,14 @@ DOCUMENT = ROOT / "docs" / "observability.md"
 ROW = re.compile(r"^\| `(onbeat_\w+)` \| (counter|gauge|histogram) \|([^|]*)\|", re.MULTILINE)
 
 
-def value(name, **labels):
-    return REGISTRY.get_sample_value(name, labels) or 0.0
-
-
-def seconds():
-    activities = ("wait", "micro_batch", "optimizer")
-    return {activity: value("onbeat_trainer_seconds_total", activity=activity) for activity in activities}
-
-
 def test_commits_add_up_and_the_time_between_spans_is_waiting():
+    def value(name, **labels):
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    def seconds():
+        activities = ("wait", "micro_batch", "optimizer")
+        return {activity: value("onbeat_trainer_seconds_total", activity=activity) for activity in activities}
+
     meter, report = CommitMeter(), {"train/micro_batches": 3.0, "train/trained_tokens": 40.0, "reward_mean": 0.25}
     meter.record(1, 1, report, [Span("optimizer", 1.0, 2.0)])
     before, tokens, updates = seconds(), value("onbeat_trainer_trained_tokens_total"), "onbeat_trainer_updates_total"
@@ -39,28 +37,26 @@ def test_commits_add_up_and_the_time_between_spans_is_waiting():
     assert (value("onbeat_trainer_reward_mean"), value("onbeat_trainer_grad_norm")) == (0.25, 0.5)
 
 
-async def broker_families(ledger):
-    meters = Meters()
-    families = (await meters._read_jobs(ledger)).collect()
-    labels = {family.name: family._labelnames for family in families}
-    return {(family.name, family.type, labels[family.name]) for family in families} | {
-        (meter._name, meter._type, tuple(meter._labelnames))
-        for meter in set(meters._registry._collector_to_names)
-        if not isinstance(meter, ProcessCollector)
-    }
-
-
-def process_families():
-    """Return the metrics that trainer and rollout have registered in this process."""
-    collectors = set(REGISTRY._collector_to_names)
-    return {
-        (meter._name, meter._type, tuple(meter._labelnames))
-        for meter in collectors
-        if getattr(meter, "_name", "").startswith("onbeat_")
-    }
-
-
 async def test_documented_table_is_complete_and_true(ledger):
+    def process_families():
+        """Return the metrics that trainer and rollout have registered in this process."""
+        collectors = set(REGISTRY._collector_to_names)
+        return {
+            (meter._name, meter._type, tuple(meter._labelnames))
+            for meter in collectors
+            if getattr(meter, "_name", "").startswith("onbeat_")
+        }
+
+    async def broker_families(ledger):
+        meters = Meters()
+        families = (await meters._read_jobs(ledger)).collect()
+        labels = {family.name: family._labelnames for family in families}
+        return {(family.name, family.type, labels[family.name]) for family in families} | {
+            (meter._name, meter._type, tuple(meter._labelnames))
+            for meter in set(meters._registry._collector_to_names)
+            if not isinstance(meter, ProcessCollector)
+        }
+
     registered = {
         (f"{name}_total" if kind == "counter" else name, kind, tuple(sorted(labels)))
         for name, kind, labels in await broker_families(ledger) | process_families()

@@ -166,7 +166,7 @@ class ServingJob(RecordedJob):
 def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monkeypatch):
     config, groups = job_config(), recorded_iterations()
     jobs = [ServingJob(config, groups) for _ in range(2)]
-    models = [tiny_model(tiny_config(), dtype) for _ in jobs]
+    models = [tiny_model(dtype=dtype) for _ in jobs]
     train(config, groups, tmp_path / "in place", model=models[0], job=jobs[0])
     monkeypatch.setattr(publisher, "is_served_in_place", lambda config: False)
     train(config, groups, tmp_path / "copied", model=models[1], job=jobs[1])

@@ -7,21 +7,16 @@ from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure
 from services.trainer import stats as stats_module
 from services.trainer.stats import IterationStats
-from tests.trainer_fixtures import job_config, make_group, train
+from tests.trainer_fixtures import job_config, rewarded_iteration, train
 from tests.unit.objectives.test_every_objective import KINDS, advantages
 
 REWARDS = {"0-0": [0.0, 1.0, 0.25], "0-1": [1.0, 1.0, 0.0], "0-2": [0.5, 0.5, 0.5], "0-3": [-2.0, 3.0, 1.0]}
 
 
-def groups_of(rewards):
-    return [make_group(group_id, 4, (2, 3, 4), rewards=group_rewards) for group_id, group_rewards in rewards.items()]
-
-
 def published(tmp_path, rewards=REWARDS, objective=None, **sections):
     schedule = {"mode": "sync", "num_iterations": 1}
     config = job_config(objective={"type": "grpo"} | (objective or {}), schedule=schedule, **sections)
-    _, job = train(config, groups_of(rewards), tmp_path, arrivals=4)
-    (shown,) = job.advantages
+    (shown,) = train(config, rewarded_iteration(0, rewards.values()), tmp_path, arrivals=4).job.advantages
     return shown
 
 
@@ -29,10 +24,11 @@ def by_hand(kind, rewards):
     return pytest.approx(advantages(kind, rewards, list(REWARDS.values())), abs=1.01e-4)
 
 
-SPLITS = ({}, {"max_tokens_per_micro_batch": 1}, {"num_updates_per_iteration": 2})
-
-
-@pytest.mark.parametrize("training", SPLITS, ids=["", "groups split over rows", "several updates"])
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"max_tokens_per_micro_batch": 1}, {"num_updates_per_iteration": 2}],
+    ids=["", "groups split over rows", "several updates"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantages_are_the_objectives_and_zero_where_untrained(kind, training, tmp_path):
     shown = published(tmp_path, objective={"type": kind}, training=training)
@@ -52,14 +48,9 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     kl = {"coef": 5.0, "placement": "reward"}
     schedule = {"mode": "sync", "num_iterations": 2}
     config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)
-    second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
-    later = [
-        make_group(group_id, 4, (2, 3, 4), version=1, rewards=group_rewards)
-        for group_id, group_rewards in second.items()
-    ]
-    _, job = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
-    shown = job.advantages[1]  # the policy has left the reference
-    flat = [advantage for group_id in second for advantage in shown[group_id]]
+    groups = [group for iteration in range(2) for group in rewarded_iteration(iteration, REWARDS.values())]
+    shown = train(config, groups, tmp_path, arrivals=4).job.advantages[1]  # the policy has left the reference
+    flat = [advantage for group_id in REWARDS for advantage in shown[group_id.replace("0-", "1-")]]
     used = torch.cat(penalised)[-len(flat) :]
     assert flat == pytest.approx(used.tolist(), abs=1e-4)
     assert shown["1-0"] != by_hand("grpo", REWARDS["0-0"])
@@ -73,7 +64,7 @@ def test_update_without_signal_publishes_zeros_and_pairs_nothing(tmp_path):
 
 
 def test_failed_group_is_left_out(tmp_path):
-    groups = groups_of(REWARDS)
+    groups = rewarded_iteration(0, REWARDS.values())
     del groups[1].responses[:]
     groups[1].failure.CopyFrom(GroupFailure(kind="reward_failed", message="it raised"))
     schedule = {"mode": "sync", "num_iterations": 1}

@@ -9,20 +9,18 @@ import torch
 from onbeat.contracts.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import do_rewards_differ
-from services.trainer.accumulate import GradientSum
 from services.trainer.batch import cost, group_rewards, pack
-from services.trainer.iteration import OpenIteration
 from services.trainer.model.model import response_logprobs
-from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
 from tests.trainer_fixtures import (
     RecordedJob,
     job_config,
     make_group,
+    open_update,
     pass_rows,
+    rewarded_iteration,
     set_rollout_logprobs,
-    tiny_config,
     tiny_model,
     train,
 )
@@ -142,10 +140,7 @@ def test_rewards_decide_as_the_loss_sees_them(kind):
 
 def mixed_iteration(iteration, uniform):
     """Four groups; those with an index in `uniform` have no signal."""
-    return [
-        make_group(f"{iteration}-{i}", 4, (2, 3, 4), iteration, rewards=[0.1] * 3 if i in uniform else MIXED[0])
-        for i in range(4)
-    ]
+    return rewarded_iteration(iteration, [[0.1] * 3 if i in uniform else MIXED[0] for i in range(4)])
 
 
 def strict(kind, num_iterations=1, **sections):
@@ -159,19 +154,19 @@ def test_no_pass_for_groups_without_signal_and_the_same_bits(kind, tmp_path, mon
     groups = mixed_iteration(0, {0, 2}) + mixed_iteration(1, {0, 1, 2, 3}) + mixed_iteration(2, {3})
     config = strict(kind, 3, training={"max_tokens_per_micro_batch": 1})
     passes = calls_of(BUILT_IN[kind], "loss")
-    _, job = train(config, groups, tmp_path / "found", arrivals=4)
+    trained = train(config, groups, tmp_path / "found", arrivals=4)
     passed = {group_id for _, batch, *_ in passes for group_id in batch.group_ids}
     assert passed >= {"0-1", "0-3", "2-0", "2-1", "2-2"}
     assert not passed & {"0-0", "0-2", "1-1", "1-2", "1-3", "2-3"}
-    metrics = job.commits[0][2]
+    metrics = trained.job.reports[0]
     assert metrics["train/skipped_groups"] == metrics["rollout/uniform_groups"] == 2
     assert (metrics["num_responses"], metrics["response_tokens"]) == (12, 36)
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
     monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)  # none is left out
-    _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
-    digests = [[digest for _, digest, _ in recorded.commits] for recorded in (job, job_of_all)]
-    assert digests[0] == digests[1]
-    assert len(set(digests[0])) == 3, "an iteration without signal still takes its step: momentum moves the weights"
+    of_all = train(config, groups, tmp_path / "expected", arrivals=4)
+    assert trained.job.version_digests == of_all.job.version_digests
+    num_versions = len(set(of_all.job.version_digests))
+    assert num_versions == 3, "an iteration without signal still takes its step: momentum moves the weights"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,13 +174,13 @@ def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, calls_of)
     """One row is enough, however many the groups would take."""
     passes = calls_of(BUILT_IN[kind], "loss")
     groups = mixed_iteration(0, {0, 1, 2, 3})
-    _, job = train(strict(kind, training={"max_tokens_per_micro_batch": 1}), groups, tmp_path, arrivals=2)
+    config = strict(kind, training={"max_tokens_per_micro_batch": 1})
+    (metrics,) = train(config, groups, tmp_path, arrivals=2).job.reports
     assert [batch.group_ids for _, batch, *_ in passes] == [["0-0"]]
-    metrics = job.commits[0][2]
     assert (metrics["train/skipped_groups"], metrics["train/grad_norm"]) == (4, 0.0)
     responses = groups[0].responses[: 2 if kind == "online_dpo" else 1]
     batch = pack([groups[0]], CPU)
-    exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
+    exact, _ = response_logprobs(tiny_model(dtype=torch.float32), batch, 1.0)
     num_tokens = sum(len(response.token_ids) for response in responses)
     gap = (exact - batch.rollout_logprobs)[:num_tokens].abs()
     assert metrics["train/trained_tokens"] == num_tokens
@@ -210,18 +205,17 @@ def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
         train(config, groups[16:], tmp_path, job=job, resume_from=4)
     assert [upto for _, upto, _ in job.checkpoints] == [6]
     is_done = job_config(schedule=schedule | {"num_iterations": 2})
-    assert len(train(is_done, groups[:4] + mixed_iteration(1, everything), tmp_path / "done")[1].commits) == 2
+    assert len(train(is_done, groups[:4] + mixed_iteration(1, everything), tmp_path / "done").job.reports) == 2
     goes_on = job_config(schedule={"num_iterations": 2})
     groups = mixed_iteration(0, everything) + mixed_iteration(1, everything)
-    assert len(train(goes_on, groups, tmp_path / "goes on")[1].commits) == 2
+    assert len(train(goes_on, groups, tmp_path / "goes on").job.reports) == 2
 
 
 def test_gradients_take_memory_from_the_first_pass_on():
     """They are there before any activation, but not yet while an iteration waits for its first group."""
-    config, model = strict("grpo"), tiny_model(tiny_config(), torch.float32)
-    policy = Policy.create(model, config)
-    parameters, there = list(model.parameters()), []
-    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, IterationStats(0))
+    gradient, policy, _ = open_update(strict("grpo"))
+    model, there = policy.model, []
+    parameters = list(model.parameters())
     assert all(parameter.grad is None for parameter in parameters)
     model.get_decoder().register_forward_pre_hook(lambda *args: there.extend(p.grad is not None for p in parameters))
     gradient.add(mixed_iteration(0, {0}))
@@ -238,13 +232,9 @@ def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
             assert not passes, "peers agree on the number of passes before the first"
             return max(value, 3)
 
-    config, groups = strict("grpo"), mixed_iteration(0, uniform)
-    model = tiny_model(tiny_config(), torch.float32)
-    policy = replace(Policy.create(model, config), world=Peers(), is_sharded=True)
-    opened = OpenIteration(config, 0, 0, behaviour_version=0)
-    gradient = GradientSum(opened, policy, IterationStats(0))
-    model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
-    gradient.add(groups)
+    gradient, policy, _ = open_update(strict("grpo"), world=Peers(), is_sharded=True)
+    policy.model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
+    gradient.add(mixed_iteration(0, uniform))
     assert len(passes) == 3
     trained = [part.group.group_id for row in gradient.rows for part in row]
     assert trained == [f"0-{i}" for i in range(4) if i not in uniform]

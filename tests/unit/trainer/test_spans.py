@@ -41,4 +41,4 @@ def test_loop_records_spans_in_order_and_a_checkpoint_one_later(tmp_path):
     moments = [moment for span in first + second for moment in (span.start, span.end)]
     assert moments == sorted(moments)
     trained_s = sum(span.end - span.start for span in first[:-1])
-    assert trained_s == pytest.approx(job.commits[0][2]["train_s"], abs=1e-3)  # announcing is not training
+    assert trained_s == pytest.approx(job.reports[0]["train_s"], abs=1e-3)  # announcing is not training

@@ -19,9 +19,7 @@ from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure, RolloutGroup
 from services.trainer import loop
 from services.trainer import stats as stats_module
-from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
-from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
@@ -31,9 +29,10 @@ from tests.trainer_fixtures import (
     RecordedJob,
     gap,
     job_config,
-    make_group,
     model_of,
+    open_update,
     recorded_iterations,
+    rewarded_iteration,
     set_rollout_logprobs,
     tiny_config,
     tiny_model,
@@ -49,20 +48,18 @@ def shuffled_within_iterations(groups, seed):
     return sorted(groups, key=lambda group: (group.iteration, rng.random()))
 
 
-NORMALIZATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
-OBJECTIVES = [
-    {"type": kind, **({} if kind == "online_dpo" else {"normalization": normalization})}
-    for kind, objective in BUILT_IN.items()
-    if "periodic" in objective.modes
-    for normalization in (["-"] if kind == "online_dpo" else NORMALIZATIONS)
-]
-
-
 @pytest.mark.parametrize(
     ("objective", "kl_coef"),
     [
         (objective, coef)
-        for objective in OBJECTIVES
+        for objective in [
+            {"type": kind, **({} if kind == "online_dpo" else {"normalization": normalization})}
+            for kind, objective in BUILT_IN.items()
+            if "periodic" in objective.modes
+            for normalization in (
+                ["-"] if kind == "online_dpo" else ["token_mean", "sequence_mean", "sequence_sum", "constant"]
+            )
+        ]
         for coef in (0.0, 0.1)
         if coef == 0.0 or objective["type"] != "online_dpo"
     ],
@@ -138,18 +135,19 @@ def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     assert gap(first, again).max() == 0.0
 
 
-BAND = {"type": "band", "low": 0.05, "high": 5.0}
-
-
 @pytest.mark.parametrize(
     ("objective", "divisor"),
-    [({}, "tokens"), ({"importance": BAND}, "kept tokens"), ({"normalization": "sequence_mean"}, "responses")],
+    [
+        ({}, "tokens"),
+        ({"importance": {"type": "band", "low": 0.05, "high": 5.0}}, "kept tokens"),
+        ({"normalization": "sequence_mean"}, "responses"),
+    ],
     ids=["tokens", "kept tokens", "responses"],
 )
 def test_sum_is_divided_once_by_what_the_objective_says(objective, divisor, tmp_path):
     """AdamW hides a factor of the gradient, its norm does not."""
     config, groups = job_config(objective=objective, schedule={"num_iterations": 1}), recorded_iterations(1)
-    model = tiny_model(tiny_config(), torch.float32)
+    model = tiny_model(dtype=torch.float32)
     batch = pack(groups, torch.device("cpu"))
     logprobs, _ = response_logprobs(model, batch, 1.0)
     loss = config.objective.loss(batch, Logprobs(logprobs, logprobs.detach(), None))
@@ -158,12 +156,12 @@ def test_sum_is_divided_once_by_what_the_objective_says(objective, divisor, tmp_
     num_kept = len(logprobs) - loss.num_rejected_tokens
     counts = {"tokens": len(logprobs), "kept tokens": num_kept, "responses": len(batch.response_lengths)}
     assert (num_kept < len(logprobs)) == (divisor == "kept tokens")
-    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    metrics = train(config, groups, tmp_path).job.reports[0]
     assert metrics["train/grad_norm"] == pytest.approx(norm / counts[divisor], rel=1e-4)
 
 
 def test_clip_keeps_the_direction_of_the_whole_gradient():
-    optimizer = Policy.create(tiny_model(tiny_config(), torch.float32), job_config()).optimizer
+    optimizer = Policy.create(tiny_model(dtype=torch.float32), job_config()).optimizer
     gradients = optimizer.gradients()
     for gradient in gradients.values():
         gradient.normal_()
@@ -175,9 +173,9 @@ def test_clip_keeps_the_direction_of_the_whole_gradient():
 
 
 def test_report_counts_worked_by_hand(tmp_path):
-    groups = [make_group(f"0-{i}", 4, (2, 3, 4), rewards=[0.0, 0.0, 1.0]) for i in range(4)]
+    groups = rewarded_iteration(0, [[0.0, 0.0, 1.0]] * 4)
     groups[0].responses[0].finish_reason = "length"
-    metrics = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)[1].commits[0][2]
+    metrics = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path).job.reports[0]
     assert metrics["reward_mean"] == pytest.approx(1 / 3)
     assert (metrics["num_responses"], metrics["prompt_tokens"], metrics["response_tokens"]) == (12, 48, 36)
     assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 12)
@@ -195,8 +193,8 @@ def test_parts_of_the_reward_keep_their_curves_after_a_resume(tmp_path):
     for group in groups:
         for index, response in enumerate(group.responses):
             response.reward_parts.update({"short": index} | {f"x{group.iteration}-{n}": 1.0 for n in range(20)})
-    first = train(half, groups[:4], tmp_path)[1].commits[0][2]
-    second = train(whole, groups[4:], tmp_path, resume_from=1)[1].commits[0][2]
+    first = train(half, groups[:4], tmp_path).job.reports[0]
+    second = train(whole, groups[4:], tmp_path, resume_from=1).job.reports[0]
     names = {name for name in first if name.startswith("reward/")}
     assert len(names) == 2 * MAX_PARTS
     assert {name for name in second if name.startswith("reward/")} == {"reward/short_mean", "reward/short_std"} < names
@@ -214,19 +212,19 @@ def test_wait_for_other_replicas_is_no_busy_time(tmp_path, monkeypatch):
             return super().sum_scalars(values)
 
     config = job_config(schedule={"num_iterations": 1})
-    _, job = train(config, recorded_iterations(1), tmp_path, world=WorldOfALateRank())
+    trained = train(config, recorded_iterations(1), tmp_path, world=WorldOfALateRank())
     assert waited_s > 0
-    assert job.commits[0][2]["train/step_s"] < 500
-    assert max(span.end - span.start for span in job.spans[0]) < 500
+    assert trained.job.reports[0]["train/step_s"] < 500
+    assert max(span.end - span.start for span in trained.job.spans[0]) < 500
 
 
 def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
     config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
     batch = pack(groups, torch.device("cpu"))
-    exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
+    exact, _ = response_logprobs(tiny_model(dtype=torch.float32), batch, 1.0)
     set_rollout_logprobs(groups, exact)
     groups[1].responses[0].rollout_logprobs[0] += 0.5
-    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    metrics = train(config, groups, tmp_path).job.reports[0]
     assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-4)
     assert metrics["mismatch_mean"] == pytest.approx(0.5 / len(exact), abs=1e-4)
 
@@ -238,7 +236,7 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
     schedule = {"num_iterations": 1}
     for num_updates in (1, 4):  # the last of four has only failed groups: it takes no step
         config = job_config(schedule=schedule, training={"num_updates_per_iteration": num_updates})
-        metrics = train(config, groups, tmp_path / str(num_updates))[1].commits[0][2]
+        metrics = train(config, groups, tmp_path / str(num_updates)).job.reports[0]
         assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
     with pytest.raises(JobFailed, match=r"0-3.*reward_failed.*boom"):
         train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
@@ -256,7 +254,7 @@ def test_a_token_of_another_version_is_refused(tmp_path):
 def test_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
     groups = recorded_iterations(1)
     groups[1].responses[0].reward = float("inf")
-    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(tiny_config(), torch.float32)
+    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(dtype=torch.float32)
     with pytest.raises(JobFailed, match="0-1"):
         train(config, groups, tmp_path, model=model)
     assert gap(model, model_of(config)).max() == 0.0
@@ -272,7 +270,7 @@ def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monke
         return loss
 
     monkeypatch.setattr(GrpoObjective, "loss", broken)
-    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(tiny_config(), torch.float32)
+    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(dtype=torch.float32)
     with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*own gradient is not finite: 0-2$"):
         train(config, recorded_iterations(1), tmp_path, model=model, arrivals=4)
     assert gap(model, model_of(config)).max() == 0.0
@@ -284,9 +282,7 @@ def test_groups_to_blame_are_those_of_all_replicas(peers, named):
         def all_gather_bytes(self, content):
             return [content, json.dumps(peers).encode()]
 
-    config, model = job_config(), tiny_model(tiny_config(), torch.float32)
-    opened = OpenIteration(config, 0, 0, behaviour_version=0)
-    gradient = GradientSum(opened, Policy.create(model, config, Pair(0, 2)), IterationStats(0))
+    gradient = open_update(job_config(), world=Pair(0, 2)).gradient
     gradient.add(recorded_iterations(1)[:1])
     assert gradient.groups_to_blame() == named
 
@@ -301,24 +297,23 @@ def test_resume_from_a_checkpoint_reaches_the_same_bits(sections, tmp_path):
     assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2), (2, 4)]
     half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2}, **sections)
     train(half, groups[:8], tmp_path / "half", arrivals=4)
-    resumed, job = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
-    assert [iteration for iteration, _, _ in job.commits] == [2, 3]
-    assert gap(expected, resumed).max() == 0.0
-
-
-class StoppingJob(RecordedJob):
-    """A job whose trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
-
-    stops_in = 0
-
-    def check(self):
-        if len(self.recorded.get(self.stops_in, [])) == 4:
-            raise Stopped
-        return super().check()
+    resumed = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
+    assert resumed.job.iterations == [2, 3]
+    assert gap(expected, resumed.model).max() == 0.0
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_stopped_trainer_leaves_what_it_has_committed(tmp_path, num_updates):
+    class StoppingJob(RecordedJob):
+        """A job whose trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
+
+        stops_in = 0
+
+        def check(self):
+            if len(self.recorded.get(self.stops_in, [])) == 4:
+                raise Stopped
+            return super().check()
+
     sections = {"schedule": PERIODIC, "training": {"num_updates_per_iteration": num_updates}}
     config, groups = job_config(**sections), recorded_iterations(3)
     expected, _ = train(config, groups, tmp_path / "whole")
@@ -345,7 +340,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(tmp_path):
 def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     """An update far below bf16 resolution must add up over iterations instead of vanishing."""
     config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
-    model = tiny_model(tiny_config(), torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     _, job = train(config, recorded_iterations(3), tmp_path, model=model)
     state = load_file(job.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -358,7 +353,7 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_published_weights_are_those_after_the_step(dtype, tmp_path):
     """They are encoded while later parameters are still being stepped."""
-    model, job = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(tiny_config(), dtype))
+    model, job = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(dtype=dtype))
     published = load_file(job.checkpoints[-1][2] + "/model.safetensors")
     assert all(torch.equal(published[name], parameter) for name, parameter in model.named_parameters())
 

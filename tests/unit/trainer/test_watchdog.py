@@ -27,11 +27,6 @@ for _ in range({num_steps}):
     watchdog.progress()
 {then}
 """
-STUCK = {
-    "with the lock of the interpreter": "ctypes.PyDLL(None).sleep(60)",
-    "without it": "ctypes.CDLL(None).sleep(60)",
-    "in a lock of Python": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
-}
 
 
 def run(num_steps: int, then: str, stuck: str = "pass") -> "subprocess.CompletedProcess[str]":
@@ -39,10 +34,17 @@ def run(num_steps: int, then: str, stuck: str = "pass") -> "subprocess.Completed
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("where", STUCK)
-def test_stuck_main_thread_ends_the_process_and_shows_where(where: str) -> None:
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        pytest.param("ctypes.PyDLL(None).sleep(60)", id="with the lock of the interpreter"),
+        pytest.param("ctypes.CDLL(None).sleep(60)", id="without it"),
+        pytest.param("lock = threading.Lock(); lock.acquire(); lock.acquire()", id="in a lock of Python"),
+    ],
+)
+def test_stuck_main_thread_ends_the_process_and_shows_where(stuck: str) -> None:
     started = time.monotonic()
-    ended = run(1, "stuck_step()", STUCK[where])
+    ended = run(1, "stuck_step()", stuck)
     assert time.monotonic() - started > LIMIT_S, "not before its limit"
     assert ended.returncode == 1
     assert "in stuck_step" in ended.stderr

@@ -144,25 +144,63 @@ def in_full(*sent, manifest=COLLIDING):
 # ---- from the trainer ------------------------------------------------------------------------------------------------
 
 
-async def test_bytes_of_the_trainer_are_checked_by_checksum_alone(pulled):
-    held, pull = await pulled(in_full(Sent(TRAINER, FORGED)))
-    assert held == FORGED
-    assert pull.stats.faults == []
+async def in_the_ledger(version):
+    return SNAPSHOT.manifest.digest.hex()
 
 
-@pytest.mark.parametrize("position", [0, SIZE_A - 1, SIZE_A, SIZE - 1])
-async def test_a_corrupt_byte_from_the_trainer_is_noticed_and_cured(pulled, position):
-    corrupt = inverted(position, position + 1)
-    network = in_full(Sent(TRAINER, corrupt), Sent(TRAINER, TRUE), manifest=SNAPSHOT.manifest)
-    held, pull = await pulled(network)
-    assert held == TRUE
-    (fault,) = pull.stats.faults
-    assert "of version 1 does not match its checksum" in fault
+BREAKS, WRONG_DIGEST = "it breaks", "a of version 1 does not match its digest"
 
 
-async def test_trainer_that_resumes_where_it_broke_is_still_trusted(pulled):
-    held, _ = await pulled(in_full(Sent(TRAINER, FORGED, end=100), Sent(TRAINER, FORGED)))
-    assert held == FORGED
+def corrupt(position):
+    sent = [Sent(TRAINER, inverted(position, position + 1)), Sent(TRAINER, TRUE)]
+    return sent, SNAPSHOT.manifest, None, TRUE, ["of version 1 does not match its checksum"]
+
+
+def mixed(*sent):
+    """Return a row whose forged bytes are not all the trainer's: only what agrees with the digest is taken."""
+    faults = [BREAKS if part.end < SIZE else WRONG_DIGEST for part in sent]
+    return [*sent, Sent(PEER, TRUE)], COLLIDING, None, TRUE, faults
+
+
+@pytest.mark.parametrize(
+    ("sent", "manifest", "find_digest", "held", "faults"),
+    [
+        pytest.param([Sent(TRAINER, FORGED)], COLLIDING, None, FORGED, [], id="checksum alone"),
+        pytest.param(
+            [Sent(TRAINER, FORGED, end=100), Sent(TRAINER, FORGED)], COLLIDING, None, FORGED, [BREAKS], id="resumed"
+        ),
+        pytest.param(*corrupt(0), id="corrupt first byte"),
+        pytest.param(*corrupt(SIZE_A - 1), id="corrupt end of a"),
+        pytest.param(*corrupt(SIZE_A), id="corrupt start of b"),
+        pytest.param(*corrupt(SIZE - 1), id="corrupt last byte"),
+        pytest.param(
+            [Sent(TRAINER, FORGED), Sent(TRAINER, TRUE)],
+            with_checksums(SNAPSHOT.manifest, [b"", b""]),
+            None,
+            TRUE,
+            [WRONG_DIGEST],
+            id="no checksums",
+        ),
+        # The manifest has the ledger's digest, and checksums of whoever sent it: they are no proof.
+        pytest.param(
+            [Sent(TRAINER, FORGED), Sent(PEER, TRUE)], COLLIDING, in_the_ledger, TRUE, [WRONG_DIGEST], id="ledger"
+        ),
+        pytest.param(*mixed(Sent(RELAY, FORGED)), id="relay"),
+        pytest.param(*mixed(Sent(RELAY, FORGED, end=1), Sent(TRAINER, FORGED)), id="relay's first byte"),
+        pytest.param(*mixed(Sent(TRAINER, FORGED, end=SIZE_A - 1), Sent(RELAY, FORGED)), id="relay's last byte"),
+        pytest.param(
+            *mixed(Sent(TRAINER, FORGED, end=1), Sent(RELAY, FORGED, end=2), Sent(TRAINER, FORGED)),
+            id="relay's byte between",
+        ),
+        pytest.param(*mixed(Sent(RELAY, FORGED, end=0), Sent(TRAINER, FORGED)), id="relay's plan"),
+        pytest.param(*mixed(Sent(RELAY, FORGED), Sent(TRAINER, FORGED)), id="all, and then all from the trainer"),
+    ],
+)
+async def test_checksums_count_for_bytes_of_the_trainer_alone(pulled, sent, manifest, find_digest, held, faults):
+    held_in_the_end, pull = await pulled(in_full(*sent, manifest=manifest), find_digest=find_digest)
+    assert held_in_the_end == held
+    assert len(pull.stats.faults) == len(faults)
+    assert all(fault in noted for fault, noted in zip(faults, pull.stats.faults, strict=True))
 
 
 async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
@@ -174,23 +212,12 @@ async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
     assert all("does not match its checksum" in fault for fault in pull.stats.faults)
 
 
-async def test_a_manifest_without_checksums_has_its_digests_checked(pulled):
-    bare = with_checksums(SNAPSHOT.manifest, [b"", b""])
-    held, pull = await pulled(in_full(Sent(TRAINER, FORGED), Sent(TRAINER, TRUE), manifest=bare))
-    assert held == TRUE
-    assert "a of version 1 does not match its digest" in pull.stats.faults[0]
-
-
 def test_digest_of_a_version_covers_weights_and_not_checksums():
     """Jobs record it, and a replay by another release is compared with it."""
     assert COLLIDING.digest == SNAPSHOT.manifest.digest
 
 
 # ---- with the ledger's digest ----------------------------------------------------------------------------------------
-
-
-async def in_the_ledger(version):
-    return SNAPSHOT.manifest.digest.hex()
 
 
 async def test_weights_of_another_digest_than_the_ledgers_are_refused(pulled):
@@ -211,31 +238,7 @@ async def test_version_is_not_believed_before_its_announcement(pulled):
     assert "has not announced policy version 1 in the ledger yet" in pull.stats.faults[0]
 
 
-async def test_checksums_that_fit_forged_bytes_are_no_proof(pulled):
-    """The manifest has the ledger's digest, and checksums of whoever sent it."""
-    held, pull = await pulled(in_full(Sent(TRAINER, FORGED), Sent(PEER, TRUE)), find_digest=in_the_ledger)
-    assert held == TRUE
-    assert "a of version 1 does not match its digest" in pull.stats.faults[0]
-
-
 # ---- from anybody else -----------------------------------------------------------------------------------------------
-
-MIXED = {
-    "a relay": [Sent(RELAY, FORGED)],
-    "the first byte": [Sent(RELAY, FORGED, end=1), Sent(TRAINER, FORGED)],
-    "the last byte": [Sent(TRAINER, FORGED, end=SIZE_A - 1), Sent(RELAY, FORGED)],
-    "the middle": [Sent(TRAINER, FORGED, end=1), Sent(RELAY, FORGED, end=2), Sent(TRAINER, FORGED)],
-    "the plan": [Sent(RELAY, FORGED, end=0), Sent(TRAINER, FORGED)],
-    "all, and then all from the trainer": [Sent(RELAY, FORGED), Sent(TRAINER, FORGED)],
-}
-
-
-@pytest.mark.parametrize("of_the_relay", MIXED)
-async def test_relay_bytes_with_only_the_checksum_right_are_refused(pulled, of_the_relay):
-    """Only what agrees with the digest is taken in the end, although its checksum is another."""
-    held, pull = await pulled(in_full(*MIXED[of_the_relay], Sent(PEER, TRUE)))
-    assert held == TRUE
-    assert "a of version 1 does not match its digest" in pull.stats.faults[-1]
 
 
 @pytest.mark.parametrize("forged", ["a", "b"])

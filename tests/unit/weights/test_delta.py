@@ -32,11 +32,6 @@ def changed(base: np.ndarray, share: float, kind: str, seed: int = 1) -> np.ndar
     return np.where(generator.random(len(base)) < share, base + steps if kind == "ulp" else random_bits, base)
 
 
-def at_offset(array: np.ndarray, offset: int) -> memoryview:
-    """Return the array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
-    return memoryview(bytearray(b"\0" * offset + array.tobytes()))[offset:]
-
-
 def apply_guarded(encoding: int, payload: bytes, base: np.ndarray) -> bytes:
     """Apply a delta to `base` and return the result; fail when a byte around the target was written."""
     memory = bytearray(GUARD + base.tobytes() + GUARD)
@@ -63,6 +58,10 @@ def sparse_payload(num_changed: int, gaps: bytes, planes: list[bytes]) -> bytes:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_apply_after_encode_gives_the_new_bits(item_bytes, num_items, share, kind, offset, seed):
+    def at_offset(array: np.ndarray, offset: int) -> memoryview:
+        """Return the array's bytes, `offset` bytes into a buffer: not aligned to the items where it is odd."""
+        return memoryview(bytearray(b"\0" * offset + array.tobytes()))[offset:]
+
     base = tensor(num_items, item_bytes, seed)
     new = changed(base, share, kind, seed + 1)
     encoding, payload = encode(at_offset(base, offset), at_offset(new, (3 * offset) % 8), item_bytes)

@@ -196,19 +196,18 @@ EVENTS = st.lists(
 )
 
 
-def chain(sources, worker_id, shard):
-    """Return the puller's source, the source's source, ... up to the trainer. Fails for a circle."""
-    worker_ids = []
-    while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
-        worker_id = slot.source
-        assert worker_id not in worker_ids, "a circle"
-        worker_ids.append(worker_id)
-    return worker_ids
-
-
 @settings(max_examples=150, deadline=None)
 @given(EVENTS, st.integers(1, 2), st.integers(1, 2))
 def test_no_puller_waits_for_itself_and_links_fill_evenly(events, egress, fanout):
+    def chain(sources, worker_id, shard):
+        """Return the puller's source, the source's source, ... up to the trainer. Fails for a circle."""
+        worker_ids = []
+        while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
+            worker_id = slot.source
+            assert worker_id not in worker_ids, "a circle"
+            worker_ids.append(worker_id)
+        return worker_ids
+
     sources = create_sources(egress, fanout, num_shards=2)
     addresses = {worker.address: worker.worker_id for worker in WORKERS}
     last = {}  # where each was sent

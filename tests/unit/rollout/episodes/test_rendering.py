@@ -48,6 +48,10 @@ MORE = {"role": "user", "content": "more"}
 
 
 async def test_history_that_goes_on_extends_the_sampled_tokens():
+    def first_path(group):
+        response = group.responses[0]
+        return [*group.prompt_token_ids, *response.token_ids[: response.turns[0].num_sampled]]
+
     group, seen = await seen_texts(end_with([QUESTION], [QUESTION, None, MORE]), " 4 ")
     sampled = " 4 <|im_end|>"
     assert seen[0] == (PLAIN_PROMPT, sampled)
@@ -57,18 +61,10 @@ async def test_history_that_goes_on_extends_the_sampled_tokens():
     assert second.messages_json == '[{"role": "user", "content": "more"}]'
 
 
-def first_path(group):
-    response = group.responses[0]
-    return [*group.prompt_token_ids, *response.token_ids[: response.turns[0].num_sampled]]
-
-
 async def test_answer_cut_by_its_length_gets_the_whole_end():
     _, seen = await seen_texts(end_with([QUESTION], [QUESTION, None, MORE], max_tokens=3), "12345")
     assert seen[0][1] == "123"
     assert seen[1][0].startswith(f"{PLAIN_PROMPT}123<|im_end|>\n<|im_start|>user\n")
-
-
-HIDES_REASONING = tokenizer_of().chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,11 @@ HIDES_REASONING = tokenizer_of().chat_template.replace("message['content']", "me
     [
         ("4", {"role": "assistant", "content": "5"}, None),
         ("<think>\nhm\n</think>\n\n5", None, QWEN_LIKE),
-        ("hm</think>5", None, HIDES_REASONING),
+        (
+            "hm</think>5",
+            None,
+            tokenizer_of().chat_template.replace("message['content']", "message['content'].split('</think>')[-1]"),
+        ),
     ],
     ids=["changed by the client", "template strips reasoning later", "template never shows reasoning"],
 )

@@ -161,14 +161,13 @@ async def test_tool_may_return_odd_text_but_no_more_than_a_body_holds():
     assert json.loads(group.responses[0].turns[0].messages_json)[-1]["content"] == "a file named ?.txt"
 
 
-TOOL_OF_NO_USE = b'{"type":"function","function":{"name":"f"}}'
 MANY = (MAX_OBJECTS // 2 + 1) * 2
 
 
 @pytest.mark.parametrize(
     "field",
     [
-        b'"tools": [%s]' % b",".join([TOOL_OF_NO_USE] * (MANY // 2)),
+        b'"tools": [%s]' % b",".join([b'{"type":"function","function":{"name":"f"}}'] * (MANY // 2)),
         b'"messages": [%s]' % b",".join([b'{ "role": "user", "content": "a"}'] * MANY),
         b'"messages": [{"role": "user", "content": [%s]}]' % b",".join([b'{"type": "text", "text": "a"}'] * MANY),
     ],

@@ -39,24 +39,23 @@ def behind(prefix, *groups):
     return list(groups)
 
 
-def assert_every_target_sees_its_path(batch, groups):
-    """Assert, in the order of positions, that the dense mask shows every target its path."""
-    mask, places = dense_mask(batch.layout), iter(batch.layout.logit_index.tolist())
-    targets = iter(batch.target_ids.tolist())
-    for group in groups:
-        for before, sampled in paths_of(group):
-            for index, token in enumerate(sampled):
-                assert next(targets) == token
-                seen = mask[place := next(places)].nonzero()[:, 0]
-                assert batch.layout.position_ids[seen].tolist() == list(range(len(seen)))
-                assert batch.token_ids[seen].tolist() == before + sampled[:index]
-                assert seen[-1] == place
-    assert next(places, None) is None
-
-
 @settings(max_examples=150, deadline=None)
 @given(EPISODES, EPISODES, st.integers(1, 5), st.sampled_from([0, MIN_PREFIX]))
 def test_every_sampled_token_sees_its_path_and_nothing_else(first, second, prompt_length, prefix_length):
+    def assert_every_target_sees_its_path(batch, groups):
+        """Assert, in the order of positions, that the dense mask shows every target its path."""
+        mask, places = dense_mask(batch.layout), iter(batch.layout.logit_index.tolist())
+        targets = iter(batch.target_ids.tolist())
+        for group in groups:
+            for before, sampled in paths_of(group):
+                for index, token in enumerate(sampled):
+                    assert next(targets) == token
+                    seen = mask[place := next(places)].nonzero()[:, 0]
+                    assert batch.layout.position_ids[seen].tolist() == list(range(len(seen)))
+                    assert batch.token_ids[seen].tolist() == before + sampled[:index]
+                    assert seen[-1] == place
+        assert next(places, None) is None
+
     groups = [make_episodes("0-0", prompt_length, first, is_unique=True), make_episodes("0-1", 3, second)]
     batch = pack(behind(range(500, 500 + prefix_length), *groups), CPU)
     assert batch.layout.prefix_length == prefix_length
@@ -164,17 +163,21 @@ def model_for(passes, architecture="qwen3"):
     return model
 
 
-ROWS = {"episodes": ([5, 2], MIXED), "responses": ([5, 2, 7], [3, 1, 4, 6])}  # lengths of prompts, shapes of responses
-
-
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("prompts", "shapes"),
+    [
+        pytest.param([5, 2], MIXED, id="episodes"),
+        pytest.param([5, 2, 7], [3, 1, 4, 6], id="responses"),
+    ],
+)
 @pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX + 1])
 @pytest.mark.parametrize(
     ("passes", "architecture"),
     [*((name, "qwen3") for name in PASSES if name != "packed"), *(("packed", name) for name in ARCHITECTURES)],
 )
-def test_packed_rows_equal_one_path_at_a_time(passes, architecture, prefix_length, rows, everything_in_float64):
-    prompts, shapes = ROWS[rows]
+def test_packed_rows_equal_one_path_at_a_time(
+    passes, architecture, prefix_length, prompts, shapes, everything_in_float64
+):
     groups = [make_episodes(f"0-{index}", length, shapes, seed=index) for index, length in enumerate(prompts)]
     batch = pack(behind([3] * prefix_length, *groups), CPU)
     assert batch.layout.prefix_length == prefix_length
@@ -198,25 +201,6 @@ def test_packed_rows_in_bfloat16_stay_within_its_noise(shapes):
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-# Adam's step is as long for a gradient that is only rounding as for a large one, unless eps exceeds the rounding.
-# Clipping, which would shrink the gradients below that eps, is off.
-ADAM = {"eps": 1e-3, "max_grad_norm": 1e9}
-
-
-def episodes_config(mode="periodic", **sections) -> JobConfig:
-    rollout = {"num_prompts_per_iteration": 3, "num_samples_per_prompt": 3}
-    return job_config(rollout=rollout, schedule={"mode": mode, "num_iterations": 2}, optimizer=ADAM, **sections)
-
-
-def iterations():
-    shapes, rng = list(SHAPES.values()), random.Random(0)
-    return [
-        make_episodes(f"{t}-{index}", rng.randrange(2, 7), [*rng.sample(shapes, 2), rng.randrange(1, 6)], version=t)
-        for t in range(2)
-        for index in range(3)
-    ]
-
-
 SECTIONS = {
     "lora": {"lora": {"rank": 4}},
     "gac": {"gac": {"mode": "control"}},
@@ -230,6 +214,22 @@ SECTIONS = {
 @pytest.mark.parametrize("sections", SECTIONS.values(), ids=SECTIONS)
 @pytest.mark.parametrize("budget", [4096, 25])
 def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path):
+    def iterations():
+        shapes, rng = list(SHAPES.values()), random.Random(0)
+        return [
+            make_episodes(f"{t}-{index}", rng.randrange(2, 7), [*rng.sample(shapes, 2), rng.randrange(1, 6)], version=t)
+            for t in range(2)
+            for index in range(3)
+        ]
+
+    # Adam's step is as long for a gradient that is only rounding as for a large one, unless eps exceeds the rounding.
+    # Clipping, which would shrink the gradients below that eps, is off.
+    adam = {"eps": 1e-3, "max_grad_norm": 1e9}
+
+    def episodes_config(mode="periodic", **sections) -> JobConfig:
+        rollout = {"num_prompts_per_iteration": 3, "num_samples_per_prompt": 3}
+        return job_config(rollout=rollout, schedule={"mode": mode, "num_iterations": 2}, optimizer=adam, **sections)
+
     plain, before = model_of(episodes_config(**sections)), model_of(episodes_config(**sections))
     use_attention(plain, "sdpa")
     expected, _ = train(episodes_config(**sections), iterations(), tmp_path / "paths", plain)
@@ -237,8 +237,8 @@ def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path
     random.Random(budget).shuffle(groups)
     config = episodes_config(training={"max_tokens_per_micro_batch": budget}, **sections)
     model, job = train(config, groups, tmp_path / "trees")
-    assert [commit[0] for commit in job.commits] == [0, 1]
-    is_split = job.commits[0][2]["train/passes"] > len(groups) // 2
+    assert job.iterations == [0, 1]
+    is_split = job.reports[0]["train/passes"] > len(groups) // 2
     assert is_split == (budget == 25 and not config.objective.needs_whole_group)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained) == ("lora" in sections)

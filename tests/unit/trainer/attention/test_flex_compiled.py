@@ -13,7 +13,6 @@ from tests.trainer_fixtures import make_group, moved_model
 
 pytestmark = pytest.mark.rare
 
-CPU = torch.device("cpu")
 MODELS = [(4, 2, 16), (6, 2, 16), (4, 4, 32), (3, 1, 16)]  # query heads, key/value heads, head size
 NUM_BLOCKS = (2, 3)  # the first length has a kernel of its own, the second gets one for all lengths
 
@@ -57,6 +56,7 @@ def test_attention_is_never_left_uncompiled_in_silence():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_nothing_is_compiled_after_the_warm_up(monkeypatch):
+    cpu = torch.device("cpu")
     versions = []
 
     def count(graph, inputs):
@@ -67,10 +67,10 @@ def test_nothing_is_compiled_after_the_warm_up(monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", compiled(flex_attention, count))
     monkeypatch.setitem(PLANNERS, "cpu", plan_flex)
     model = moved_model(0)
-    assert len(list(warm_up(model, CPU))) == 4
+    assert len(list(warm_up(model, cpu))) == 4
     num_warm = len(versions)
     for num_places in (30, 128, 129, 256, 300, 384, 640, 900):
-        batch = pack([make_group(prompt_length=20, response_lengths=[num_places - 19])], CPU)
+        batch = pack([make_group(prompt_length=20, response_lengths=[num_places - 19])], cpu)
         assert batch.layout.num_places == num_places
         for has_gradient in (True, False):
             with torch.set_grad_enabled(has_gradient):

@@ -31,14 +31,14 @@ def test_logprobs_and_gradients_have_the_same_bits(dtype, is_packed, has_adapter
 
 
 def test_a_frozen_copy_computes_the_same(batch):
-    model = tiny_model(tiny_config(), torch.float32)
+    model = tiny_model(dtype=torch.float32)
     enable_gradient_checkpointing(model)
     frozen = frozen_base(model)
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()  # tied: the copy must not read the original's layers or tables
         model.get_decoder().layers[0].mlp.up_proj.weight.zero_()
         computed = response_logprobs(frozen, batch, 1.0)[0]
-    assert torch.equal(computed, response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)[0])
+    assert torch.equal(computed, response_logprobs(tiny_model(dtype=torch.float32), batch, 1.0)[0])
 
 
 def test_a_model_without_such_layers_is_refused():

@@ -47,23 +47,6 @@ def run(model):
     return logits, {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def kept_bytes(model):
-    """Return the bytes that one forward pass keeps for the backward pass, besides parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model(TOKEN_IDS, use_cache=False).logits
-    del logits
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen3Config])
 def test_results_are_the_same_bits_and_gradients_nearly(config_class, dtype, tolerance):
@@ -78,7 +61,7 @@ def test_results_are_the_same_bits_and_gradients_nearly(config_class, dtype, tol
 
 
 def test_a_model_that_is_set_up_for_training_has_them():
-    assert lean_names(tiny_model(tiny_config())) == LEAN
+    assert lean_names(tiny_model()) == LEAN
 
 
 def test_a_model_keeps_its_weights_and_can_be_freed():
@@ -169,6 +152,22 @@ def test_gradients_that_are_there_need_no_copy_of_their_size(is_tied):
 
 
 def test_a_pass_keeps_a_quarter_less():
+    def kept_bytes(model):
+        """Return the bytes that one forward pass keeps for the backward pass, besides parameters."""
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = model(TOKEN_IDS, use_cache=False).logits
+        del logits
+        return sum(kept.values())
+
     config = tiny_config(hidden_size=64, intermediate_size=192)
     for dtype in (torch.float32, torch.bfloat16):
         original = build(config, dtype)

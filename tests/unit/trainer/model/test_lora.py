@@ -14,13 +14,12 @@ from tests.architectures import CPU, Row
 from tests.trainer_fixtures import gradients, tiny_config, tiny_model
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)
-ATTENTION_ONLY = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])
 
 
 def test_a_model_without_adapters_needs_no_peft(monkeypatch):
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     monkeypatch.setitem(sys.modules, "peft.tuners.lora", None)  # as where it is not installed
-    model = tiny_model(tiny_config(), torch.float32)
+    model = tiny_model(dtype=torch.float32)
     assert frozen_base(model) is not model
     published, parameters = (
         [(name, tensor.data_ptr()) for name, tensor in pairs]
@@ -42,7 +41,7 @@ def adapted(dtype, config=CONFIG, config_class=LlamaConfig):
 
 
 def test_new_adapters_change_nothing_and_are_all_that_trains(batch):
-    base, model = (tiny_model(tiny_config(), torch.bfloat16) for _ in range(2))
+    base, model = (tiny_model(dtype=torch.bfloat16) for _ in range(2))
     add_adapters(model, CONFIG, seed=0)
     assert torch.equal(response_logprobs(model, batch, 1.0)[0], response_logprobs(base, batch, 1.0)[0])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -52,7 +51,7 @@ def test_new_adapters_change_nothing_and_are_all_that_trains(batch):
 
 def test_adapters_depend_on_the_seed_only():
     def drawn(seed, global_seed):
-        model = tiny_model(tiny_config(), torch.float32)
+        model = tiny_model(dtype=torch.float32)
         torch.manual_seed(global_seed)
         add_adapters(model, CONFIG, seed)
         return torch.cat([p.flatten() for p in model.parameters() if p.requires_grad]), torch.rand(1)
@@ -79,7 +78,7 @@ def test_gradients_equal_those_of_pefts_own_forward(config_class, batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [CONFIG, ATTENTION_ONLY])
+@pytest.mark.parametrize("config", [CONFIG, LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])])
 def test_what_is_published_is_the_trained_policy_bit_for_bit(dtype, config, batch):
     model = adapted(dtype, config, Qwen2Config)
     published = frozen_base(model)
@@ -90,7 +89,7 @@ def test_what_is_published_is_the_trained_policy_bit_for_bit(dtype, config, batc
 
 @pytest.mark.parametrize("wrong", ["w_q", "lm_head", "embed_tokens"])
 def test_an_unknown_target_is_refused_by_name(wrong):
-    model = tiny_model(tiny_config(), torch.float32)
+    model = tiny_model(dtype=torch.float32)
     config = LoraConfig(target_modules=["q_proj", wrong])
     with pytest.raises(ValueError, match=rf"named {wrong}; .* down_proj, gate_proj, k_proj, o_proj, q_proj, "):
         add_adapters(model, config, seed=0)
@@ -103,7 +102,6 @@ SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hid
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 GLM4_MOE = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 GLM4_MOE |= {"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
-PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # PEFT takes their dense layers for parts of fused experts; routers of the last two are linear layers by class only.
 FUSED = """
 deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite dots1 ernie4_5_moe afmoe qwen3_next hunyuan_v1_moe exaone_moe solar_open
@@ -131,7 +129,12 @@ def adapted_names(model):
     "config",
     [
         pytest.param(AutoConfig.for_model("glm4_moe", **SMALL, **GLM4_MOE), id="small glm4_moe"),
-        pytest.param(AutoConfig.for_model("phimoe", **SMALL, **PHIMOE), id="small phimoe"),
+        pytest.param(
+            AutoConfig.for_model(
+                "phimoe", **SMALL, **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+            ),
+            id="small phimoe",
+        ),
         *[pytest.param(Row(name, name).config(), id=name) for name in FUSED],
     ],
 )

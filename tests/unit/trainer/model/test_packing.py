@@ -104,15 +104,29 @@ def test_a_model_that_transformers_cannot_run_is_refused_by_name():
         choose(config)
 
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 1e4}
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-
-
 @pytest.mark.parametrize(
     ("config_class", "options"),
     [
-        (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0}),
-        (LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+        (
+            Phi3Config,
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [9.0] * 4,
+                    "rope_theta": 1e4,
+                },
+                "original_max_position_embeddings": 64,
+                "pad_token_id": 0,
+            },
+        ),
+        (
+            LlamaConfig,
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+                "max_position_embeddings": 64,
+            },
+        ),
     ],
 )
 def test_rotary_tables_must_not_depend_on_the_length(config_class, options):

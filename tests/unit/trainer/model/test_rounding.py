@@ -25,17 +25,16 @@ def test_masters_fill_their_cells_evenly():
 
 @pytest.mark.parametrize("share_of_cell", [0.01, 0.1, 0.2])
 def test_a_small_step_moves_published_weights_on_average(share_of_cell):
+    def cell_width(weights):
+        exponent = torch.frexp(weights.float()).exponent
+        return torch.ldexp(torch.ones_like(weights, dtype=torch.float32), exponent - 8)
+
     step = share_of_cell * cell_width(WEIGHTS)
     published = (spread_masters("w", WEIGHTS) + step).bfloat16().float()
     moved = (published - WEIGHTS.float()).sum() / step.sum()
     assert moved == pytest.approx(1.0, rel=0.1)
     unmoved = (WEIGHTS.float() + step).bfloat16()
     assert torch.equal(unmoved, WEIGHTS), "without spreading, nothing of such a step is published"
-
-
-def cell_width(weights):
-    exponent = torch.frexp(weights.float()).exponent
-    return torch.ldexp(torch.ones_like(weights, dtype=torch.float32), exponent - 8)
 
 
 def test_each_parameter_has_places_of_its_own_and_keeps_them():

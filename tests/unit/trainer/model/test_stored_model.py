@@ -73,27 +73,31 @@ def quantize(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-CHANGES = {
-    "the base model's names": lambda folder: rewrite(folder, without_prefix),
-    "a head beside the tied one": lambda folder: rewrite(
-        folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(61, 32)})
-    ),
-    "a missing tensor": lambda folder: rewrite(folder, lambda tensors: tensors.pop("model.norm.weight")),
-    "another shape": lambda folder: rewrite(
-        folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)})
-    ),
-    "no safetensors": convert,
-    "quantized": quantize,
-    "a torn file": lambda folder: (folder / "model.safetensors").write_bytes(b"torn"),
-    "no config": lambda folder: (folder / "config.json").unlink(),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_other_than_own_tensors_are_left_to_transformers(name, tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda folder: rewrite(folder, without_prefix), id="the base model's names"),
+        pytest.param(
+            lambda folder: rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(61, 32)})),
+            id="a head beside the tied one",
+        ),
+        pytest.param(
+            lambda folder: rewrite(folder, lambda tensors: tensors.pop("model.norm.weight")), id="a missing tensor"
+        ),
+        pytest.param(
+            lambda folder: rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)})),
+            id="another shape",
+        ),
+        pytest.param(convert, id="no safetensors"),
+        pytest.param(quantize, id="quantized"),
+        pytest.param(lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), id="a torn file"),
+        pytest.param(lambda folder: (folder / "config.json").unlink(), id="no config"),
+    ],
+)
+def test_other_than_own_tensors_are_left_to_transformers(change, tmp_path):
     source = str(write(tmp_path, tiny_config()))
     assert open_model(source, torch.bfloat16, CPU, Passes()) is not None
-    CHANGES[name](tmp_path)
+    change(tmp_path)
     assert open_model(source, torch.bfloat16, CPU, Passes()) is None
 
 

@@ -40,16 +40,13 @@ def rename(old: str, new: str) -> Callable[[Tensors], object]:
     return lambda tensors: [tensors.update({name.replace(old, new, 1): tensors.pop(name)}) for name in list(tensors)]
 
 
-UNTIED = {"tie_word_embeddings": False}
-
-
 @pytest.mark.parametrize(
     ("config", "change", "sentence"),
     [
         (tiny_config(), drop("layers.1.mlp"), "lacks 3 tensors (model.layers.1.mlp.down_proj.weight, "),
         (tiny_config(), drop("embed_tokens"), "lacks 2 tensors (lm_head.weight, model.embed_tokens.weight)"),
         (tiny_config(Qwen2Config), drop("0.self_attn.q_proj.bias"), "(model.layers.0.self_attn.q_proj.bias)"),
-        (tiny_config(**UNTIED), drop("lm_head"), "lacks 1 tensor (lm_head.weight)"),
+        (tiny_config(**{"tie_word_embeddings": False}), drop("lm_head"), "lacks 1 tensor (lm_head.weight)"),
         (tiny_config(), rename("model.", "_orig_mod.model."), "20 tensors (_orig_mod.model.embed_tokens.weight, "),
         (tiny_config(), rename("q_proj", "query"), "2 tensors (model.layers.0.self_attn.query.weight, "),
         (tiny_config(), rename("layers.1", "layers.2"), "lacks 9 tensors (model.layers.1.input_layernorm.weight, "),
@@ -117,7 +114,7 @@ def test_adapter_beside_the_weights_is_refused(tmp_path):
 def test_tensors_that_the_class_expects_are_counted(tmp_path):
     later = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "mtp.fc.weight": torch.ones(2, 2)}
     folder = model_folder(tmp_path, change=lambda tensors: tensors.update(later))
-    model = tiny_model(tiny_config(), torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     model._keys_to_ignore_on_load_unexpected = {r"^mtp.*"}  # as Qwen3-Next's class has it
     assert left_out(str(folder), model) == ["mtp.fc.weight"]
     model._keys_to_ignore_on_load_unexpected.add(r"model\.layers\.1\.")  # as DeepSeek-V3's class names a layer
