@@ -65,8 +65,7 @@ def test_solution_in_a_later_row_is_refused_with_the_pattern(tmp_path):
     assert look(tmp_path, ["so\n#### 7", "so\n#### 8"], MATH, answer_pattern="#### (.+)").complaints == []
 
 
-def test_row_beyond_those_that_are_checked_at_opening_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.broker.datasets.files.NUM_CHECKED_ROWS", 2)
+def test_wrong_row_is_counted_beside_the_right_ones(tmp_path):
     result = look(tmp_path, ["1", "2", "3", {"prompt": "", "answer": "4"}])
     assert result.complaints == [("data.prompt_field", "data.jsonl, line 4 has an empty prompt")]
     assert (result.counts[0].num_accepted, result.counts[0].num_refused) == (3, 1)
