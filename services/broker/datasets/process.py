@@ -64,7 +64,7 @@ class DatasetProcess:
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
 
     async def survey(self, sections: Sequence[Section]) -> Survey:
-        """Look at all rows of data sets, the one for training first. Raises DatasetError for a limit of time or memory."""
+        """Look at all rows of data sets, training first. Raises DatasetError when a time or memory limit is hit."""
         answer = await self._ask({"sections": [section.model_dump(mode="json") for section in sections]})
         counts = [RowCounts.model_validate(count) for count in answer["counts"]]
         return Survey(counts, [(field, message) for field, message in answer["complaints"]], answer["notes"])

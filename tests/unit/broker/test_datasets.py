@@ -167,7 +167,7 @@ def test_rows_of_a_group_are_read_in_any_order(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=4)
     dataset = open_file(tmp_path, type="parquet", path="rows.parquet")
     expected = [dataset.to_item(row) for row in range(dataset.num_rows)]
-    rows = [*range(dataset.num_rows)][::-1] + [0, dataset.num_rows - 1, 3, 3, 4]
+    rows = [*reversed(range(dataset.num_rows)), 0, dataset.num_rows - 1, 3, 3, 4]
     assert [dataset.to_item(row) for row in rows] == [expected[row] for row in rows]
 
 
