@@ -58,9 +58,9 @@ class Remarks:
 class JobRefused(OnbeatError):
     """The job cannot run as it is; nothing was created."""
 
-    def __init__(self, complaints: list[Complaint]) -> None:
+    def __init__(self, complaints: list[Complaint], rows: Sequence[RowCounts] = ()) -> None:
         super().__init__("; ".join(f"{field}: {message}" for field, message in complaints))
-        self.complaints = complaints
+        self.complaints, self.rows = complaints, list(rows)
 
 
 class Admission:

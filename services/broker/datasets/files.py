@@ -23,7 +23,7 @@ from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
-from services.broker.datasets.messages import check_columns, to_messages
+from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
 BUFFER_BYTES = 1 << 20  # of each column of a Parquet file that is being read
@@ -145,7 +145,10 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
     if is_number(answer):
         context[IS_NUMBER] = True
-    return PromptItem(messages=messages, text="" if messages else prompt, context=context, row=index)
+    text = "" if messages else prompt
+    return PromptItem(
+        messages=messages, text=text, context=context, row=index, changes=list(changes_of_messages(prompt))
+    )
 
 
 def find_answer(row: Row, data: RowData) -> Any:
