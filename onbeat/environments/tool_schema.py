@@ -111,7 +111,9 @@ def describe_method(tool: str, method: Callable[..., Any]) -> ToolMethod:
         if parameter.annotation is parameter.empty:
             raise ValueError(f"the tool {tool} needs a type hint for its parameter {name}")
         default = ... if parameter.default is parameter.empty else parameter.default
-        about_it = {"description": described[name]} if name in described else {}  # else that of an annotation stays
+        about_it: dict[str, Any] = (
+            {"description": described[name]} if name in described else {}
+        )  # else that of an annotation stays
         field = Field(default, alias=name, **about_it)
         fields[f"argument_{len(fields)}"] = (hint_of(tool, method, parameter), field)  # pydantic keeps some names
     if not about.strip():
