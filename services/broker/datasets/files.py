@@ -26,7 +26,7 @@ from services.broker.datasets.lengths import choose_rows, count_prompts
 from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
-BUFFER_BYTES = 1 << 20  # of each column of a Parquet file that is being read
+BUFFER_BYTES = 1 << 20  # size of a read from a column of a Parquet file
 MAX_BATCH_ROWS, BATCH_BYTES = 1_000, 32 << 20  # size of a batch of a Parquet file, as its row group estimates it
 
 Row = dict[str, Any]
