@@ -8,7 +8,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,11 @@ def redis_server(request: pytest.FixtureRequest) -> RedisServer:
     return max(servers, key=lambda server: server.release.version)
 
 
-def start_redis(port: int, folder: str, server: RedisServer = EMBEDDED) -> subprocess.Popen[bytes]:
-    """Start a Redis server and return when it answers."""
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+def start_redis(
+    port: int, folder: str, server: RedisServer = EMBEDDED, more: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a Redis server, with `more` options, and return when it answers."""
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder, *more]
     process = subprocess.Popen([server.path, *options], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 10
     with sync_redis.Redis(port=port) as client:
@@ -140,11 +142,11 @@ def start_redis(port: int, folder: str, server: RedisServer = EMBEDDED) -> subpr
 
 
 @contextlib.contextmanager
-def own_redis(folder: Path, server: RedisServer = EMBEDDED) -> Iterator[str]:
+def own_redis(folder: Path, server: RedisServer = EMBEDDED, more: Sequence[str] = ()) -> Iterator[str]:
     """Yield the URL of a server that has no jobs of other tests."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    process = start_redis(port, str(folder), server)
+    process = start_redis(port, str(folder), server, more)
     try:
         yield f"redis://127.0.0.1:{port}"
     finally:

@@ -98,7 +98,7 @@ def validate(broker: Broker, job: Job, overrides: Overrides = None, as_json: AsJ
         address, validation = broker.ask(ask_broker)
     except ApiError as error:
         if as_json:
-            print_json({"is_accepted": False, "detail": error.detail, "errors": error.errors})
+            print_json({"is_accepted": False, "detail": error.detail, "errors": error.errors, "rows": error.rows})
             raise typer.Exit(1) from error
         raise
     except BrokerUnreachable as error:

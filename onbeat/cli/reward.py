@@ -112,10 +112,10 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
         {"sections": [{"field": "data", "spec": spec, "rewards": rewards}], "timeout_s": DEADLINE_S},
     ]
     answer, survey = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], requests)
+    for field, message in survey["complaints"]:  # the same sentence as that of a broker
+        raise ValueError(f"{field}: {message}")
     if "error" in answer:
         raise ValueError(f"{answer['error']['field']}: {answer['error']['message']}")
-    for field, message in survey["complaints"]:
-        raise ValueError(f"{field}: {message}")
     for note in survey["notes"]:
         say(f"note: {note}")
     return [item for index, item in enumerate(answer["items"]) if item["row"] in (None, index)]  # a short file repeats

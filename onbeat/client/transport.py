@@ -199,12 +199,13 @@ def parse_answer(response: httpx.Response) -> Any:
         said = str(of_chat.get("message", "")) if isinstance(of_chat, dict) else ""
         text = said or response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
-    detail, errors = body.get("detail"), body.get("errors")
+    detail, errors, rows = body.get("detail"), body.get("errors"), body.get("rows")
     raise ApiError(
         response.status_code,
         str(body["title"] or response.reason_phrase),
         detail if isinstance(detail, str) else "",
         errors if isinstance(errors, list) else None,
+        rows if isinstance(rows, list) else None,
     )
 
 

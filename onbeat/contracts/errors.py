@@ -1,5 +1,7 @@
 """The errors that a caller can handle. HTTP and gRPC map them once, at their own edge."""
 
+from typing import Any
+
 
 class OnbeatError(Exception):
     """The base of all errors that Onbeat raises on purpose."""
@@ -75,10 +77,18 @@ class VersionNotHeld(WeightsError):
 
 
 class ApiError(OnbeatError):
-    """The broker answered with a problem document (RFC 9457)."""
+    """The broker answered with a problem document (RFC 9457). `rows`: counts of a refused job's data, as RowCounts."""
 
-    def __init__(self, status: int, title: str, detail: str, errors: list[dict[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        title: str,
+        detail: str,
+        errors: list[dict[str, str]] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+    ) -> None:
         lines = [f"{title} ({status}): {detail}" if detail else f"{title} ({status})"]
         lines += [f"  {e.get('field', '?')}: {e.get('message', '')}" for e in errors or []]
         super().__init__("\n".join(lines))
-        self.status, self.title, self.detail, self.errors = status, title, detail, errors or []
+        self.status, self.title, self.detail = status, title, detail
+        self.errors, self.rows = errors or [], rows or []

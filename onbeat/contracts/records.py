@@ -142,6 +142,8 @@ class RowCounts(Record):
     num_changed: int  # accepted rows that were changed
     num_refused: int  # rows that refuse the job, or are left out
     num_not_looked_at: int = 0  # there was no time
+    num_repeated: int = 0  # rows whose prompt an earlier row has
+    num_in_training: int = 0  # rows of held-out data whose prompt is in the training data
     reasons: dict[str, int] = {}  # numbers of changes and refusals
 
 

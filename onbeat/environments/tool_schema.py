@@ -111,7 +111,10 @@ def describe_method(tool: str, method: Callable[..., Any]) -> ToolMethod:
         if parameter.annotation is parameter.empty:
             raise ValueError(f"the tool {tool} needs a type hint for its parameter {name}")
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, alias=name, description=described.get(name))
+        about_it: dict[str, Any] = (
+            {"description": described[name]} if name in described else {}
+        )  # else that of an annotation stays
+        field = Field(default, alias=name, **about_it)
         fields[f"argument_{len(fields)}"] = (hint_of(tool, method, parameter), field)  # pydantic keeps some names
     if not about.strip():
         raise ValueError(f"the tool {tool} needs a docstring: it is the description that the policy reads")
@@ -123,11 +126,12 @@ def describe_method(tool: str, method: Callable[..., Any]) -> ToolMethod:
 
 
 def hint_of(tool: str, method: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter. Raises ValueError for one that JSON schema cannot describe."""
+    """Return the type of a parameter, with its constraints. Raises ValueError for one that JSON schema cannot
+    describe."""
     annotated = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     names = getattr(inspect.unwrap(method), "__globals__", {})
     try:
-        hint = get_type_hints(annotated, globalns=names)[parameter.name]
+        hint = get_type_hints(annotated, globalns=names, include_extras=True)[parameter.name]
         TypeAdapter(hint).json_schema()
     except UNDESCRIBED as error:
         reason = str(error).partition(". ")[0].rstrip(".")

@@ -1,9 +1,14 @@
-"""The connection to Redis that every service uses."""
+"""The connection to Redis that every service uses.
+
+A lost connection and a server that is failing over are the same to callers: the command is tried again, at the same
+address, until the retries are used up. Each write of Onbeat is one command or one script, and a server that refuses
+it as a replica has written nothing of it, so that the new primary may be given it as if it were the first.
+"""
 
 import asyncio
 import builtins
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,14 +17,16 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
+    ClusterDownError,
     ConnectionError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -30,10 +37,63 @@ from onbeat.process.network import OptionalFile, check_certificate, read_file, t
 MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
 PASSWORD_FILE = "ONBEAT_REDIS_PASSWORD_FILE"
 OLDEST = (6, 2)  # has XAUTOCLAIM, and NOMKSTREAM and MINID of XADD
+# Errors of a server that is a replica now, also in a script's error (Redis 6.2 puts them behind its own words).
+FAILS_OVER = re.compile(r"(^|[-'])(READONLY|MASTERDOWN|NOREPLICAS) |instance state changed \(master -> replica")
 
 
-class RedisTooOld(RedisError):
-    """Redis lacks commands that Onbeat sends."""
+class RedisUnfit(RedisError):
+    """Redis cannot serve Onbeat, and never will: it is too old, or a cluster."""
+
+
+class NotPrimary(ConnectionError):
+    """The server takes no writes: another one is, or will be, the primary at this address."""
+
+
+class Pool(ConnectionPool):
+    """A pool whose connections can be left all at once, those that are in use at the end of their command."""
+
+    def leave_server(self) -> None:
+        """Connect anew before the next commands: the address may lead to another server by now."""
+        for connection in (*self._available_connections, *self._in_use_connections):
+            connection.mark_for_reconnect()
+
+    async def ensure_connection(self, connection: AbstractConnection) -> None:
+        if connection.should_reconnect():
+            await connection.disconnect()
+        await super().ensure_connection(connection)
+
+
+class SharedRetry(Retry):
+    """The retries of all connections of a pool, which also leaves a server that has become a replica.
+
+    redis-py would stay with it, and return its errors to callers.
+    """
+
+    pool: Pool
+
+    def __deepcopy__(self, memo: object) -> "SharedRetry":
+        return self  # redis-py copies it for each connection; it keeps nothing between two calls
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
+        async def do_at_primary() -> Any:
+            try:
+                answer = await do()
+                for part in answer if isinstance(answer, list) else ():  # a pipeline may return its errors
+                    if isinstance(part, ResponseError) and is_failing_over(part):
+                        raise part
+            except ResponseError as error:
+                if not is_failing_over(error):
+                    raise
+                self.pool.leave_server()
+                raise NotPrimary(str(error)) from error
+            return answer
+
+        return await super().call_with_retry(do_at_primary, *args, **options)
+
+
+def is_failing_over(error: ResponseError) -> bool:
+    """Return whether the server has just become a replica, or refuses to serve until it knows its primary."""
+    return isinstance(error, ReadOnlyError | ClusterDownError) or bool(FAILS_OVER.search(str(error)))
 
 
 class RedisSettings(BaseModel):
@@ -79,8 +139,9 @@ class RedisSettings(BaseModel):
             check_tls_files(options, ca_file, cert_file, key_file)
             options |= {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
         num_retries = max(1, int(self.redis_retry_s if retry_s is None else retry_s))
+        retry = SharedRetry(ExponentialBackoff(cap=1.0, base=0.05), num_retries)
         defaults: dict[str, Any] = {
-            "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), num_retries),
+            "retry": retry,
             "retry_on_error": [ConnectionError, TimeoutError],
             "protocol": 2,
             "driver_info": None,  # otherwise it sends CLIENT SETINFO, which a user with minimal rights may not use
@@ -90,7 +151,8 @@ class RedisSettings(BaseModel):
             "max_connections": MAX_CONNECTIONS,
         }
         options = defaults | options
-        redis = LimitedRedis(connection_pool=ConnectionPool(**options))
+        retry.pool = Pool(**options)
+        redis = LimitedRedis(connection_pool=retry.pool)
         redis.auto_close_connection_pool = True  # as from_pool does
         redis.limit_s = num_retries + float(options["socket_timeout"])
         return redis
@@ -130,11 +192,11 @@ class LimitedRedis(Redis):
     is_known: bool = False  # the server's version is known
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Execute a command; before the first one, raise RedisTooOld for a server that lacks commands of Onbeat."""
+        """Execute a command; before the first one, raise RedisUnfit for a server that cannot serve Onbeat."""
         async with limited(self.limit_s):
             if not self.is_known:
                 with suppress(ResponseError):  # a user without the right to ask: its commands show what is missing
-                    check_version(await super().execute_command("INFO", "server"))  # type: ignore[no-untyped-call]
+                    check_server(await super().execute_command("INFO", "server"))  # type: ignore[no-untyped-call]
                 self.is_known = True
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
@@ -144,12 +206,14 @@ class LimitedRedis(Redis):
         return pipeline
 
 
-def check_version(info: Mapping[str, Any]) -> None:
-    """Raise RedisTooOld by the answer to INFO, in which Valkey reports the version of Redis that it began as."""
+def check_server(info: Mapping[str, Any]) -> None:
+    """Raise RedisUnfit by the answer to INFO, in which Valkey reports the version of Redis that it began as."""
     version = str(info.get("redis_version", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
-        raise RedisTooOld(f"it is Redis {version}; Onbeat needs 6.2 or newer, or Valkey")
+        raise RedisUnfit(f"it is Redis {version}; Onbeat needs 6.2 or newer, or Valkey")
+    if info.get("redis_mode") == "cluster":
+        raise RedisUnfit("it is a cluster, and Onbeat needs one primary; set `cluster-enabled no`, or use another")
 
 
 class PasswordFile(CredentialProvider):
@@ -215,8 +279,11 @@ def describe_loss(redis: Redis, error: Exception) -> str:
     where = public_address(redis)
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} does not let this process in; {explain_refusal(error)}"
-    if isinstance(error, RedisTooOld):
-        return f"Redis at {where} is too old: {error}"
+    if isinstance(error, RedisUnfit):
+        return f"Redis at {where} cannot be used: {error}"
+    if isinstance(error, NotPrimary):
+        remedy = "give ONBEAT_REDIS_URL the address of the primary, or one that follows it"
+        return f"Redis at {where} takes no writes, as a replica does ({error}); {remedy}"
     if isinstance(error, ResponseError):
         is_full = isinstance(error, OutOfMemoryError) or "MISCONF" in str(error)
         return f"Redis at {where} refuses a command: {error}" + "; its memory or its disk is full" * is_full

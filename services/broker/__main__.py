@@ -19,7 +19,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.process.logging import configure
 from onbeat.process.settings import read_settings, warn_of_misspelt
-from onbeat.streams.connection import RedisTooOld, describe_loss, public_address
+from onbeat.streams.connection import RedisUnfit, describe_loss, public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
 from services.broker.connection import connection_class
@@ -64,7 +64,7 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
             try:
                 await probe.ping()
                 return True
-            except (AuthenticationError, RedisTooOld) as error:
+            except (AuthenticationError, RedisUnfit) as error:
                 logger.critical("%s", describe_loss(redis, error))
                 return False
             except RedisError as error:

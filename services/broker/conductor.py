@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 
-from redis.exceptions import ClusterDownError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from onbeat.contracts.errors import IllegalTransition, JobNotFound
 from onbeat.contracts.states import JobState
@@ -32,9 +32,8 @@ CALM_S = 2 * MAX_BACKOFF_S  # Redis is well again after this long without a fail
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether Redis is there and refuses a command: it is full, or the data of one job is damaged. A replica
-    that refuses all writes does not count: another connection may lead to the primary."""
-    return isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError | ClusterDownError)
+    """Return whether Redis is there and refuses a command: it is full, or the data of one job is damaged."""
+    return isinstance(error, ResponseError)  # a replica's refusal arrives as a lost connection
 
 
 class Conductor:

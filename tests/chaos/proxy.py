@@ -9,12 +9,15 @@ CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Passes connections on from `host:port` (port 0: any) to 127.0.0.1:`target_port`, in a thread of its own."""
+    """Passes connections on from `host:port` (port 0: any) to 127.0.0.1:`target_port`, in a thread of its own.
+
+    A change of `target_port` is for new connections; those that there are stay with their target.
+    """
 
     def __init__(self, target_port: int, host: str = "127.0.0.1", port: int = 0) -> None:
         self.is_refusing = False  # new connections are closed at once
         self.delay_s = 0.0  # delay of each piece of data
-        self._target_port = target_port
+        self.target_port = target_port
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -27,7 +30,7 @@ class Proxy:
         self._run(self._drop())
 
     def close(self) -> None:
-        self._server.close()
+        self._loop.call_soon_threadsafe(self._server.close)
         self.drop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
@@ -44,7 +47,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             writer.transport.abort()
             return

@@ -41,19 +41,18 @@ class BatchedScript:
     async def _run(self, batch: Sequence[Call]) -> list[Any]:
         """Return a result or an error for each call."""
         try:
-            outcomes = await self._try(batch)
+            outcomes = await self._try(batch, "EVALSHA", self._script.sha)
             unknown = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoScriptError)]
-            if unknown:  # Redis has just been started
-                await self._redis.script_load(self._script.script)
-                again = await self._try([batch[index] for index in unknown])
+            if unknown:  # Redis has just been started, or another server is the primary now
+                again = await self._try([batch[index] for index in unknown], "EVAL", self._script.script)
                 for index, outcome in zip(unknown, again, strict=True):
                     outcomes[index] = outcome
             return outcomes
         except Exception as error:  # noqa: BLE001  whatever it is: it is the callers', who would wait for ever
             return [error] * len(batch)
 
-    async def _try(self, batch: Sequence[Call]) -> list[Any]:
+    async def _try(self, batch: Sequence[Call], command: str, script: str) -> list[Any]:
         pipeline = self._redis.pipeline(transaction=False)
         for keys, args, _ in batch:
-            pipeline.evalsha(self._script.sha, len(keys), *keys, *args)
+            pipeline.execute_command(command, script, len(keys), *keys, *args)
         return list(await pipeline.execute(raise_on_error=False))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
+from redis.exceptions import NoScriptError
+
 from onbeat.contracts.errors import LeaseLost
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
@@ -34,7 +36,11 @@ class LedgerPart:
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         script = self.redis.register_script(load_script(name))
-        return await script(keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
+        keys = [job.job, job.events, *more_keys, job.audit]
+        try:
+            return await self.redis.evalsha(script.sha, len(keys), *keys, *args)
+        except NoScriptError:  # SCRIPT LOAD and the next command may reach two servers, when Redis fails over
+            return await self.redis.eval(script.script, len(keys), *keys, *args)
 
     async def _run_as_owner(self, name: str, job: JobKeys, more_keys: Sequence[str], epoch: str, *args: Any) -> Any:
         """Run a script that answers nil to a trainer which no longer owns the job. Raise LeaseLost then."""

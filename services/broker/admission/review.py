@@ -21,7 +21,7 @@ from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.rewards import review_on_data
 from services.broker.admission.tokenizer import review_tokenizer
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.tasks import read_set
 
@@ -59,9 +59,9 @@ class Remarks:
 class JobRefused(OnbeatError):
     """The job cannot run as it is; nothing was created."""
 
-    def __init__(self, complaints: list[Complaint]) -> None:
+    def __init__(self, complaints: list[Complaint], rows: Sequence[RowCounts] = ()) -> None:
         super().__init__("; ".join(f"{field}: {message}" for field, message in complaints))
-        self.complaints = complaints
+        self.complaints, self.rows = complaints, list(rows)
 
 
 class Admission:
@@ -105,28 +105,25 @@ class Admission:
     async def _review_data(
         self, config: JobConfig, uses: Sequence[RewardUse]
     ) -> tuple[list[Complaint], PromptItem | None, Remarks]:
-        """Open all data. Return the first thing that is wrong with each, the first prompt, and remarks."""
-        complaints, first, remarks = [], None, Remarks()
+        """Look at all data. Return the first thing that is wrong with each, the first prompt, and remarks."""
+        remarks, survey = Remarks(), Survey()
         try:
-            (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
-            remarks.notes += [note] if note else []
+            if sections := [section for section in sections_of(config, uses) if isinstance(section.spec.data, RowData)]:
+                survey = await self._process.survey(sections)
         except DatasetError as error:
-            complaints.append((error.field, error.message))
-        for held_out in config.held_out:
+            survey.complaints.append((error.field, error.message))
+        remarks.rows, remarks.notes, complaints = survey.counts, survey.notes, survey.complaints
+        for held_out in [] if complaints else config.held_out:
             try:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 complaints.append((error.field, error.message))
-        sections = [section for section in sections_of(config, uses) if isinstance(section.spec.data, RowData)]
-        if complaints or not sections:
-            return complaints, first, remarks
         try:
-            survey = await self._process.survey(sections)
+            (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
         except DatasetError as error:
-            return [(error.field, error.message)], first, remarks
-        remarks.rows = survey.counts
-        remarks.notes += survey.notes
-        return survey.complaints, first, remarks
+            return complaints or [(error.field, error.message)], None, remarks
+        remarks.notes += [note] if note else []
+        return complaints, first, remarks
 
     async def _review_pattern(self, use: RewardUse) -> tuple[list[Complaint], int]:
         """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
 from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
+from onbeat.contracts.records import RowCounts
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.quota import QuotaExceeded
@@ -48,13 +49,15 @@ REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
 
 
 class Problem(BaseModel):
-    """A problem document (RFC 9457). `errors` lists the wrong fields, each with what to do about it."""
+    """A problem document (RFC 9457). `errors` lists the wrong fields, each with what to do about it. `rows` counts the
+    rows of a refused job's data, as far as they were looked at."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str = ""
     errors: list[FieldError] = []
+    rows: list[RowCounts] | None = None
 
 
 class ProblemResponse(JSONResponse):
@@ -71,8 +74,9 @@ def problem(
     detail: str = "",
     errors: list[FieldError] | None = None,
     headers: Mapping[str, str] | None = None,
+    rows: list[RowCounts] | None = None,
 ) -> ProblemResponse:
-    body = Problem(title=title, status=status, detail=detail, errors=errors or [])
+    body = Problem(title=title, status=status, detail=detail, errors=errors or [], rows=rows)
     return ProblemResponse(body.model_dump(exclude_none=True), status, headers=headers)
 
 
@@ -163,7 +167,7 @@ def methods_of(request: Request) -> set[str]:
 async def on_refused(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, JobRefused)
     detail = "Nothing was created. Correct the fields and send it again."
-    return problem(422, "Job refused", detail, field_errors(request, error.complaints))
+    return problem(422, "Job refused", detail, field_errors(request, error.complaints), rows=error.rows or None)
 
 
 async def on_refusal(_: Request, error: Exception) -> ProblemResponse:

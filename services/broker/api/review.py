@@ -24,7 +24,7 @@ async def review(broker: Context, config: JobConfig) -> Remarks:
     """Return remarks about the job's data. Raises JobRefused with everything that is wrong."""
     complaints, remarks = await examine(broker, config)
     if complaints:
-        raise JobRefused(complaints)
+        raise JobRefused(complaints, remarks.rows)
     return remarks
 
 

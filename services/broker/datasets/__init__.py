@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
 from onbeat.contracts.data_folder import SECRET_NAMES
@@ -42,6 +42,7 @@ class PromptItem(BaseModel):
     text: str = ""
     context: dict[str, Any]
     row: int | None = None  # the same each time the data repeat this prompt; None: they never do
+    changes: list[str] = Field([], exclude=True)  # changes of the row's messages, for those who count rows
 
 
 class DatasetSpec(BaseModel):

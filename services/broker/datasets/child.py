@@ -88,12 +88,18 @@ def answer_survey(request: SurveyRequest, data_dir: Path, open_datasets: dict[st
     from services.broker.datasets.survey import survey
 
     deadline = time.monotonic() + SHARE_OF_TIME * request.timeout_s
-    try:
-        opened = [(section, find_dataset(section.spec, data_dir, open_datasets)) for section in request.sections]
-    except DatasetError as error:
-        return {"error": {"field": error.field, "message": error.message}}
-    sections = [(section, dataset) for section, dataset in opened if isinstance(dataset, FileDataset)]
-    return survey(sections, deadline).to_json()
+    sections, complaints = [], []
+    for section in request.sections:
+        try:
+            dataset = find_dataset(section.spec, data_dir, open_datasets)
+        except DatasetError as error:
+            complaints.append((section.field.removesuffix("data") + error.field, error.message))
+            continue
+        if isinstance(dataset, FileDataset):
+            sections.append((section, dataset))
+    result = survey(sections, deadline)
+    result.complaints = complaints + result.complaints
+    return result.to_json()
 
 
 def check_pattern(pattern: str) -> dict[str, Any]:

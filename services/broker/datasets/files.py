@@ -11,7 +11,9 @@ import os
 import random
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,17 @@ from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
-from services.broker.datasets.messages import check_columns, to_messages
+from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
-NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
+BUFFER_BYTES = 1 << 20  # size of a read from a column of a Parquet file
+MAX_BATCH_ROWS, BATCH_BYTES = 1_000, 32 << 20  # size of a batch of a Parquet file, as its row group estimates it
 
 Row = dict[str, Any]
 
 
 class FileDataset(PromptDataset):
-    """A dataset of rows. The file is found or fetched, and its first rows are checked. Raises DatasetError."""
+    """A dataset of rows. The file is found or fetched, and each row is checked when it is read. Raises DatasetError."""
 
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
@@ -46,8 +49,6 @@ class FileDataset(PromptDataset):
             if spec.is_held_out and num_rows < spec.num_items:
                 message = f"{data.path} has {num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
-            for row in range(min(num_rows, NUM_CHECKED_ROWS)):
-                self.to_item(row)
             self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
                 self._drop_long(spec.model_path, data_dir)
@@ -144,7 +145,10 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
     if is_number(answer):
         context[IS_NUMBER] = True
-    return PromptItem(messages=messages, text="" if messages else prompt, context=context, row=index)
+    text = "" if messages else prompt
+    return PromptItem(
+        messages=messages, text=text, context=context, row=index, changes=list(changes_of_messages(prompt))
+    )
 
 
 def find_answer(row: Row, data: RowData) -> Any:
@@ -242,29 +246,37 @@ class JsonlReader:
 
 
 class ParquetReader:
-    """A reader that holds a few row groups at a time."""
+    """A reader that holds a batch of rows at a time, however large a row group is.
+
+    Rows that are read in the order of the file cost one pass through it; a step back begins the row group again.
+    """
 
     def __init__(self, path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
 
         try:
-            self._file = pyarrow.parquet.ParquetFile(path)
+            self._file = pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES)
         except pyarrow.ArrowException as error:
             raise DatasetError("data.path", f"not a Parquet file: {error}") from error
+        groups = [self._file.metadata.row_group(group) for group in range(self._file.metadata.num_row_groups)]
         self.num_rows = self._file.metadata.num_rows
-        self._group_starts = [0]
-        for group in range(self._file.metadata.num_row_groups):
-            self._group_starts.append(self._group_starts[-1] + self._file.metadata.row_group(group).num_rows)
-        self._group = functools.lru_cache(maxsize=4)(self._file.read_row_group)
+        self._group_starts = [0, *accumulate(group.num_rows for group in groups)]
+        self._batch_rows = [max(1, BATCH_BYTES * group.num_rows // (group.total_byte_size + 1)) for group in groups]
+        self._group, self._batch_start, self._batch = -1, 0, pyarrow.table({})
 
     def place(self, index: int) -> str:
         return f"row {index}"
 
     def row(self, index: int) -> Row:
-        import bisect
-
-        group = bisect.bisect_right(self._group_starts, index) - 1
-        offset = index - self._group_starts[group]
-        rows: list[Row] = self._group(group).slice(offset, 1).to_pylist()
+        group = bisect_right(self._group_starts, index) - 1
+        if group != self._group or index < self._batch_start:
+            size = min(MAX_BATCH_ROWS, self._batch_rows[group])
+            self._batches = self._file.iter_batches(size, row_groups=[group], use_threads=False)
+            self._group, self._batch_start = group, self._group_starts[group]
+            self._batch = next(self._batches)
+        while index >= self._batch_start + self._batch.num_rows:
+            self._batch_start += self._batch.num_rows
+            self._batch = next(self._batches)
+        rows: list[Row] = self._batch.slice(index - self._batch_start, 1).to_pylist()
         return rows[0]

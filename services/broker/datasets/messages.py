@@ -55,6 +55,15 @@ def read_messages(prompt: list[Any]) -> Iterator[ChatMessage]:
             raise DatasetError(FIELD, f"has a message {number} {error}") from error
 
 
+def changes_of_messages(prompt: Any) -> Iterator[str]:
+    """Yield how the messages of a prompt that can be read differ from what stands in its row."""
+    messages = prompt if isinstance(prompt, list) else []
+    if any(isinstance(message["content"], list) for message in messages):
+        yield "parts of text are joined to one content"
+    if any(message["role"] == "developer" for message in messages):
+        yield "the role developer is written as system"
+
+
 def read_message(message: Any) -> ChatMessage:
     """Convert one message. Raises ValueError, in words behind `message 3`."""
     if not isinstance(message, dict):

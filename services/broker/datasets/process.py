@@ -64,10 +64,8 @@ class DatasetProcess:
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
 
     async def survey(self, sections: Sequence[Section]) -> Survey:
-        """Look at all rows of data sets, the one for training first. Raises DatasetError as `read`."""
+        """Look at all rows of data sets, training first. Raises DatasetError when a time or memory limit is hit."""
         answer = await self._ask({"sections": [section.model_dump(mode="json") for section in sections]})
-        if "error" in answer:
-            raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         counts = [RowCounts.model_validate(count) for count in answer["counts"]]
         return Survey(counts, [(field, message) for field, message in answer["complaints"]], answer["notes"])
 
@@ -131,7 +129,8 @@ class DatasetProcess:
             remedy = "if it was for want of memory, choose something smaller"
             return f"cannot be read: {name_of_signal(-error.exit_code)} ended the process that reads it; {remedy}"
         if "MemoryError" in error.last_words:
-            return f"needs more than {self._memory_mb} MB; choose something smaller"
+            remedy = "write fewer or smaller columns, and shorter rows, or raise ONBEAT_DATASET_MEMORY_MB of the broker"
+            return f"needs more than {self._memory_mb} MB; {remedy}"
         return f"cannot be read: {error.last_words or error}; correct the options or the file"
 
 

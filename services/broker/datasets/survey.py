@@ -51,8 +51,9 @@ def survey(sections: list[tuple[Section, FileDataset]], deadline: float) -> Surv
         numbers = dataset.rows[: section.spec.num_items] if section.spec.is_held_out else dataset.rows
         num_looked = look_at(rows, numbers, deadline)
         report(rows, num_looked, len(numbers), result)
-        if section.spec.is_held_out and training is not None:
-            result.notes += overlap_notes(rows, training)
+        if section.spec.is_held_out and training is not None and (shared := rows_in_both(rows, training)):
+            result.counts[-1].num_in_training = len(shared)
+            result.notes.append(overlap_note(rows, training, *shared[0], len(shared)))
         training = training if section.spec.is_held_out else rows
     return result
 
@@ -111,6 +112,7 @@ def refusals(context: dict[str, Any], compared: dict[str, RewardConfig]) -> Iter
 
 def changes_of(item: PromptItem, data: RowData) -> Iterator[str]:
     """Yield what was made of a row that is not what stands in it."""
+    yield from item.changes
     if item.context.get(IS_NUMBER):
         yield "the answer is a JSON number, which exact and regex compare as a number"
     if data.answer_pattern is not None:
@@ -172,6 +174,7 @@ def count_rows(rows: Rows, num_looked: int, num_rows: int) -> RowCounts:
         num_changed=rows.num_changed,
         num_refused=num_refused + num_long,
         num_not_looked_at=num_rows - num_looked,
+        num_repeated=rows.num_repeats,
         reasons=dict(reasons),
     )
 
@@ -180,14 +183,15 @@ def compares_as_text(reward: RewardConfig) -> bool:
     return reward.name in ("exact", "regex") and compares(reward) and not reward.options.get("as_number")
 
 
-def overlap_notes(held_out: Rows, training: Rows) -> list[str]:
-    """Return a note about the held-out prompts that are trained on as well."""
-    shared = [(row, training.first_rows[key]) for key, row in held_out.first_rows.items() if key in training.first_rows]
-    if not shared:
-        return []
-    row, other = shared[0]
-    sentence = (
-        f"{len(shared)} of the {len(held_out.first_rows)} held-out prompts of {held_out.section.field} are in the "
+def rows_in_both(held_out: Rows, training: Rows) -> list[tuple[int, int]]:
+    """Return the held-out rows whose prompts are trained on as well, with the rows for training."""
+    first_rows = training.first_rows
+    return [(row, first_rows[key]) for key, row in held_out.first_rows.items() if key in first_rows]
+
+
+def overlap_note(held_out: Rows, training: Rows, row: int, other: int, num_shared: int) -> str:
+    place, training_place = held_out.dataset.place(row), training.dataset.place(other)
+    return (
+        f"{num_shared} of the {len(held_out.first_rows)} held-out prompts of {held_out.section.field} are in the "
+        f"training data, too; the first is {place}, as in {training_place}: scores on them do not show what was learnt"
     )
-    sentence += f"training data, too; the first is {held_out.dataset.place(row)}, as in {training.dataset.place(other)}"
-    return [f"{sentence}: scores on them do not show what was learnt"]

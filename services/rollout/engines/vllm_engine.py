@@ -33,6 +33,7 @@ from services.rollout.engines.imports import large_import
 from services.rollout.engines.registry import find_device
 from services.rollout.engines.vllm_core import fork_engine_cores
 from services.rollout.engines.vllm_platform import (
+    check_architectures,
     check_vllm,
     engine_arguments,
     engine_environment,
@@ -135,6 +136,7 @@ class VllmEngine:
         assert self._building is None, "an engine that did not start has to be stopped first"
         self._shapes = read_checkpoint_shapes(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
+        check_architectures(model_config)
         self._is_tied = bool(model_config.get("tie_word_embeddings", False))
         if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
             sizes = (self._engine_args["dtype"], self._engine_args["max_model_len"], self._num_cached_seqs)

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import Any
 
 from onbeat.machine.accelerators import ROLLOUTS_MEMORY
@@ -21,6 +22,10 @@ ASCEND_PLUGIN = "ascend"  # the entry point of vllm-ascend
 CPU_BLOCK_TOKENS = 32
 
 CPU_KERNELS = "onbeat_cpu"  # the provider that `vllm_kernels` registers
+
+# Text models that share a module with a relative that reads pictures, in vLLM 0.32.
+WITH_TORCHVISION = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "HCXVisionV2ForCausalLM", "MuseGlimmerForCausalLM"}
+WITH_TORCHVISION |= {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
 
 # The first release that stamps each token with the version of the weights that it was sampled from.
 MIN_VERSION = (0, 32)
@@ -47,6 +52,17 @@ def check_vllm(device: str) -> None:
         raise ValueError(
             f"vLLM {installed} does not say which weights a token was sampled from; install {MIN_VERSION[0]}."
             f"{MIN_VERSION[1]} or newer, or use ONBEAT_ENGINE=transformers"
+        )
+
+
+def check_architectures(model_config: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the remedy, for a text model whose module of vLLM cannot be imported here."""
+    needing = sorted(WITH_TORCHVISION & set(model_config.get("architectures") or []))
+    if needing and find_spec("torchvision") is None:
+        raise ValueError(
+            f"vLLM imports torchvision for {needing[0]}, also for text, and it is not installed here; install the "
+            "torchvision made for this PyTorch (`pip install --no-deps torchvision`, for a CPU from "
+            "https://download.pytorch.org/whl/cpu), or use ONBEAT_ENGINE=transformers"
         )
 
 

@@ -65,8 +65,7 @@ def test_solution_in_a_later_row_is_refused_with_the_pattern(tmp_path):
     assert look(tmp_path, ["so\n#### 7", "so\n#### 8"], MATH, answer_pattern="#### (.+)").complaints == []
 
 
-def test_row_beyond_those_that_are_checked_at_opening_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.broker.datasets.files.NUM_CHECKED_ROWS", 2)
+def test_wrong_row_is_counted_beside_the_right_ones(tmp_path):
     result = look(tmp_path, ["1", "2", "3", {"prompt": "", "answer": "4"}])
     assert result.complaints == [("data.prompt_field", "data.jsonl, line 4 has an empty prompt")]
     assert (result.counts[0].num_accepted, result.counts[0].num_refused) == (3, 1)
@@ -153,3 +152,32 @@ def test_data_process_answers_with_the_survey(tmp_path):
     answer = answer_survey(SurveyRequest(sections=[section], timeout_s=60), tmp_path, {})
     assert [field for field, _ in answer["complaints"]] == ["data.answer_field"]
     assert answer["counts"][0]["num_refused"] == 1
+
+
+# ---- counts ------------------------------------------------------------------------------------------------------
+
+
+def test_repeated_and_overlapping_rows_are_in_the_counts(tmp_path):
+    shared = {"prompt": "shared?", "answer": "1"}
+    training = open_rows(tmp_path, ["1", shared, "3", shared, shared], EXACT)
+    held_out = open_rows(tmp_path, [{"prompt": "own?", "answer": "1"}, shared], EXACT, name="held_out")
+    counts = survey([training, held_out], time.monotonic() + 60).counts
+    assert [(count.num_repeated, count.num_in_training) for count in counts] == [(2, 0), (0, 1)]
+
+
+def test_changed_messages_are_counted(tmp_path):
+    parts = [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}]
+    prompts = [[{"role": "developer", "content": "Add."}, {"role": "user", "content": parts}]]
+    prompts += [[{"role": "user", "content": parts}], [{"role": "user", "content": "2 + 3?"}]]
+    (counts,) = look(tmp_path, [{"prompt": prompt, "answer": "4"} for prompt in prompts]).counts
+    assert (counts.num_accepted, counts.num_changed) == (3, 2)
+    joined, renamed = "parts of text are joined to one content", "the role developer is written as system"
+    assert counts.reasons == {joined: 2, renamed: 1}
+
+
+def test_data_that_cannot_be_opened_do_not_hide_the_others(tmp_path):
+    section, _ = open_rows(tmp_path, ["1", True], EXACT)
+    held_out, _ = open_rows(tmp_path, ["1"], EXACT, name="held_out")
+    (tmp_path / "held_out.jsonl").unlink()
+    answer = answer_survey(SurveyRequest(sections=[section, held_out], timeout_s=60), tmp_path, {})
+    assert [field for field, _ in answer["complaints"]] == ["evaluation.data.path", "data.answer_field"]

@@ -6,12 +6,14 @@ import math
 import re
 import typing
 from collections import UserDict
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from onbeat.environments import Task
 from onbeat.environments.load import build_environment
+from onbeat.environments.tool_schema import describe_method
 from tests.scripted_session import ScriptedSession, calls, says
 
 TASK = Task([{"role": "user", "content": "?"}], "?", "5")
@@ -232,3 +234,51 @@ async def test_tools_answer_is_json_also_with_nan():
     }
     assert "é" in said
     assert tools["mean"]["parameters"]["properties"]["limit"]["default"] == "Infinity"
+
+
+# ---- constraints of annotations ----------------------------------------------------------------------------------
+
+
+class Shop:
+    def buy(
+        self,
+        number: Annotated[int, Field(ge=1, le=9)],
+        words: "Annotated[list[Annotated[str, Field(max_length=3)]], Field(max_length=2)]",
+        code: Annotated[str, Field(pattern="^[a-z]+$", description="letters")] = "a",
+        rate: Annotated[float, "not a constraint"] = 0.5,
+        maybe: Annotated[int, Field(gt=0)] | None = None,
+    ) -> str:
+        """Buy things.
+
+        Args:
+            number: how many
+        """
+        return f"{number} {words} {code} {rate} {maybe}"
+
+
+def test_constraints_of_annotations_are_announced():
+    properties = describe_method("buy", Shop().buy).parameters["properties"]
+    assert properties["number"] == {"type": "integer", "minimum": 1, "maximum": 9, "description": "how many"}
+    words = {"type": "array", "maxItems": 2, "items": {"type": "string", "maxLength": 3}}
+    assert properties["words"] == words
+    code = {"type": "string", "pattern": "^[a-z]+$", "description": "letters", "default": "a"}
+    assert properties["code"] == code
+    assert properties["rate"] == {"type": "number", "default": 0.5}
+    assert {"type": "integer", "exclusiveMinimum": 0} in properties["maybe"]["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "1 ['a'] a 0.5 None"),
+        ({"number": 9, "code": "bc", "maybe": 1}, "9 ['a'] bc 0.5 1"),
+        ({"number": 0}, "Error: wrong arguments for buy: number: Input should be greater than or equal to 1"),
+        ({"words": ["a", "b", "c"]}, "Error: wrong arguments for buy: words: List should have at most 2 items"),
+        ({"words": ["long"]}, "Error: wrong arguments for buy: words.0: String should have at most 3 characters"),
+        ({"code": "7"}, "Error: wrong arguments for buy: code: String should match pattern '^[a-z]+$'"),
+        ({"maybe": 0}, "Error: wrong arguments for buy: maybe: Input should be greater than 0"),
+    ],
+)
+async def test_constraints_of_annotations_hold_for_calls(arguments, said):
+    tool = describe_method("buy", Shop().buy).on(Shop())
+    assert (await tool.call({"number": 1, "words": ["a"]} | arguments)).startswith(said)

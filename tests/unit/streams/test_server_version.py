@@ -1,4 +1,4 @@
-"""Services end with one sentence at a Redis that lacks commands they send."""
+"""Services end with one sentence at a Redis that lacks commands they send, or is a cluster."""
 
 import asyncio
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.streams.connection import RedisTooOld, connect, describe_loss
+from onbeat.streams.connection import RedisUnfit, connect, describe_loss
+from tests.conftest import own_redis
 
 
 @asynccontextmanager
@@ -42,12 +43,12 @@ async def test_server_without_our_commands_is_refused_at_once(version: str) -> N
     async with serving(f"# Server\r\nredis_version:{version}\r\nredis_mode:standalone\r\n") as url:
         redis = connect(url)
         started = time.monotonic()
-        with pytest.raises(RedisTooOld) as caught:
+        with pytest.raises(RedisUnfit) as caught:
             await redis.ping()
         assert time.monotonic() - started < 5.0  # it is not retried as a lost connection is
         where = url.removeprefix("redis://") + "/0"
-        sentence = f"it is Redis {version}; Onbeat needs 6.2 or newer, or Valkey"
-        assert describe_loss(redis, caught.value) == f"Redis at {where} is too old: {sentence}"
+        sentence = f"cannot be used: it is Redis {version}; Onbeat needs 6.2 or newer, or Valkey"
+        assert describe_loss(redis, caught.value) == f"Redis at {where} {sentence}"
         await redis.aclose()
 
 
@@ -67,14 +68,34 @@ async def test_server_that_may_be_new_enough_is_used(info: str) -> None:
 
 
 @pytest.mark.parametrize("service", ["broker", "rollout", "trainer"])
-async def test_service_ends_in_one_sentence_at_an_old_server(service: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ("redis_version:5.0.14\r\n", "cannot be used: it is Redis 5.0.14; Onbeat needs 6.2 or newer, or Valkey"),
+        (
+            "redis_version:7.0.15\r\nredis_mode:cluster\r\n",
+            "cannot be used: it is a cluster, and Onbeat needs one",
+        ),
+    ],
+)
+async def test_service_ends_in_one_sentence(service: str, info: str, words: str, tmp_path: Path) -> None:
     deadline_s = 60.0
     command = [sys.executable, "-P", "-m", f"services.{service}"]
     environment = {"ONBEAT_LOG_FORMAT": "text", "ONBEAT_ENGINE": "transformers", "ONBEAT_DATA_DIR": str(tmp_path)}
-    async with serving("# Server\r\nredis_version:5.0.14\r\n") as url:
+    async with serving(f"# Server\r\n{info}") as url:
         run = partial(subprocess.run, command, env={**os.environ, **environment, "ONBEAT_REDIS_URL": url})
         ended = await asyncio.to_thread(run, capture_output=True, text=True, timeout=deadline_s)
     written = ended.stdout + ended.stderr
     assert ended.returncode == 1
-    assert written.count("is too old: it is Redis 5.0.14; Onbeat needs 6.2 or newer, or Valkey") == 1
+    assert written.count(words) == 1
     assert "Traceback" not in written
+
+
+async def test_real_cluster_is_refused_at_once(tmp_path: Path) -> None:
+    with own_redis(tmp_path, more=("--cluster-enabled", "yes")) as url:
+        redis = connect(url)
+        with pytest.raises(RedisUnfit, match="it is a cluster") as caught:
+            await redis.ping()
+        where = url.removeprefix("redis://") + "/0"
+        assert describe_loss(redis, caught.value).startswith(f"Redis at {where} cannot be used: it is a cluster, and")
+        await redis.aclose()

@@ -398,6 +398,9 @@ def test_validate_counts_rows_as_json(onbeat: Command, job_file: str) -> None:
     (error,) = refused["errors"]
     assert error["field"] == "data.answer_field"
     assert "line 2 has the answer [1], which is a list" in error["message"]
+    (counts,) = refused["rows"]
+    assert (counts["num_accepted"], counts["num_refused"]) == (1, 1)
+    assert counts["reasons"]["refused: data.answer_field"] == 1
 
 
 @pytest.mark.usefixtures("broker")

@@ -13,7 +13,14 @@ from onbeat.machine.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout.engines import registry, vllm_engine, vllm_platform
 from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_platform import GIB, check_vllm, engine_arguments, engine_environment, kv_cache_bytes
+from services.rollout.engines.vllm_platform import (
+    GIB,
+    check_architectures,
+    check_vllm,
+    engine_arguments,
+    engine_environment,
+    kv_cache_bytes,
+)
 from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
@@ -201,3 +208,24 @@ def test_cache_holds_all_sequences_and_at_most_its_limit():
     assert kv_cache_bytes(1000, model, "bfloat16", max_model_len=33, num_seqs=3) == 1000
     assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=None, num_seqs=3) == GIB
     assert kv_cache_bytes(GIB, {"n_layer": 2}, "bfloat16", max_model_len=33, num_seqs=3) == GIB
+
+
+# ---- models whose module of vLLM needs torchvision ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_model_that_needs_torchvision_is_refused_without_it(monkeypatch, architecture):
+    monkeypatch.setattr("services.rollout.engines.vllm_platform.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"vLLM imports torchvision for {architecture}.*install the torchvision"):
+        check_architectures({"architectures": [architecture]})
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": None}, {"architectures": ["Qwen3ForCausalLM"]}])
+def test_other_models_need_no_torchvision(monkeypatch, config):
+    monkeypatch.setattr("services.rollout.engines.vllm_platform.find_spec", lambda name: None)
+    check_architectures(config)
+
+
+def test_model_that_needs_torchvision_is_taken_with_it(monkeypatch):
+    monkeypatch.setattr("services.rollout.engines.vllm_platform.find_spec", lambda name: object())
+    check_architectures({"architectures": ["Qwen3_5ForCausalLM"]})
