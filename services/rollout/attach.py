@@ -136,7 +136,7 @@ class Attachment:
         cleanup.push_async_callback(gate.close)
         generation = Generation(gate)
         filler = await self._create_filler(cleanup, generation, encoder)
-        producer = GroupProducer(filler, generation.busy, self._config.rollout.max_group_attempts)
+        producer = GroupProducer(filler, generation.busy, self._config.rollout)
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         serve_visitors = self._factories.serve_visitors

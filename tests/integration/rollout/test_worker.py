@@ -661,3 +661,17 @@ async def test_rollout_that_cannot_reach_the_weights_says_so(rig, monkeypatch):
     assert any(f"w0 is starting ({reason.removeprefix('w0 ')})" in finding.sentence for finding in findings)
     rig.trainer.is_up = True
     await rig.drained(0)
+
+
+async def test_group_that_no_rollout_survives_is_given_up_with_names(rig):
+    """The limit of attempts is 1: deaths are no attempts."""
+    await rig.replace_job(max_group_attempts=1)
+    await rig.open(0, rig.task(0, 0))
+    for name in ("spot-1", "spot-2", "spot-1", *(f"spot-{number}" for number in range(3, 10)), "last"):
+        (claim,) = await rig.ledger.rollout.claim(rig.job_id, name, 1, lease_s=0.001)
+        await asyncio.sleep(0.01)
+    await rig.ledger.rollout.release(rig.job_id, "last", [claim.entry_id])
+    rig.start_worker()
+    (failed,) = await rig.drained(0)
+    assert "given up after 10 rollouts died or fell silent with it (rollout.max_lost_rollouts)" in failed.failure.message
+    assert "spot-1 (2 times), spot-2, spot-3" in failed.failure.message
