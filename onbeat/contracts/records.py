@@ -299,6 +299,14 @@ class ProcessRecord(Record):
         return self.state == "starting" and self.job_id is None and self.silence_s(now) < STARTING_S
 
 
+class EngineFailure(Record):
+    """A model that a rollout's engine could not load."""
+
+    epoch: str  # the job's epoch at the time: a job that is resumed, or whose trainer is another one, is tried again
+    cause: str  # innermost cause, one line
+    is_of_files: bool = False  # the model's files alone decide it, so that no other rollout need try
+
+
 class WorkerRecord(ProcessRecord):
     """A rollout replica's last heartbeat."""
 
@@ -312,6 +320,7 @@ class WorkerRecord(ProcessRecord):
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
     unsuited_for: list[str] = []  # ids of the pool's jobs that it cannot serve, as of its last look
+    engine_failures: dict[str, EngineFailure] = {}  # by the ids of active jobs whose model its engine could not load
 
 
 class TrainerRecord(ProcessRecord):

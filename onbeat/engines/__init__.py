@@ -83,7 +83,12 @@ class Engine(Protocol):
     """
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
-        """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`."""
+        """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`.
+
+        Raises EngineBroken where the process has to be replaced. Any other error means that this engine cannot load the
+        model: its innermost cause becomes the job's error unless another rollout can, and the process goes on with a
+        new engine for the next job.
+        """
 
     async def generate(
         self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int

@@ -13,7 +13,7 @@ const ROUTINE = new Set([
 ]);
 const BAD = /\.failed$|\.fault$|\.stalled$/;
 const WARN = new Set(["group.stale", "group.lost", "group.released", "iteration.short", "job.taken_over", "stream.foreign", "worker.left",
-  "worker.lost"]);
+  "worker.lost", "worker.model_failed"]);
 const AREAS = ["job", "iteration", "evaluation", "group", "worker", "weights", "trainer"];
 
 const isImportant = ({ kind }) => !ROUTINE.has(kind);

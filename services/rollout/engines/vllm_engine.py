@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onbeat.engines import (
     ChatSampling,
+    EngineBroken,
     EngineDied,
     GeneratedResponse,
     Sampling,
@@ -29,6 +30,7 @@ from onbeat.engines import (
 )
 from onbeat.engines.arrivals import Arrivals, gathered
 from onbeat.machine.accelerators import ROLLOUTS_MEMORY
+from services.rollout.engines.failure import CAUSE_FILE, EngineStartFailed, describe_cause, kept_cause
 from services.rollout.engines.imports import large_import
 from services.rollout.engines.registry import find_device
 from services.rollout.engines.vllm_core import fork_engine_cores
@@ -150,9 +152,24 @@ class VllmEngine:
         logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
 
     def _build(self, model_dir: Path) -> None:
-        importing().result()
-        started = time.monotonic()
-        self._llm = self._create_llm(model_dir)
+        """Build vLLM. Raises EngineBroken where it cannot be imported, EngineDied if its core was killed, as by a lack
+        of memory, EngineStartFailed with the cause that another process of vLLM logged, and what vLLM itself raises.
+        """
+        try:
+            importing().result()
+        except Exception as error:  # any error of the imported libraries
+            raise EngineBroken(f"vLLM cannot be imported: {describe_cause(error)}") from error
+        started, cause_file = time.monotonic(), model_dir.parent / "cause"
+        cause_file.unlink(missing_ok=True)
+        set_environment({CAUSE_FILE: str(cause_file)})
+        try:
+            self._llm = self._create_llm(model_dir)
+        except Exception as error:  # vLLM raises many kinds
+            if not (cause := kept_cause(error, cause_file)):
+                raise
+            raise EngineStartFailed(cause) from error
+        finally:
+            set_environment({CAUSE_FILE: None})
         logger.info("built vLLM in %.2f s", time.monotonic() - started)
 
     def _create_llm(self, model_dir: Path) -> "AsyncLLM":
