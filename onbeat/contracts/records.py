@@ -44,6 +44,8 @@ class JobRecord(Record):
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
+    num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
     config: dict[str, Any] = Field(repr=False)

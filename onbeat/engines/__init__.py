@@ -78,8 +78,9 @@ class BadWeightFile(Exception):
 class Engine(Protocol):
     """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight.
 
-    Two properties are optional: `doing`, the current step of the start in words or "", and `is_dead`, true when
-    processes of the engine have died, perhaps while they were idle.
+    Three properties are optional: `doing`, the current step of the start in words or ""; `is_dead`, true when processes
+    of the engine have died, perhaps while they were idle; `num_cancelled_tokens`, a count of the tokens that were
+    sampled for calls of `generate` that were cancelled.
     """
 
     async def start(self, model_dir: Path, policy_version: int) -> None:

@@ -78,17 +78,25 @@ class RolloutSide(LedgerPart):
 
     async def renew(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
         """Renew leases while generating; return the entries that are still this worker's."""
-        return await self._settle_leases(job_id, worker, "renew", entry_ids)
+        return await self._settle_leases(job_id, worker, "renew", entry_ids) if entry_ids else []
 
-    async def release(self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False) -> list[str]:
-        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed."""
-        return await self._settle_leases(job_id, worker, "fail" if is_attempt else "release", entry_ids)
+    async def release(
+        self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False, num_discarded_tokens: int = 0
+    ) -> list[str]:
+        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed.
 
-    async def _settle_leases(self, job_id: str, worker: str, outcome: str, entry_ids: list[str]) -> list[str]:
-        if not entry_ids:
+        num_discarded_tokens: the job counts them; they were generated for these groups, or others that are over.
+        """
+        if not entry_ids and not num_discarded_tokens:
             return []
-        job = JobKeys(job_id)
-        renewed = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
+        outcome = "fail" if is_attempt else "release"
+        return await self._settle_leases(job_id, worker, outcome, entry_ids, num_discarded_tokens)
+
+    async def _settle_leases(
+        self, job_id: str, worker: str, outcome: str, entry_ids: list[str], num_discarded_tokens: int = 0
+    ) -> list[str]:
+        job, args = JobKeys(job_id), (worker, ROLLOUT_GROUP, outcome, num_discarded_tokens, *entry_ids)
+        renewed = await self._run("renew_groups", job, [job.prompts], *args)
         return [entry.decode() for entry in renewed]
 
     async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:

@@ -35,6 +35,7 @@ if unit_state ~= 'OPEN' or (failure == '' and span_versions ~= version) then
   if pending[1][3] < 86400000 then -- handed back, once: not an attempt
     local attempts = math.max(0, pending[1][4] - 1)
     redis.call('XCLAIM', prompts, consumers, worker, 0, entry, 'IDLE', 86400000, 'RETRYCOUNT', attempts, 'JUSTID')
+    redis.call('HINCRBY', job, 'num_handed_back', 1)
   end
   return 'stale'
 end

@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -106,7 +106,7 @@ class VllmEngine:
         self._shapes: TensorShapes = {}
         self._is_tied = False
         self._version: int | None = None
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_cancelled_tokens = 0
         self._num_requests = 0
 
     @staticmethod
@@ -201,10 +201,20 @@ class VllmEngine:
         self._num_requests += 1
         self.num_in_flight += num_samples
         try:
-            request = _complete(self._llm, prompt_token_ids, params, request_id=str(self._num_requests))
-            return await _unless_core_dies(self._llm, request)
+            llm, request_id = self._llm, str(self._num_requests)
+            request = _complete(llm, prompt_token_ids, params, request_id)
+            return await _unless_core_dies(llm, request, lambda: self._count_cancelled(llm, request_id))
         finally:
             self.num_in_flight -= num_samples
+
+    def _count_cancelled(self, llm: "AsyncLLM", request_id: str) -> None:
+        """Count the tokens of a request that is about to be cancelled, those of its finished responses included."""
+        every_state = llm.output_processor.request_states.values()
+        states = [state for state in every_state if state.external_req_id == request_id]
+        self.num_cancelled_tokens += sum(state.detokenizer.num_output_tokens() for state in states)
+        if states and (group := states[0].parent_req) is not None:
+            finished = [completion for completion in group.output_aggregator if completion is not None]
+            self.num_cancelled_tokens += sum(len(completion.token_ids) for completion in finished)
 
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
@@ -315,7 +325,9 @@ def import_vllm() -> None:
     )
 
 
-async def _unless_core_dies(llm: "AsyncLLM", call: Coroutine[Any, Any, Answer]) -> Answer:
+async def _unless_core_dies(
+    llm: "AsyncLLM", call: Coroutine[Any, Any, Answer], before_cancel: Callable[[], None] = lambda: None
+) -> Answer:
     """Await a call of vLLM. Raises EngineDied when the engine core dies first: vLLM itself leaves most calls waiting
     for ever then, and a request too whose prompt it was still preparing.
     """
@@ -328,6 +340,9 @@ async def _unless_core_dies(llm: "AsyncLLM", call: Coroutine[Any, Any, Answer]) 
             if llm.errored and not task.done():
                 raise EngineDied("vLLM's engine core has died")
         return task.result()
+    except asyncio.CancelledError:
+        before_cancel()
+        raise
     except EngineDeadError as error:
         raise EngineDied(f"vLLM's engine core has died: {error}") from error
     finally:
