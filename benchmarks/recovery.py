@@ -37,7 +37,7 @@ POOL = "default"
 DEADLINE_S = 60.0
 POLL_S = 0.02
 SECTIONS = {
-    "rollout": SMALL | {"max_lost_rollouts": 1_000},  # each case kills one
+    "rollout": SMALL | {"max_lost_rollouts": 1_000},  # rollouts are killed
     "schedule": {"num_iterations": 4},
     "checkpoint": {"every_iterations": 1},
 }

@@ -322,7 +322,7 @@ class WorkerRecord(ProcessRecord):
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
     unsuited_for: list[str] = []  # ids of the pool's jobs that it cannot serve, as of its last look
-    engine_failures: dict[str, EngineFailure] = {}  # by the ids of active jobs whose model its engine could not load
+    engine_failures: dict[str, EngineFailure] = {}  # failures by job id, while the job is active
 
 
 class TrainerRecord(ProcessRecord):

@@ -273,8 +273,10 @@ class ClaimLoop:
 
     async def _release(self, entry_ids: list[str], num_tokens: int, *, is_attempt: bool = False) -> None:
         meters.DISCARDED_TOKENS.inc(num_tokens)
-        job, outcome = self._job, {"is_attempt": is_attempt, "num_discarded_tokens": num_tokens}
-        await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, **outcome)
+        job, worker_id = self._job, self._job.settings.worker_id
+        await job.ledger.rollout.release(
+            job.job_id, worker_id, entry_ids, is_attempt=is_attempt, num_discarded_tokens=num_tokens
+        )
 
 
 def round_sizes(config: JobConfig) -> tuple[RoundSize, RoundSize | None]:

@@ -41,7 +41,7 @@ class Worker:
         self._session: RolloutSession | None = None
         self._unsuited_for: list[str] = []  # active jobs that this rollout cannot serve
         self._is_unsuited = False  # these are all jobs of the pool
-        self._engine_failures: dict[str, EngineFailure] = {}  # by active jobs
+        self._engine_failures: dict[str, EngineFailure] = {}  # failures by id, while the job is active
 
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
@@ -140,7 +140,7 @@ class Worker:
                 candidates.append(Candidate(job_id, config, is_paused, fields["epoch"]))
                 continue
             unsuited_for.append(job_id)
-            if isinstance(config, JobConfig):  # its engine failed, which was reported then
+            if isinstance(config, JobConfig):  # the engine failed, which was reported then
                 continue
             if job_id not in self._unsuited_for:
                 warnings.append((job_id, f"does not serve the job: {config}"))

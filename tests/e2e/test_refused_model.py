@@ -44,4 +44,4 @@ def test_job_fails_with_the_cause_and_the_next_one_succeeds(tmp_path: Path, monk
         (event,) = stack.events(refused, "worker.model_failed")
         assert event.message == f"rollout-0: {cause}"
         assert stack.wait(good).state is JobState.SUCCEEDED
-        assert stack.log("rollout-0").count("waits for jobs of pool") == 1  # its process has not been replaced
+        assert stack.log("rollout-0").count("waits for jobs of pool") == 1  # the process has not been replaced

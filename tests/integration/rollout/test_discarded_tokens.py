@@ -52,7 +52,7 @@ async def test_accepted_groups_discard_nothing(rig: Rig) -> None:
     assert await counts(rig) == (0, 0)
 
 
-async def test_group_of_another_version_discards_its_tokens_and_comes_back(rig: Rig) -> None:
+async def test_group_of_another_version_discards_its_tokens(rig: Rig) -> None:
     engine = CountingEngine()
     engine.stamp = 7
     rig.start_worker(engine)

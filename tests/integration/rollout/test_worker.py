@@ -728,7 +728,7 @@ async def test_refused_model_is_tried_again_in_the_next_epoch(rig):
     assert [group.worker_id for group in await rig.drained(0)] == ["w0"]
 
 
-async def test_engine_that_died_in_its_start_is_no_refusal_of_the_model(rig):
+async def test_engine_that_died_in_its_start_refuses_no_model(rig):
     """A lack of memory kills it: the process ends, and another one tries again."""
     engine = RefusingEngine()
     engine.start = never_loaded

@@ -1,4 +1,4 @@
-"""Whether a job fails for its model: once every living rollout of the pool that tried it has failed."""
+"""The end of a job whose model no engine loads: once every living rollout of the pool that tried it has failed."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_job_fails_when_all_that_tried_have_failed(others: list[WorkerRecord]) -
         worker("w1", "generating", job_id="job"),
         worker("w1", "generating", silent_s=60.0, job_id="job"),  # a spot machine, which may come back
         worker("w1"),  # it is about to try
-        worker("w1", "starting"),  # its process starts
+        worker("w1", "starting"),  # the process starts
     ],
 )
 def test_job_waits_for_a_rollout_that_may_load_the_model(other: WorkerRecord) -> None:
