@@ -85,7 +85,6 @@ class VllmEngine:
     ) -> None:
         self._device = find_device(device)
         self.check_device(self._device, tensor_parallel_size)
-        self._max_num_seqs = max_num_seqs
         self._num_cached_seqs = num_cached_seqs(max_num_seqs, has_episodes)
         self._engine_args: dict[str, Any] = {
             "max_model_len": max_model_len,
@@ -266,7 +265,7 @@ class VllmEngine:
         return self._version
 
     def capacity(self) -> int:
-        return self._max_num_seqs
+        return int(self._engine_args["max_num_seqs"])
 
     async def stop(self) -> None:
         if (building := self._building) is not None:  # a cancelled or failed start, whose thread cannot be stopped
