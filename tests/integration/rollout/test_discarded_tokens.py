@@ -37,7 +37,7 @@ async def test_stopped_rollout_reports_tokens_of_unfinished_responses(rig: Rig) 
     await rig.open(0, rig.task(0, 0), rig.task(0, 1))
     await rig.until(lambda: engine.num_in_flight == 2 * G)
     worker.stop()
-    await asyncio.wait_for(rig.running[0][1], timeout=10)
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
     assert await counts(rig) == (2, 2 * G * 2)
     assert meters.DISCARDED_TOKENS._value.get() - before == 2 * G * 2
 
