@@ -37,7 +37,7 @@ POOL = "default"
 DEADLINE_S = 60.0
 POLL_S = 0.02
 SECTIONS = {
-    "rollout": SMALL | {"max_group_attempts": 100},  # an attempt is counted at each death of its holder
+    "rollout": SMALL | {"max_lost_rollouts": 1_000},  # rollouts are killed
     "schedule": {"num_iterations": 4},
     "checkpoint": {"every_iterations": 1},
 }

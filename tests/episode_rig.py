@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from onbeat.config.rollout import RolloutConfig
 from onbeat.contracts.states import EpisodeFailureKind as Kind
 from onbeat.engines import GeneratedResponse, Sampling, VersionSpan
 from onbeat.environments import Outcome, Session, Task
@@ -242,9 +243,9 @@ class Rig:
         self.server = SessionServer()
         self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
         generation = Generation(self.gate)
-        self.producer = GroupProducer(
-            Player(generation, self.runner), PromptDecoder(self.tokenizer), generation.busy, max_attempts=3
-        )
+        limits = RolloutConfig(num_prompts_per_iteration=1, num_samples_per_prompt=1, max_response_tokens=8)
+        player, decoder = Player(generation, self.runner), PromptDecoder(self.tokenizer)
+        self.producer = GroupProducer(player, decoder, generation.busy, limits)
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""

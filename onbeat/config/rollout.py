@@ -53,7 +53,13 @@ class RolloutConfig(Section):
         3,
         le=100,
         description="attempts at a group before it counts as failed; an attempt counts if it ended with an error that "
-        "the group may have caused, or if its rollout died",
+        "the group may have caused. A rollout that died is no attempt: see `max_lost_rollouts`",
+    )
+    max_lost_rollouts: PositiveInt = Field(
+        10,
+        le=1_000,
+        description="rollouts that may die or fall silent while they have a group, before it counts as failed: a "
+        "machine that is taken away is not the group's fault, but a group that ends every rollout must end, too",
     )
     on_group_failure: Literal["skip", "fail"] = Field(
         "skip", description="consequence of a failed group. skip: it is recorded and not trained; fail: the job fails"

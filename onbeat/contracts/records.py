@@ -44,6 +44,8 @@ class JobRecord(Record):
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
+    num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
     config: dict[str, Any] = Field(repr=False)
@@ -314,6 +316,14 @@ class ProcessRecord(Record):
         return self.state == "starting" and self.job_id is None and self.silence_s(now) < STARTING_S
 
 
+class EngineFailure(Record):
+    """A model that a rollout's engine could not load."""
+
+    epoch: str  # the job's epoch at the time: a job that is resumed, or whose trainer is another one, is tried again
+    cause: str  # innermost cause, one line
+    is_of_files: bool = False  # the model's files alone decide it, so that no other rollout need try
+
+
 class WorkerRecord(ProcessRecord):
     """A rollout replica's last heartbeat."""
 
@@ -327,6 +337,7 @@ class WorkerRecord(ProcessRecord):
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
     unsuited_for: list[str] = []  # ids of the pool's jobs that it cannot serve, as of its last look
+    engine_failures: dict[str, EngineFailure] = {}  # failures by job id, while the job is active
 
 
 class TrainerRecord(ProcessRecord):

@@ -78,12 +78,18 @@ class BadWeightFile(Exception):
 class Engine(Protocol):
     """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight.
 
-    Two properties are optional: `doing`, the current step of the start in words or "", and `is_dead`, true when
-    processes of the engine have died, perhaps while they were idle.
+    Three properties are optional: `doing`, the current step of the start in words or ""; `is_dead`, true when processes
+    of the engine have died, perhaps while they were idle; `num_cancelled_tokens`, a count of the tokens that were
+    sampled for calls of `generate` that were cancelled.
     """
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
-        """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`."""
+        """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`.
+
+        Raises EngineBroken where the process has to be replaced. Any other error means that this engine cannot load the
+        model: its innermost cause becomes the job's error unless another rollout can, and the process goes on with a
+        new engine for the next job.
+        """
 
     async def generate(
         self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int

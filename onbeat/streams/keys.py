@@ -67,6 +67,7 @@ class JobKeys:
     job = Key()  # hash: state, config, lease, progress
     deleted = Key()  # hash: the job's record while its other keys are being removed; then a mark that lasts for a day
     prompts = Key()  # stream of PromptTask; an entry lives until its group is accepted
+    lost_rollouts = Key()  # hash: entry of `prompts` -> ids of the rollouts that were lost with it, as JSON
     rollouts = Key()  # stream of RolloutGroup; pending for the trainer until the step that used it is durable
     events = Key()  # stream of events, newest few thousand
     audit = Key()  # stream, a chain: `line` and `link`, the hash of the previous link and of the line

@@ -17,7 +17,15 @@ from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
 MAX_NOTICES_OF_A_KIND = 5
 NOTICE_KINDS = frozenset(
     {"group.failed", "group.stale", "job.taken_over", "job.state", "job.warning", "job.dtype", "worker.left"}
-    | {"worker.failed", "trainer.failed", "trainer.stalled", "tracker.failed", "checkpoint.failed"}
+    | {
+        "worker.failed",
+        "worker.lost",
+        "worker.model_failed",
+        "trainer.failed",
+        "trainer.stalled",
+        "tracker.failed",
+        "checkpoint.failed",
+    }
     | {"evaluation.failed", "evaluation.missed"}
 )
 

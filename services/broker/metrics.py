@@ -39,6 +39,12 @@ class JobGauges(Collector):
         self.replaced = CounterMetricFamily(
             "onbeat_replaced_groups", "Accepted or failed groups that another prompt replaced.", labels=["job_id"]
         )
+        self.handed_back = CounterMetricFamily(
+            "onbeat_handed_back_groups", "Times that a rollout handed a group back.", labels=["job_id"]
+        )
+        self.discarded_tokens = CounterMetricFamily(
+            "onbeat_discarded_tokens", "Tokens sampled for groups that came to nothing.", labels=["job_id"]
+        )
         self.unreadable = GaugeMetricFamily(
             "onbeat_unreadable_records", "Jobs and heartbeats that cannot be read and are left out.", labels=["kind"]
         )
@@ -146,6 +152,8 @@ class Meters:
         if weights is not None:
             gauges.add_weights(job_id, weights)
         gauges.replaced.add_metric([job_id], counts.pop(REPLACED))
+        gauges.handed_back.add_metric([job_id], int(fields.get("num_handed_back", "0")))
+        gauges.discarded_tokens.add_metric([job_id], int(fields.get("num_discarded_tokens", "0")))
         for outcome, number in counts.items():
             gauges.groups.add_metric([job_id, outcome], number)
         return state

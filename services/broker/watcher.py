@@ -26,6 +26,7 @@ from services.broker.deadlines import (
     trainers_away_s,
 )
 from services.broker.doctor.explain import explain_work
+from services.broker.engine_failures import why_not_loaded
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import longest_first, produce_tasks
 
@@ -158,6 +159,10 @@ class JobWatcher:
         if await self._waits_its_turn(config, fields):
             self._progress_seen = time.monotonic()
         deadline_s, silent_s = config.schedule.iteration_deadline_s, time.monotonic() - self._progress_seen
+        if silent_s > WAIT_S:  # rollouts need not be looked at while groups arrive
+            workers, now = await self._ledger.workers.records(config.pool), await self._ledger.now()
+            if reason := why_not_loaded(self._job_id, fields["epoch"], workers, now):
+                return await try_move(self._ledger, self._job_id, JobState.FAILED, reason, JobState.RUNNING)
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             is_done = int(fields["next_iteration"]) >= config.schedule.num_iterations
             if is_done and float(fields.get("lease_until", "0")) + ARRIVAL_S > await self._ledger.now():

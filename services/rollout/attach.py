@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Protocol
 
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobNotFound, WeightsError
 from onbeat.contracts.records import WeightUpdate
-from onbeat.engines import Engine
+from onbeat.engines import BadWeightFile, Engine, EngineBroken
 from onbeat.weights.client import ModelDescription, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.pull import Pull
@@ -22,6 +23,7 @@ from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
+from services.rollout.engines.failure import describe_cause
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
@@ -42,6 +44,14 @@ MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 EngineFactory = Callable[[JobConfig], Engine]
 SourceFactory = Callable[[str, str], WeightsClient]  # address, job id
+
+
+class ModelNotLoaded(Exception):
+    """The engine cannot load the job's model; the message is the innermost cause. Other jobs may be served."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(describe_cause(error))
+        self.is_of_files = isinstance(error, BadWeightFile | JSONDecodeError)
 
 
 class VisitorServer(Protocol):
@@ -119,7 +129,10 @@ class Attachment:
         return puller
 
     async def attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> Parts:
-        """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
+        """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order.
+
+        Raises ModelNotLoaded, and EngineBroken where the process has to be replaced.
+        """
         description, pull = await self._fetch_model(puller)
         self.has_model.set()
         model_dir = staging_dir / "model"
@@ -137,9 +150,8 @@ class Attachment:
         cleanup.push_async_callback(gate.close)
         generation = Generation(gate)
         filler = await self._create_filler(cleanup, generation, encoder)
-        producer = GroupProducer(
-            filler, PromptDecoder(encoder.tokenizer), generation.busy, self._config.rollout.max_group_attempts
-        )
+        decoder = PromptDecoder(encoder.tokenizer)
+        producer = GroupProducer(filler, decoder, generation.busy, self._config.rollout)
         loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         serve_visitors = self._factories.serve_visitors
@@ -194,7 +206,13 @@ class Attachment:
             starting = asyncio.create_task(engine.start(model_dir, pull.version), name="start the engine")
             deadline_s = self._settings.engine_start_s
             await wait_for_engine(starting, deadline_s, "the start of the engine", "ONBEAT_ENGINE_START_S")
-        starting.result()
+        try:
+            starting.result()
+        except EngineBroken:
+            raise
+        except Exception as error:  # engines and their libraries raise many kinds
+            logger.exception("job %s: the engine cannot load the model", self.job_id)
+            raise ModelNotLoaded(error) from error
         puller.mark_read(pull)
         await self._record_ready(pull, time.monotonic() - started)
 

@@ -20,6 +20,7 @@ class Candidate:
     job_id: str
     config: JobConfig
     is_paused: bool = False
+    epoch: str = ""
 
     @property
     def num_responses(self) -> int:

@@ -220,7 +220,11 @@ class ClaimLoop:
         meters.GROUPS.labels(outcome=outcome).inc()
         if outcome is not Verdict.ACCEPTED:
             logger.warning("group %s: %s %s", group.group_id, outcome, group.failure.message)
-        if verdict is Verdict.STALE:
+        if verdict is not Verdict.STALE:
+            is_kept = verdict is Verdict.ACCEPTED
+            num_kept = sum(len(response.token_ids) for response in group.responses) if is_kept else 0
+            await self._count_discarded(max(0, flight.num_tokens - num_kept))
+        else:
             raise StaleGroup(f"{group.group_id} has tokens of another version than {group.policy_version}")
 
     async def _settle(self) -> None:
@@ -257,10 +261,22 @@ class ClaimLoop:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
     async def _hand_back(self, flight: Flight) -> None:
-        """Release the lease, if it is ours, of a flight that is over or left behind."""
-        if not flight.is_lost:
-            job, entry_ids, is_attempt = self._job, [flight.claim.entry_id], is_groups_fault(flight)
-            await job.ledger.rollout.release(job.job_id, job.settings.worker_id, entry_ids, is_attempt=is_attempt)
+        """Release the lease, if it is ours, of a flight that is over or left behind, and count its tokens."""
+        if flight.is_lost:
+            return await self._count_discarded(flight.num_tokens)
+        meters.HANDED_BACK.inc()
+        await self._release([flight.claim.entry_id], flight.num_tokens, is_attempt=is_groups_fault(flight))
+
+    async def _count_discarded(self, num_tokens: int) -> None:
+        if num_tokens:
+            await self._release([], num_tokens)
+
+    async def _release(self, entry_ids: list[str], num_tokens: int, *, is_attempt: bool = False) -> None:
+        meters.DISCARDED_TOKENS.inc(num_tokens)
+        job, worker_id = self._job, self._job.settings.worker_id
+        await job.ledger.rollout.release(
+            job.job_id, worker_id, entry_ids, is_attempt=is_attempt, num_discarded_tokens=num_tokens
+        )
 
 
 def round_sizes(config: JobConfig) -> tuple[RoundSize, RoundSize | None]:

@@ -1,12 +1,13 @@
 """Generation for groups: pinned to the group's policy version, and counted in busy seconds and tokens."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from onbeat.engines import GeneratedResponse, Sampling
-from onbeat.streams.codec import PromptTask
+from onbeat.engines import Engine, GeneratedResponse, Sampling
 from services.rollout import meters
 from services.rollout.gate import VersionGate
+from services.rollout.inflight import Flight
 from services.rollout.meters import BusyMeter, TokenRate
 from services.rollout.prompts import GroupFailed
 from services.rollout.puller import VersionGone
@@ -20,27 +21,35 @@ class Generation:
         self._gate = gate
         self.busy = BusyMeter()
         self.token_rate = TokenRate()
+        self._num_cancelled_tokens = 0  # counted so far, of those of the engine
 
     @asynccontextmanager
-    async def pinned(self, task: PromptTask) -> AsyncIterator[PinnedGenerate]:
-        """Yield a function that generates responses on the task's policy version. Raises as `VersionGate.pinned`.
+    async def pinned(self, flight: Flight) -> AsyncIterator[PinnedGenerate]:
+        """Yield a function that generates responses on the group's policy version, and counts their tokens in the
+        flight. Raises as `VersionGate.pinned`.
 
         An evaluation's group fails when its version is gone for good. A training group is handed back instead, as a
         trainer that replays publishes the version again.
         """
+        task = flight.claim.task
         try:
             async with self._gate.pinned(task.policy_version) as engine:
 
                 async def generate(
                     prompt_token_ids: list[int], num_samples: int, sampling: Sampling
                 ) -> list[GeneratedResponse]:
-                    with self.busy.running(task.iteration, task.is_evaluation):
-                        responses = await engine.generate(
-                            prompt_token_ids, num_samples, sampling, expected_version=task.policy_version
-                        )
+                    try:
+                        with self.busy.running(task.iteration, task.is_evaluation):
+                            responses = await engine.generate(
+                                prompt_token_ids, num_samples, sampling, expected_version=task.policy_version
+                            )
+                    except asyncio.CancelledError:
+                        flight.num_tokens += self._take_cancelled_tokens(engine)
+                        raise
                     if len(responses) != num_samples:
                         raise RuntimeError(f"the engine gave {len(responses)} of {num_samples} responses")
                     num_tokens = sum(len(response.token_ids) for response in responses)
+                    flight.num_tokens += num_tokens
                     self.token_rate.add(num_tokens)
                     meters.RESPONSE_TOKENS.inc(num_tokens)
                     return responses
@@ -50,3 +59,8 @@ class Generation:
             if not task.is_evaluation:
                 raise
             raise GroupFailed("version_gone", f"training has moved on: {error}") from error
+
+    def _take_cancelled_tokens(self, engine: Engine) -> int:
+        """Return the tokens of cancelled calls since the last time, as far as the engine reports them."""
+        before, self._num_cancelled_tokens = self._num_cancelled_tokens, getattr(engine, "num_cancelled_tokens", 0)
+        return self._num_cancelled_tokens - before

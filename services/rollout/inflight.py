@@ -41,6 +41,7 @@ class Flight:
     claim: Claim
     stage: Stage = Stage.WAITING
     episodes: GroupEpisodes | None = field(default=None, repr=False)  # while they are played
+    num_tokens: int = 0  # sampled for it so far, as far as the engine reports those of calls that were cancelled
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
     failed_episodes: Counter[str] = field(default_factory=Counter)  # numbers by kind, earlier attempts included
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched

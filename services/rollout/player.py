@@ -25,7 +25,7 @@ class Player:
         least one call of the episodes was in the engine, and `score_s` the time in which all of them waited for their
         environment."""
         in_engine: list[Interval] = []
-        async with self._generation.pinned(flight.claim.task) as generate:
+        async with self._generation.pinned(flight) as generate:
 
             async def answer(prompt_token_ids: list[int], sampling: Sampling) -> GeneratedResponse:
                 started = time.monotonic()

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from typing import Any, Protocol
 
+from onbeat.config.rollout import RolloutConfig
 from onbeat.streams.codec import GroupFailure, PromptTask, RolloutGroup, check_group, check_logprobs
 from services.rollout.inflight import Flight
 from services.rollout.meters import BusyMeter
@@ -34,11 +35,11 @@ class GroupFiller(Protocol):
 
 
 class GroupProducer:
-    def __init__(self, filler: GroupFiller, decoder: PromptDecoder, busy: BusyMeter, max_attempts: int) -> None:
+    def __init__(self, filler: GroupFiller, decoder: PromptDecoder, busy: BusyMeter, limits: RolloutConfig) -> None:
         self._filler = filler
         self._decoder = decoder
         self._busy = busy
-        self._max_attempts = max_attempts
+        self._max_attempts, self._max_lost_rollouts = limits.max_group_attempts, limits.max_lost_rollouts
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
         self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> failed attempts at episodes, by kind
         self.num_playable = filler.num_playable
@@ -89,13 +90,17 @@ class GroupProducer:
         forget_oldest(self._last_errors)
 
     def _check_attempts(self, flight: Flight) -> None:
-        task, attempt = flight.claim.task, flight.claim.attempt
-        if attempt > self._max_attempts:
+        task, lost = flight.claim.task, flight.claim.lost_rollouts
+        kind = "environment_failed" if task.HasField("environment") else "generation_failed"
+        if flight.claim.attempt > self._max_attempts:
             last = self._last_errors.get(task.group_id, "not known here, see the logs of the other rollouts")
-            raise GroupFailed(
-                "environment_failed" if task.HasField("environment") else "generation_failed",
-                f"given up after {self._max_attempts} attempts (rollout.max_group_attempts); last error: {last}",
-            )
+            attempts = f"given up after {self._max_attempts} attempts (rollout.max_group_attempts)"
+            raise GroupFailed(kind, f"{attempts}; last error: {last}")
+        if len(lost) >= self._max_lost_rollouts:
+            times = Counter(lost)
+            names = ", ".join(f"{name} ({times[name]} times)" if times[name] > 1 else name for name in times)
+            message = f"given up after {len(lost)} rollouts died or fell silent with it (rollout.max_lost_rollouts)"
+            raise GroupFailed(kind, f"{message}: {names}; their logs, or dmesg on their machines, may say why")
 
 
 def forget_oldest(notes: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class Responder:
     async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
         task = flight.claim.task
         sampling = Sampling(task.max_response_tokens, task.temperature, task.seed)
-        async with self._generation.pinned(task) as generate:
+        async with self._generation.pinned(flight) as generate:
             flight.stage = Stage.GENERATING
             started = time.monotonic()
             try:

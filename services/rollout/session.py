@@ -33,8 +33,8 @@ class RolloutSession:
         self._parts: Parts | None = None
 
     async def run(self) -> None:
-        """Serve until the job is over or `stop` is called. Raises EngineBroken, Redis errors, and what the engine's
-        start raises."""
+        """Serve until the job is over or `stop` is called. Raises EngineBroken and Redis errors, and ModelNotLoaded in
+        an ExceptionGroup."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(private_folder("onbeat-rollout-", self._settings.staging_dir))
             puller = await self._attachment.create_puller(cleanup)

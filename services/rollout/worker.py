@@ -5,13 +5,13 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.contracts.deadlines import HEARTBEAT_S
-from onbeat.contracts.records import WorkerRecord
+from onbeat.contracts.records import EngineFailure, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.machine.malloc import give_back_freed
 from onbeat.machine.memory import read_memory
@@ -19,7 +19,7 @@ from onbeat.machine.processor import Hardware
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from services.rollout.attach import Factories
+from services.rollout.attach import Factories, ModelNotLoaded
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.claim_loop import Assignment
 from services.rollout.deadlines import FAREWELL_S
@@ -41,6 +41,7 @@ class Worker:
         self._session: RolloutSession | None = None
         self._unsuited_for: list[str] = []  # active jobs that this rollout cannot serve
         self._is_unsuited = False  # these are all jobs of the pool
+        self._engine_failures: dict[str, EngineFailure] = {}  # failures by id, while the job is active
 
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
@@ -70,24 +71,36 @@ class Worker:
     async def _serve_jobs(self) -> None:
         logger.info("%s waits for jobs of pool %s", self._settings.worker_id, self._settings.pool)
         while not self._stopping.is_set():
-            session = await self._find_job()
-            if session is None:
+            job = await self._find_job()
+            if job is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), FIND_JOB_S)
                 continue
             if self._stopping.is_set():
                 return
-            self._session = session
-            logger.info("serving job %s", session.job_id)
-            await self._emit(session.job_id, "worker.joined")
-            await session.run()
-            await self._emit(session.job_id, "worker.left")
-            self._session = None
-            del session  # it holds the pulled weights
+            await self._serve(job)
             gc.collect()
             give_back_freed()
 
-    async def _find_job(self) -> RolloutSession | None:
+    async def _serve(self, job: Candidate) -> None:
+        """Serve a job until this rollout leaves it, which is at once if the engine cannot load its model."""
+        self._session = RolloutSession(
+            Assignment(self._settings, self._ledger, job.job_id, job.config), self._factories
+        )
+        logger.info("serving job %s", job.job_id)
+        await self._emit(job.job_id, "worker.joined", self._settings.worker_id)
+        try:
+            await self._session.run()
+        except* ModelNotLoaded as errors:
+            error = next(leaf for leaf in leaves_of(errors) if isinstance(leaf, ModelNotLoaded))
+            failure = EngineFailure(epoch=job.epoch, cause=str(error), is_of_files=error.is_of_files)
+            self._engine_failures[job.job_id] = failure
+            message = f"{self._settings.worker_id}: the engine cannot load the model: {error}"
+            await self._emit(job.job_id, "worker.model_failed", message)
+        await self._emit(job.job_id, "worker.left", self._settings.worker_id)
+        self._session = None  # it holds the pulled weights
+
+    async def _find_job(self) -> Candidate | None:
         running = [job for job in await self._candidates() if not job.is_paused]
         if not running:
             return None
@@ -97,8 +110,7 @@ class Worker:
             slow = "expect it to be many times slower than in float32"
             warning = f"computes in the job's bfloat16 without instructions for it: {slow} ({self._hardware})"
             await self._warn(job.job_id, warning)
-        served = Assignment(self._settings, self._ledger, job.job_id, job.config)
-        return RolloutSession(served, self._factories)
+        return job
 
     async def _move_if_needed(self) -> None:
         """Leave the job for one that has no rollout, once `find_move` has returned it twice in a row."""
@@ -122,13 +134,19 @@ class Worker:
             if not is_ours or "weights_address" not in fields:
                 continue
             config = self._read_config(fields)
-            if isinstance(config, JobConfig):
-                candidates.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
+            failure = self._engine_failures.get(job_id)
+            if isinstance(config, JobConfig) and (failure is None or failure.epoch != fields["epoch"]):
+                is_paused = fields["state"] == JobState.PAUSED
+                candidates.append(Candidate(job_id, config, is_paused, fields["epoch"]))
                 continue
             unsuited_for.append(job_id)
+            if isinstance(config, JobConfig):  # the engine failed, which was reported then
+                continue
             if job_id not in self._unsuited_for:
                 warnings.append((job_id, f"does not serve the job: {config}"))
         self._unsuited_for, self._is_unsuited = unsuited_for, bool(unsuited_for) and not candidates
+        still_failed = [job_id for job_id in self._engine_failures if job_id in unsuited_for]
+        self._engine_failures = {job_id: self._engine_failures[job_id] for job_id in still_failed}
         for job_id, warning in warnings:
             await self._warn(job_id, warning)
         return candidates
@@ -149,16 +167,16 @@ class Worker:
         logger.warning("job %s: %s", job_id, warning)
         await self._ledger.event_log.emit(job_id, "job.warning", warning)
 
-    async def _emit(self, job_id: str, kind: str) -> None:
-        worker_id = self._settings.worker_id
-        await self._ledger.event_log.emit(job_id, kind, worker_id, {"worker_id": worker_id})
+    async def _emit(self, job_id: str, kind: str, message: str) -> None:
+        await self._ledger.event_log.emit(job_id, kind, message, {"worker_id": self._settings.worker_id})
 
     async def _send_heartbeats(self) -> None:
         """Send a heartbeat every HEARTBEAT_S and at every change."""
         last, last_sent = None, 0.0
         while True:
             record = self._record()
-            current = (record.job_id, record.state, record.doing, record.policy_version, record.unsuited_for)
+            place = (record.job_id, record.state, record.doing, record.policy_version)
+            current = (*place, record.unsuited_for, record.engine_failures)
             if current != last or time.monotonic() - last_sent >= HEARTBEAT_S:
                 await self._ledger.workers.heartbeat(self._settings.pool, record)
                 last, last_sent = current, time.monotonic()
@@ -174,6 +192,7 @@ class Worker:
             hardware=str(self._hardware),
             bfloat16=self._hardware.bfloat16,
             unsuited_for=self._unsuited_for,
+            engine_failures=dict(self._engine_failures),
             host=read_memory(),
         )
         return record if self._session is None else record.model_copy(update=self._session.report())
@@ -182,3 +201,12 @@ class Worker:
         with best_effort(f"Redis still lists {self._settings.worker_id}"):
             async with asyncio.timeout(FAREWELL_S):
                 await self._ledger.workers.remove(self._settings.pool, self._settings.worker_id)
+
+
+def leaves_of(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Yield the errors of a group and of the groups in it."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves_of(error)
+        else:
+            yield error

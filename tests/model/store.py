@@ -23,13 +23,13 @@ JOB = "job-model"
 NUM_GROUPS = 2  # groups of an iteration
 KEYS = JobKeys(JOB)
 PREFIX = KEYS.job.removesuffix("job")
-UNREAD_KEYS = {"busy", "events", "lengths", "versions", "weights"}  # nor by these
+UNREAD_KEYS = {"busy", "events", "lengths", "lost_rollouts", "versions", "weights"}  # nor by these
 LEASE_S = 3600.0  # none runs out by itself while the check runs
 EXPIRED_MS = 2 * 3600 * 1000  # idle for so long: the lease has run out, and was not handed back
 HANDED_BACK_MS = 24 * 3600 * 1000
 # No script decides by these fields: times, counters for people, copied values.
 UNREAD = {"audit_link", "checkpoint", "config", "doing", "doing_since", "lease_until", "metrics", "num_duplicate"}
-UNREAD |= {"num_lost", "num_stale", "owner", "weights_address"}
+UNREAD |= {"num_discarded_tokens", "num_handed_back", "num_lost", "num_stale", "owner", "weights_address"}
 
 # All of a job but its events: [key, type, content] of each as JSON, then each as a dump. Of a stream: entries, last
 # delivered id, pending entries.

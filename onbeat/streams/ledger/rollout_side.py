@@ -1,5 +1,6 @@
 """The calls of a rollout: claim prompts, keep their leases, submit groups."""
 
+import json
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -27,8 +28,9 @@ class Claim:
     """A claimed prompt. It is this worker's until the lease expires unrenewed."""
 
     entry_id: str
-    attempt: int  # 1 for the first claim; claims that were handed back through no fault of the group do not count
+    attempt: int  # 1 for the first claim; claims that ended through no fault of the group do not count
     task: PromptTask
+    lost_rollouts: tuple[str, ...] = ()  # ids of the rollouts that died or fell silent while they had it, oldest first
 
 
 class RolloutSide(LedgerPart):
@@ -41,10 +43,12 @@ class RolloutSide(LedgerPart):
     async def claim(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
         """Claim up to `count` prompts, those of dead workers first. This never blocks."""
         job = JobKeys(job_id)
-        flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
-        attempts = dict(zip(flat[::3], map(int, flat[1::3]), strict=True))
-        tasks = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::3], flat[2::3], strict=True)))
-        return [Claim(entry.decode(), attempts[entry], task) for entry, task in tasks.items()]
+        more_keys, args = [job.prompts, job.lost_rollouts], (worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
+        flat = await self._run("claim_groups", job, more_keys, *args)
+        attempts = dict(zip(flat[::4], map(int, flat[1::4]), strict=True))
+        lost = {entry: tuple(json.loads(ids or "[]")) for entry, ids in zip(flat[::4], flat[3::4], strict=True)}
+        tasks = await self._own_entries(job, job.prompts, decode_task, dict(zip(flat[::4], flat[2::4], strict=True)))
+        return [Claim(entry.decode(), attempts[entry], task, lost[entry]) for entry, task in tasks.items()]
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
@@ -74,17 +78,25 @@ class RolloutSide(LedgerPart):
 
     async def renew(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
         """Renew leases while generating; return the entries that are still this worker's."""
-        return await self._settle_leases(job_id, worker, "renew", entry_ids)
+        return await self._settle_leases(job_id, worker, "renew", entry_ids) if entry_ids else []
 
-    async def release(self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False) -> list[str]:
-        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed."""
-        return await self._settle_leases(job_id, worker, "fail" if is_attempt else "release", entry_ids)
+    async def release(
+        self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False, num_discarded_tokens: int = 0
+    ) -> list[str]:
+        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed.
 
-    async def _settle_leases(self, job_id: str, worker: str, outcome: str, entry_ids: list[str]) -> list[str]:
-        if not entry_ids:
+        num_discarded_tokens: the job counts them; they were generated for these groups, or others that are over.
+        """
+        if not entry_ids and not num_discarded_tokens:
             return []
-        job = JobKeys(job_id)
-        renewed = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
+        outcome = "fail" if is_attempt else "release"
+        return await self._settle_leases(job_id, worker, outcome, entry_ids, num_discarded_tokens)
+
+    async def _settle_leases(
+        self, job_id: str, worker: str, outcome: str, entry_ids: list[str], num_discarded_tokens: int = 0
+    ) -> list[str]:
+        job, args = JobKeys(job_id), (worker, ROLLOUT_GROUP, outcome, num_discarded_tokens, *entry_ids)
+        renewed = await self._run("renew_groups", job, [job.prompts], *args)
         return [entry.decode() for entry in renewed]
 
     async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
@@ -100,6 +112,7 @@ class RolloutSide(LedgerPart):
             unit, ledger = job.iteration(number), job.groups(number)
             kind, results = "iteration", job.rollouts
         more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths, job.spares(number)]
+        more_keys.append(job.lost_rollouts)
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
         args: list[Any] = [entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload]

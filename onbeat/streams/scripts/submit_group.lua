@@ -1,5 +1,5 @@
--- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths, spares; or an evaluation with its groups and
---       results.
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths, spares, lost rollouts; or an evaluation with
+--       its groups and results.
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
 --       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
@@ -7,7 +7,7 @@
 -- The one place where a group is accepted. If the iteration has spare prompts, a group whose rewards do not differ is
 -- replaced in the same move, by the next of them. Returns accepted | stale | duplicate | lost | closed.
 local unit, groups, busy, prompts, results, lengths = KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
-local spares = KEYS[9]
+local spares, lost_rollouts = KEYS[9], KEYS[10]
 local entry, worker, consumers, number, group_id, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local span_versions, failure, busy_s, kind, digest, row = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 local num_tokens, do_rewards_differ = ARGV[13], ARGV[14]
@@ -35,6 +35,7 @@ if unit_state ~= 'OPEN' or (failure == '' and span_versions ~= version) then
   if pending[1][3] < 86400000 then -- handed back, once: not an attempt
     local attempts = math.max(0, pending[1][4] - 1)
     redis.call('XCLAIM', prompts, consumers, worker, 0, entry, 'IDLE', 86400000, 'RETRYCOUNT', attempts, 'JUSTID')
+    redis.call('HINCRBY', job, 'num_handed_back', 1)
   end
   return 'stale'
 end
@@ -43,6 +44,7 @@ local accepted_entry = redis.call('XADD', results, '*', kind, number, 'group_id'
 redis.call('HSET', groups, group_id, 'accepted:' .. accepted_entry)
 redis.call('XACK', prompts, consumers, entry)
 redis.call('XDEL', prompts, entry)
+redis.call('HDEL', lost_rollouts, entry)
 if row ~= '' then redis.call('HSET', lengths, row, num_tokens) end
 redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', unit, 'first_accepted_at', time)

@@ -318,13 +318,18 @@ def why_unclaimed(s: Situation) -> str:
     if not alive:
         return "no rollout is alive"
     if not ours:
-        others = [
-            f"{worker.id} serves {worker.job_id}" if worker.job_id else f"{worker.id} is idle" for worker in alive
-        ]
+        others = [describe_elsewhere(worker, s.job_id) for worker in alive]
         return "no rollout serves this job; " + ", ".join(others[:5])
     if all(worker.state == "generating" for worker in ours):
         return "every rollout is at capacity"
     return ", ".join(describe_state(worker) for worker in ours[:5] if worker.state != "generating")
+
+
+def describe_elsewhere(worker: WorkerRecord, job_id: str) -> str:
+    """Describe a rollout that does not serve the job."""
+    if failure := worker.engine_failures.get(job_id):
+        return f"{worker.id} cannot load the model ({failure.cause})"
+    return f"{worker.id} serves {worker.job_id}" if worker.job_id else f"{worker.id} is idle"
 
 
 def describe_state(worker: WorkerRecord) -> str:

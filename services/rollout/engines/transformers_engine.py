@@ -6,7 +6,7 @@ It is slow and simple on purpose. Tests compare vLLM with it, and it serves wher
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,14 @@ class Draft:
     cache: Any = None
 
 
+@dataclass
+class Progress:
+    """A request while a thread computes its responses."""
+
+    is_over: threading.Event = field(default_factory=threading.Event)  # it was cancelled, or has ended
+    num_tokens: int = 0  # sampled so far
+
+
 class TransformersEngine:
     """An engine over Transformers; see `Engine` for the contract.
 
@@ -65,7 +73,7 @@ class TransformersEngine:
         self._eos_token_ids: list[int] = []
         self._shapes: TensorShapes = {}
         self._version: int | None = None
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_cancelled_tokens = 0
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._model is None, "the engine is already started"
@@ -92,13 +100,16 @@ class TransformersEngine:
         if sampling.temperature <= 0:
             raise ValueError(f"temperature {sampling.temperature} is not positive")
         self.num_in_flight += num_samples
-        is_over = threading.Event()
+        progress = Progress()
         try:
             async with self._turn:
-                sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, is_over)
+                sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, progress)
                 token_ids_GT, logprobs_GT = await sampled
-        finally:  # this may have been cancelled
-            is_over.set()
+        except asyncio.CancelledError:
+            self.num_cancelled_tokens += progress.num_tokens
+            raise
+        finally:
+            progress.is_over.set()
             self.num_in_flight -= num_samples
         return [
             self._to_response(token_ids, logprobs, expected_version)
@@ -107,14 +118,14 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _sample(
-        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, is_over: threading.Event
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, progress: Progress
     ) -> tuple[Tensor, Tensor]:
         """Return token ids and their float32 logprobs, both [G, T], T the longest response. The prompt is read once.
 
-        Nothing more is computed once `is_over` is set: the request was cancelled.
+        Nothing more is computed once `progress.is_over` is set: the request was cancelled.
         """
         with self._lock:
-            if is_over.is_set():
+            if progress.is_over.is_set():
                 return torch.empty(num_samples, 0), torch.empty(num_samples, 0)
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
             is_finished_G = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
@@ -129,8 +140,9 @@ class TransformersEngine:
                 token_G1 = torch.multinomial(logprobs_GV.exp(), 1, generator=generator)
                 tokens.append(token_G1)
                 logprobs.append(logprobs_GV.gather(1, token_G1))
+                progress.num_tokens += num_samples - int(is_finished_G.sum())
                 is_finished_G |= torch.isin(token_G1[:, 0], eos_token_ids)
-                if is_finished_G.all() or is_over.is_set():
+                if is_finished_G.all() or progress.is_over.is_set():
                     break
                 output = self._model(token_G1, past_key_values=output.past_key_values, use_cache=True)
                 logits_GV = output.logits[:, -1]

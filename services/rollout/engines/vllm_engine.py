@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onbeat.engines import (
     ChatSampling,
+    EngineBroken,
     EngineDied,
     GeneratedResponse,
     Sampling,
@@ -29,6 +30,7 @@ from onbeat.engines import (
 )
 from onbeat.engines.arrivals import Arrivals, gathered
 from onbeat.machine.accelerators import ROLLOUTS_MEMORY
+from services.rollout.engines.failure import CAUSE_FILE, EngineStartFailed, describe_cause, kept_cause
 from services.rollout.engines.imports import large_import
 from services.rollout.engines.registry import find_device
 from services.rollout.engines.vllm_core import fork_engine_cores
@@ -84,7 +86,6 @@ class VllmEngine:
     ) -> None:
         self._device = find_device(device)
         self.check_device(self._device, tensor_parallel_size)
-        self._max_num_seqs = max_num_seqs
         self._num_cached_seqs = num_cached_seqs(max_num_seqs, has_episodes)
         self._engine_args: dict[str, Any] = {
             "max_model_len": max_model_len,
@@ -105,7 +106,7 @@ class VllmEngine:
         self._shapes: TensorShapes = {}
         self._is_tied = False
         self._version: int | None = None
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_cancelled_tokens = 0
         self._num_requests = 0
 
     @staticmethod
@@ -152,9 +153,24 @@ class VllmEngine:
         logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
 
     def _build(self, model_dir: Path) -> None:
-        importing().result()
-        started = time.monotonic()
-        self._llm = self._create_llm(model_dir)
+        """Build vLLM. Raises EngineBroken where it cannot be imported, EngineDied if its core was killed, as by a lack
+        of memory, EngineStartFailed with the cause that another process of vLLM logged, and what vLLM itself raises.
+        """
+        try:
+            importing().result()
+        except Exception as error:  # any error of the imported libraries
+            raise EngineBroken(f"vLLM cannot be imported: {describe_cause(error)}") from error
+        started, cause_file = time.monotonic(), model_dir.parent / "cause"
+        cause_file.unlink(missing_ok=True)
+        set_environment({CAUSE_FILE: str(cause_file)})
+        try:
+            self._llm = self._create_llm(model_dir)
+        except Exception as error:  # vLLM raises many kinds
+            if not (cause := kept_cause(error, cause_file)):
+                raise
+            raise EngineStartFailed(cause) from error
+        finally:
+            set_environment({CAUSE_FILE: None})
         logger.info("built vLLM in %.2f s", time.monotonic() - started)
 
     def _create_llm(self, model_dir: Path) -> "AsyncLLM":
@@ -186,10 +202,20 @@ class VllmEngine:
         self._num_requests += 1
         self.num_in_flight += num_samples
         try:
-            request = _complete(self._llm, prompt_token_ids, params, request_id=str(self._num_requests))
-            return await _unless_core_dies(self._llm, request)
+            llm, request_id = self._llm, str(self._num_requests)
+            request = _complete(llm, prompt_token_ids, params, request_id)
+            return await _unless_core_dies(llm, request, lambda: self._count_cancelled(llm, request_id))
         finally:
             self.num_in_flight -= num_samples
+
+    def _count_cancelled(self, llm: "AsyncLLM", request_id: str) -> None:
+        """Count the tokens of a request that is about to be cancelled, those of its finished responses included."""
+        every_state = llm.output_processor.request_states.values()
+        states = [state for state in every_state if state.external_req_id == request_id]
+        self.num_cancelled_tokens += sum(state.detokenizer.num_output_tokens() for state in states)
+        if states and (group := states[0].parent_req) is not None:
+            finished = [completion for completion in group.output_aggregator if completion is not None]
+            self.num_cancelled_tokens += sum(len(completion.token_ids) for completion in finished)
 
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
@@ -241,7 +267,7 @@ class VllmEngine:
         return self._version
 
     def capacity(self) -> int:
-        return self._max_num_seqs
+        return int(self._engine_args["max_num_seqs"])
 
     async def stop(self) -> None:
         if (building := self._building) is not None:  # a cancelled or failed start, whose thread cannot be stopped
@@ -300,7 +326,9 @@ def import_vllm() -> None:
     )
 
 
-async def _unless_core_dies(llm: "AsyncLLM", call: Coroutine[Any, Any, Answer]) -> Answer:
+async def _unless_core_dies(
+    llm: "AsyncLLM", call: Coroutine[Any, Any, Answer], before_cancel: Callable[[], None] = lambda: None
+) -> Answer:
     """Await a call of vLLM. Raises EngineDied when the engine core dies first: vLLM itself leaves most calls waiting
     for ever then, and a request too whose prompt it was still preparing.
     """
@@ -313,6 +341,9 @@ async def _unless_core_dies(llm: "AsyncLLM", call: Coroutine[Any, Any, Answer]) 
             if llm.errored and not task.done():
                 raise EngineDied("vLLM's engine core has died")
         return task.result()
+    except asyncio.CancelledError:
+        before_cancel()
+        raise
     except EngineDeadError as error:
         raise EngineDied(f"vLLM's engine core has died: {error}") from error
     finally:

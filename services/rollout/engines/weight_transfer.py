@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from onbeat.machine.malloc import give_back_if_scarce
 from services.rollout.engines import vllm_kernels
+from services.rollout.engines.failure import keep_causes
 from services.rollout.engines.vllm_core import end_with_parent
 
 BACKEND = "onbeat_safetensors"
@@ -117,6 +118,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
         ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.engines.vllm_mixtral:MixtralForCausalLM")
         vllm_kernels.register()
+    keep_causes()
     # This logger warns at every load about layers that no checkpoint holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if multiprocessing.current_process().name.startswith("EngineCore"):

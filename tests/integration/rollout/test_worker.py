@@ -662,3 +662,81 @@ async def test_rollout_that_cannot_reach_the_weights_says_so(rig, monkeypatch):
     assert any(f"w0 is starting ({reason.removeprefix('w0 ')})" in finding.sentence for finding in findings)
     rig.trainer.is_up = True
     await rig.drained(0)
+
+
+async def test_group_that_no_rollout_survives_is_given_up_with_names(rig):
+    """The limit of attempts is 1: deaths are no attempts."""
+    await rig.replace_job(max_group_attempts=1)
+    await rig.open(0, rig.task(0, 0))
+    for name in ("spot-1", "spot-2", "spot-1", *(f"spot-{number}" for number in range(3, 10)), "last"):
+        (claim,) = await rig.ledger.rollout.claim(rig.job_id, name, 1, lease_s=0.001)
+        await asyncio.sleep(0.01)
+    await rig.ledger.rollout.release(rig.job_id, "last", [claim.entry_id])
+    rig.start_worker()
+    (failed,) = await rig.drained(0)
+    assert "10 rollouts died or fell silent with it (rollout.max_lost_rollouts)" in failed.failure.message
+    assert "spot-1 (2 times), spot-2, spot-3" in failed.failure.message
+
+
+class RefusingEngine(FakeEngine):
+    """An engine that cannot load the model while `refusal` is set."""
+
+    refusal: Exception | None = ValueError("head_dim 7 is not supported")
+
+    async def start(self, model_dir, policy_version):
+        if self.refusal is not None:
+            raise RuntimeError("cannot build the model") from self.refusal
+        await super().start(model_dir, policy_version)
+
+
+async def test_rollout_whose_engine_cannot_load_a_model_lives_on(rig):
+    """It reports the cause, does not try that job again in the same epoch, and serves others."""
+    engine = RefusingEngine()
+    worker = rig.start_worker(engine)
+    (message,) = await rig.until_told("worker.model_failed")
+    assert message == "w0: the engine cannot load the model: ValueError: head_dim 7 is not supported"
+    refused_id = rig.job_id
+
+    async def reported() -> tuple:
+        (record,) = await rig.ledger.workers.records(rig.pool)
+        causes = {job_id: failure.cause for job_id, failure in record.engine_failures.items()}
+        return record.job_id, record.state, causes
+
+    await rig.until(reported, (None, "unsuited", {refused_id: "ValueError: head_dim 7 is not supported"}))
+    assert engine.stopped
+    engine.refusal = None
+    await asyncio.sleep(3 * FIND_JOB_S)
+    assert len(await rig.event_messages("worker.joined")) == 1
+    await rig.start_job()
+    await rig.open(0, rig.task(0, 0))
+    assert [group.worker_id for group in await rig.drained(0)] == ["w0"]
+    await rig.ledger.jobs.move(refused_id, JobState.FAILED)
+    await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
+    await rig.until(reported, (None, "idle", {}))
+    assert worker.job_id is None
+
+
+async def test_refused_model_is_tried_again_in_the_next_epoch(rig):
+    engine = RefusingEngine()
+    rig.start_worker(engine)
+    await rig.until_told("worker.model_failed")
+    engine.refusal = None
+    await rig.ledger.jobs.move(rig.job_id, JobState.FAILED)
+    await rig.ledger.jobs.resume(rig.job_id, JobState.FAILED)
+    rig.epoch = await rig.ledger.trainer.claim_job(rig.job_id, "trainer", 60)
+    await rig.announce()
+    await rig.open(0, rig.task(0, 0))
+    assert [group.worker_id for group in await rig.drained(0)] == ["w0"]
+
+
+async def test_engine_that_died_in_its_start_refuses_no_model(rig):
+    """A lack of memory kills it: the process ends, and another one tries again."""
+    engine = RefusingEngine()
+    engine.start = never_loaded
+    rig.start_worker(engine)
+    assert "died while it started" in await rig.broken()
+    assert await rig.event_messages("worker.model_failed") == []
+
+
+async def never_loaded(model_dir, policy_version):
+    raise EngineDied("vLLM's engine core died while it started")

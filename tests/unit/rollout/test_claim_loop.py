@@ -39,7 +39,9 @@ class FakePrompts:
             await asyncio.sleep(0.01)
         return []
 
-    async def release(self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool) -> None:
+    async def release(
+        self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool, num_discarded_tokens: int
+    ) -> None:
         assert not (is_attempt and entry_ids)
         self.released += entry_ids
 

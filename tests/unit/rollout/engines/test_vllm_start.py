@@ -180,7 +180,7 @@ async def test_failed_import_is_reported_by_each_start_and_not_retried(model_dir
     assert await asyncio.to_thread(importing.has_begun.wait, 5)
     for _ in range(2):
         engine = SlowEngine()
-        with pytest.raises(ImportError, match=r"libtorch\.so is not there"):
+        with pytest.raises(EngineBroken, match=r"vLLM cannot be imported: ImportError: libtorch\.so is not there"):
             await engine.start(model_dir, 0)
         await engine.stop()
     assert importing.count == 1
