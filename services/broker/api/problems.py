@@ -15,10 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
-from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
+from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound, TooManyPending
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.model_files import Complaint
-from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import context_of
 from services.broker.api.review import examine_the_rest
@@ -41,7 +40,7 @@ REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
     IllegalTransition: (409, "Illegal transition", None),
     JobDeleted: (409, "", None),
     GroupsTrimmed: (410, "", None),
-    QuotaExceeded: (429, "Too many pending jobs", 60),
+    TooManyPending: (429, "Too many pending jobs", 60),
     TooBusy: (503, "", 5),
     TooManyWatchers: (503, "", 5),
 }
