@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("onbeat", "services", "tests", "benchmarks", "examples", "deploy", "docs")
-GUARD = "onbeat/local/guard.py"  # it has no gRPC
+GUARD = "onbeat/process/guard.py"  # it has no gRPC
 
 
 def test_no_process_with_grpc_in_it_forks_for_a_preexec_fn() -> None:
