@@ -69,8 +69,8 @@ def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> A
         raise ImportError("MCP environments need the package mcp on every rollout: pip install 'mcp>=2.3'") from error
     if isinstance(server, str):
         return server
-    # A guard leads a session of its own, which a kill of this process's group does not reach. It ends with this process,
-    # and no process that the server has started outlives it.
+    # A guard leads a session of its own, which a kill of this process's group does not reach: it ends by itself, and no
+    # process that the server has started outlives it.
     command = ["-I", "-m", "onbeat.process.guard", str(os.getpid()), str(STOP_S), *server]
     return StdioServerParameters(command=sys.executable, args=command, env=dict(variables))
 
