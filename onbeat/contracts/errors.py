@@ -37,6 +37,16 @@ class JobDeleted(OnbeatError):
         super().__init__(f"job {job_id} was deleted; take a new Idempotency-Key for a new job")
 
 
+class TooManyPending(OnbeatError):
+    """An API key has as many pending jobs as it may have."""
+
+    def __init__(self, num_pending: int, limit: int) -> None:
+        super().__init__(
+            f"{num_pending} jobs of this API key are pending, and at most {limit} may be (ONBEAT_MAX_PENDING_JOBS of "
+            "the broker); wait until some have started, or cancel some"
+        )
+
+
 class LeaseLost(OnbeatError):
     """Another process owns the job now, or the job is over; a process that sees this must stop touching it."""
 

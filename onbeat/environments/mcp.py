@@ -19,10 +19,10 @@ from onbeat.environments.session import Message, Session
 from onbeat.environments.tool_schema import Tool, write_json
 from onbeat.environments.tools import as_outcome, converse
 from onbeat.environments.types import Outcome, Task
-from onbeat.process import confine
 
 INVALID_PARAMS = -32602  # JSON-RPC: the policy called the tool wrongly
 ANSWER_S = 60.0
+STOP_S = 1.0  # a server that was asked to stop has this long; MCP's client waits for two seconds
 
 
 class McpEnvironment:
@@ -69,8 +69,9 @@ def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> A
         raise ImportError("MCP environments need the package mcp on every rollout: pip install 'mcp>=2.3'") from error
     if isinstance(server, str):
         return server
-    # The server leads a session of its own, which a kill of this process's group does not reach: it ends by itself.
-    command = ["-I", confine.__file__, json.dumps({"parent": os.getpid()}), *server]
+    # A guard leads a session of its own, which a kill of this process's group does not reach: it ends by itself, and no
+    # process that the server has started outlives it.
+    command = ["-I", "-m", "onbeat.process.guard", str(os.getpid()), str(STOP_S), *server]
     return StdioServerParameters(command=sys.executable, args=command, env=dict(variables))
 
 

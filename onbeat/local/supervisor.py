@@ -59,7 +59,7 @@ class Service:
         self.spawn()
 
     def spawn(self) -> None:
-        guard = command_of("onbeat.local.guard", str(os.getpid()), str(self.spec.grace_s))
+        guard = command_of("onbeat.process.guard", str(os.getpid()), str(self.spec.grace_s))
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
         variables = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}

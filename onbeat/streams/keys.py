@@ -1,4 +1,5 @@
-"""Every Redis key of Onbeat. All keys of one job share the hash tag `{job}`, so each script stays in one cluster slot.
+"""Every Redis key of Onbeat. All keys of one job share the hash tag `{job}`, so scripts stay in one cluster slot;
+create_job and resume_job also count the pending jobs of an API key.
 
 No other module builds keys, and nothing ever flushes a database: Redis may be shared with other programs.
 """

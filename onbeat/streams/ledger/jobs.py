@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onbeat.contracts.errors import CannotResume, IllegalTransition, JobDeleted, JobNotFinal, JobNotFound, LeaseLost
+from onbeat.contracts.errors import (
+    CannotResume,
+    IllegalTransition,
+    JobDeleted,
+    JobNotFinal,
+    JobNotFound,
+    LeaseLost,
+    TooManyPending,
+)
 from onbeat.contracts.states import JOB_MOVES, JobState
 from onbeat.streams import keys
 from onbeat.streams.codec import payload_digest
@@ -34,14 +42,21 @@ class Jobs(LedgerPart):
         self._lists = lists
 
     async def create(
-        self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int, submitter: str = ""
+        self,
+        job_id: str,
+        config: dict[str, Any],
+        num_iterations: int,
+        max_staleness: int,
+        submitter: str = "",
+        max_pending: int | None = None,
     ) -> bool:
         """Store a PENDING job; return False if the id exists. It is listed before it is created: a crash hides no job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
-        submitter: id of the API key of the request.
+        submitter: id of the API key of the request. max_pending: how many pending jobs it may have, this one included.
 
-        Raise JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
+        Raise TooManyPending; the id stays listed until a broker drops it. Raise JobDeleted for the id of a job that was
+        deleted within a day: a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
         time_s = await self.now()  # whole seconds would sort the jobs of one second by name
@@ -53,9 +68,12 @@ class Jobs(LedgerPart):
         if (fork := config.get("fork")) is not None:  # iterations before its first one belong to another job
             numbers = ("first_iteration", "num_opened", "next_iteration", "next_evaluation", "num_trimmed")
             fields += [word for name in numbers for word in (name, str(fork["iteration"]))]
-        more_keys = [job.prompts, job.rollouts, job.deleted]
-        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
+        more_keys = [job.prompts, job.rollouts, job.deleted, keys.waiting_of(submitter)]
+        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, as_argument(max_pending), *fields)
         outcome = (await self._run("create_job", job, more_keys, *args)).decode()
+        if outcome == "full":
+            assert max_pending is not None
+            raise TooManyPending(max_pending, max_pending)
         if outcome == "deleted":
             if not await self.redis.hexists(job.deleted, "state"):  # else a broker died, and another has to finish
                 await self._lists.remove(job_id)
@@ -127,14 +145,24 @@ class Jobs(LedgerPart):
             await self.file(job_id)
         return JobState(before.decode())
 
-    async def resume(self, job_id: str, seen: JobState, extension: Extension | None = None) -> None:
-        """Make a job that was seen to be over PENDING again. Raises CannotResume or JobNotFound."""
+    async def resume(
+        self, job_id: str, seen: JobState, extension: Extension | None = None, max_pending: int | None = None
+    ) -> None:
+        """Make a job that was seen to be over PENDING again. Raises CannotResume, TooManyPending or JobNotFound.
+
+        max_pending: how many pending jobs the key may have that submitted it, this one included.
+        """
         assert seen.is_final, f"{job_id} is {seen}, it is not over"
         more: list[Any] = []
         if extension is not None:
             text, due = json.dumps(extension.config), extension.next_evaluation
-            more = [text, payload_digest(text.encode()), extension.num_iterations, "" if due is None else due]
-        outcome = (await self._run("resume_job", JobKeys(job_id), [], seen, *more)).decode()
+            more = [text, payload_digest(text.encode()), extension.num_iterations, as_argument(due)]
+        job, args = JobKeys(job_id), (job_id, as_argument(max_pending), seen, *more)
+        submitter = (await self.redis.hget(job.job, "submitter") or b"").decode(errors="replace")
+        outcome = (await self._run("resume_job", job, [keys.waiting_of(submitter)], *args)).decode()
+        if outcome == "full":
+            assert max_pending is not None
+            raise TooManyPending(max_pending, max_pending)
         if not outcome:
             raise JobNotFound(job_id)
         if outcome != "resumed":
@@ -178,3 +206,8 @@ class Jobs(LedgerPart):
         """Take an id without a job off all lists: its creator died before creating it."""
         if not await self.redis.exists(JobKeys(job_id).job):
             await self._lists.remove(job_id)
+
+
+def as_argument(number: int | None) -> str:
+    """Return an argument of a script; '' for no number."""
+    return "" if number is None else str(number)

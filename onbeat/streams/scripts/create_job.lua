@@ -1,12 +1,15 @@
--- KEYS: job, events, prompts, rollouts, deleted. ARGV: job id, digest of the configuration (hex), consumer groups of the
--- two streams, then field/value pairs, which go before the defaults. Creates a PENDING job once.
--- Returns created | exists | deleted.
-local prompts, rollouts, deleted = KEYS[3], KEYS[4], KEYS[5]
-local job_id, digest, rollout_consumers, trainer_consumers = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local fields = slice(ARGV, 5)
+-- KEYS: job, events, prompts, rollouts, deleted, pending jobs of the submitter. ARGV: job id, digest of the configuration
+-- (hex), consumer groups of the two streams, limit of the pending jobs ('': none), then field/value pairs, which go
+-- before the defaults. Creates a PENDING job once, and counts it among the submitter's.
+-- Returns created | exists | deleted | full.
+local prompts, rollouts, deleted, pending = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local job_id, digest, rollout_consumers, trainer_consumers, limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local fields = slice(ARGV, 6)
 if redis.call('EXISTS', job) == 1 then return 'exists' end
 if redis.call('EXISTS', deleted) == 1 then return 'deleted' end
+if is_full(pending, limit) then return 'full' end
 local created = now()
+redis.call('ZADD', pending, 'NX', created, job_id)
 redis.call('XGROUP', 'CREATE', prompts, rollout_consumers, '0', 'MKSTREAM')
 redis.call('XGROUP', 'CREATE', rollouts, trainer_consumers, '0', 'MKSTREAM')
 redis.call('HSET', job, 'id', job_id, 'state', 'PENDING', 'created_at', created, 'progress_at', created,

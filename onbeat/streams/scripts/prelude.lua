@@ -38,6 +38,11 @@ local function is_owner(epoch)
   return field('epoch') == epoch
 end
 
+-- True if a set of pending jobs has as many as it may ('': any number).
+local function is_full(pending, limit)
+  return limit ~= '' and redis.call('ZCARD', pending) >= tonumber(limit)
+end
+
 -- Shifts `last_commit_at` by seconds that count for no iteration.
 local function skip(seconds)
   local last = field('last_commit_at')

@@ -1,38 +1,23 @@
-"""The limit on pending jobs of each API key, so that no caller can fill the queue for the others."""
+"""The limit on pending jobs of each API key, so that no caller can fill the queue for the others.
 
-import contextlib
-from collections import Counter
-from collections.abc import AsyncIterator
+The ledger counts again in the step that creates or resumes a job, so that requests at once, to one broker or several,
+stay within it. This look before it spares the review of jobs that would be refused.
+"""
 
-from onbeat.contracts.errors import OnbeatError
+from dataclasses import dataclass
+
+from onbeat.contracts.errors import TooManyPending
 from onbeat.streams.ledger.job_lists import JobLists
 
 ANYBODY = "anybody"  # the submitter of all jobs if there are no API keys
 
 
-class QuotaExceeded(OnbeatError):
-    def __init__(self, num_waiting: int, limit: int) -> None:
-        super().__init__(
-            f"{num_waiting} jobs of this API key are pending, and at most {limit} may be (ONBEAT_MAX_PENDING_JOBS of "
-            "the broker); wait until some have started, or cancel some"
-        )
-
-
+@dataclass(frozen=True)
 class Quota:
-    """The quota of one broker. Several brokers may admit a few more: none sees the jobs that others are creating."""
+    lists: JobLists
+    limit: int
 
-    def __init__(self, lists: JobLists, limit: int) -> None:
-        self._lists, self._limit = lists, limit
-        self._being_created: Counter[str] = Counter()
-
-    @contextlib.asynccontextmanager
-    async def place(self, submitter: str) -> AsyncIterator[None]:
-        """Hold a place while a job is being created. Raises QuotaExceeded."""
-        self._being_created[submitter] += 1
-        try:
-            num_before = await self._lists.num_waiting_of(submitter) + self._being_created[submitter] - 1
-            if num_before >= self._limit:
-                raise QuotaExceeded(num_before, self._limit)
-            yield
-        finally:
-            self._being_created[submitter] -= 1
+    async def check(self, submitter: str) -> None:
+        """Raise TooManyPending if the submitter has no place left."""
+        if (num_pending := await self.lists.num_waiting_of(submitter)) >= self.limit:
+            raise TooManyPending(num_pending, self.limit)

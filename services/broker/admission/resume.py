@@ -15,8 +15,11 @@ from onbeat.streams.records import following_evaluation
 from services.broker.admission.review import Admission, JobRefused
 
 
-async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None) -> None:
-    """Make the job wait for a trainer again. Raises CannotResume with what to do instead, JobRefused, JobNotFound."""
+async def resume_over(
+    ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None, max_pending: int
+) -> None:
+    """Make the job wait for a trainer again. Raises CannotResume with what to do instead, JobRefused, TooManyPending,
+    JobNotFound."""
     fields = await ledger.jobs.fields(job_id)
     state, num_before = JobState(fields["state"]), int(fields["num_iterations"])
     check_resumable(job_id, state, num_before, num_iterations)
@@ -39,7 +42,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     complaints, _ = await admission.examine(config)
     if complaints:
         raise JobRefused(complaints)
-    await ledger.jobs.resume(job_id, state, extension)
+    await ledger.jobs.resume(job_id, state, extension, max_pending)
 
 
 def check_resumable(job_id: str, state: JobState, num_before: int, num_iterations: int | None) -> None:

@@ -112,10 +112,10 @@ async def create_job(
     wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
         return await read_created(ledger, job_id, config)  # an earlier request created the job
-    async with broker.quota.place(submitter):
-        remarks = await review(broker, config)
-        num_iterations = config.schedule.num_iterations
-        is_new = await ledger.jobs.create(job_id, wanted, num_iterations, config.max_staleness, submitter)
+    await broker.quota.check(submitter)
+    remarks = await review(broker, config)
+    numbers = (config.schedule.num_iterations, config.max_staleness)
+    is_new = await ledger.jobs.create(job_id, wanted, *numbers, submitter, broker.quota.limit)
     for note in remarks.notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
     return await read_created(ledger, job_id, config)  # maybe by a request to another broker
@@ -240,8 +240,8 @@ async def resume_job(job_id: JobId, broker: Broker, wanted: Resumption | None = 
     if state in going_on and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
         return await read_job(broker.ledger, job_id)  # it was resumed before
     if state.is_final or num_iterations is not None:
-        async with broker.quota.place(fields.get("submitter", ANYBODY)):  # it fills the queue of that key
-            await resume_over(broker.ledger, broker.admission, job_id, num_iterations)
+        await broker.quota.check(fields.get("submitter", ANYBODY))  # it fills the queue of that key
+        await resume_over(broker.ledger, broker.admission, job_id, num_iterations, broker.quota.limit)
         return await read_job(broker.ledger, job_id)
     if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
         raise IllegalTransition(job_id, state, JobState.RUNNING)

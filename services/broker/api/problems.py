@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from onbeat.config.explain import MAX_EXPLAINED, dotted, explain_error, explain_errors, show
-from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
+from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound, TooManyPending
 from onbeat.contracts.records import RowCounts
 from onbeat.streams.connection import explain_refusal
+from onbeat.streams.unreadable import MISREAD, find_unreadable
 from services.broker.admission.model_files import Complaint
-from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import JobRefused
 from services.broker.api.context import context_of
 from services.broker.api.review import examine_the_rest
@@ -42,7 +42,7 @@ REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
     IllegalTransition: (409, "Illegal transition", None),
     JobDeleted: (409, "", None),
     GroupsTrimmed: (410, "", None),
-    QuotaExceeded: (429, "Too many pending jobs", 60),
+    TooManyPending: (429, "Too many pending jobs", 60),
     TooBusy: (503, "", 5),
     TooManyWatchers: (503, "", 5),
 }
@@ -95,6 +95,8 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_refusal)
     app.add_exception_handler(RedisError, on_redis_error)
     app.add_exception_handler(ClientDisconnect, on_client_left)
+    for kind in MISREAD:
+        app.add_exception_handler(kind, on_misread)
     app.add_exception_handler(Exception, on_defect)
     generate = app.openapi
     app.openapi = lambda: with_problem(generate())  # type: ignore[method-assign]
@@ -197,10 +199,19 @@ def explain_redis(error: Exception) -> tuple[str, str]:
     return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {causes} See the broker's log."
 
 
+async def on_misread(request: Request, error: Exception) -> ProblemResponse:
+    """Answer 500 naming the field of the job's records that cannot be read. Raises the error if there is none."""
+    job_id = request.path_params.get("job_id")
+    unreadable = await find_unreadable(context_of(request).ledger, job_id) if job_id else None
+    if unreadable is None:
+        raise error
+    logger.error("%s %s failed: %s", request.method, request.url.path, unreadable)
+    remedy = "restore it from a backup of Redis, or let an admin delete the job"
+    origin = "somebody else, or another version of Onbeat, has written it"
+    return problem(500, "Unreadable record", f"{unreadable}. Onbeat does not write that: {origin}; {remedy}.")
+
+
 async def on_defect(request: Request, error: Exception) -> ProblemResponse:
     """Answer 500; the server logs the defect with its traceback."""
     detail = f"{request.method} {request.url.path} failed because of a defect; see the broker's log."
-    if isinstance(error, ValueError):  # pydantic's and JSON's are
-        detail += " If somebody else has written to Redis, it may also be a record there, which cannot be read: "
-        detail += str(error).partition("\n")[0][:MAX_REDIS_TEXT]
     return problem(500, "Internal error", detail, headers={"X-Request-Id": request.scope.get(REQUEST_ID, "-")})

@@ -15,6 +15,7 @@ from onbeat.streams import inspection
 from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.unreadable import MISREAD, find_unreadable
 from services.broker.deadlines import RECENT_S
 from services.broker.doctor.explain import count, explain_job, explain_refused_read, explain_starting
 from services.broker.doctor.memory import explain_memory
@@ -213,8 +214,9 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
         except ResponseError as error:
             if (refusal := explain_refused_read(job_id, error)) not in findings:
                 findings.append(refusal)
-        except (ValueError, LookupError) as error:
-            sentence = f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); "
+        except MISREAD as error:
+            reason = await find_unreadable(ledger, job_id) or f"{type(error).__name__}: {error}"
+            sentence = f"the record of {job_id} cannot be read ({reason}); "
             sentence += "cancel the job, and let an admin delete it"
             findings.append(Finding(sentence=sentence, job_id=job_id, is_problem=True))
     num_unfinished, num_ended = len(started) + counts.pop(JobState.PENDING), sum(counts.values())

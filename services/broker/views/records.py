@@ -10,8 +10,10 @@ from pydantic_core import from_json
 
 from onbeat.contracts.records import JobRecord, Sample, WeightsRecord
 from onbeat.contracts.states import JobState
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
+from onbeat.streams.unreadable import JOB, wrong_in_hash
 from services.broker.samples import ANY_REWARD, RewardRange, sample_groups
 
 
@@ -36,14 +38,14 @@ async def place_in_queue(ledger: Ledger, records: Sequence[JobRecord]) -> None:
 
 
 def unreadable_record(fields: Fields, error: Exception) -> JobRecord:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = wrong_in_hash(JOB, JobKeys(fields.get("id", "")).job, fields) or f"{type(error).__name__}: {error}"
     remedy = "cancel it, and let an admin delete it"
     return JobRecord(
         id=fields.get("id", ""),
         name=fields.get("name", ""),
         pool=fields.get("pool", ""),
         state=fields["state"] if fields["state"] in set(JobState) else JobState.FAILED,
-        error=f"this broker cannot read the record of the job ({reason}); {remedy}",
+        error=f"this broker cannot read the record of the job ({str(reason).splitlines()[0]}); {remedy}",
         created_at=0.0,
         num_iterations=0,
         config={},

@@ -351,7 +351,8 @@ async def test_record_that_cannot_be_read_is_named_in_the_answer(broker, ledger,
     async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
         answer = await client.get(f"/v1/jobs/{job_id}/iterations")
     assert answer.status_code == 500
-    assert "a record there, which cannot be read: invalid literal for int()" in answer.json()["detail"]
+    job = inspection.JobKeys(job_id).job
+    assert f'the field num_opened of {job} in Redis is "many": input should be a valid' in answer.json()["detail"]
 
 
 async def test_streams_leave_room_for_other_requests(ledger, world, tmp_path):

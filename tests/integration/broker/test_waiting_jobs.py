@@ -1,6 +1,7 @@
 """Pending jobs: what they cost however many wait, the lists that they are in, and how many one key may have."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from onbeat.contracts.errors import TooManyPending
 from onbeat.contracts.states import JobState
 from onbeat.machine.processor import Hardware
 from onbeat.process.api_keys import Role
@@ -213,3 +215,43 @@ async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger, tmp_path):
         assert await ledger.trainer.claim_job(created[1], "trainer-a", 30)
         for expected in (201, 201, 429):
             assert (await broker.post("/v1/jobs", json=job_body(), headers=of_a)).status_code == expected
+
+
+async def test_requests_at_once_to_two_brokers_stay_within_the_limit(ledger, tmp_path):
+    keys_file = Keys(tmp_path / "keys.json")
+    headers = bearer(keys_file.add(Role.SUBMIT))
+    settings = {"api_keys_file": keys_file.path, "max_pending_jobs": 3}
+    async with running_broker(ledger, tmp_path, **settings) as a, running_broker(ledger, tmp_path, **settings) as b:
+        posts = [
+            broker.post("/v1/jobs", json=job_body(seed=seed), headers=headers) for seed in range(6) for broker in (a, b)
+        ]
+        answers = await asyncio.gather(*posts)
+        created = [answer.json()["id"] for answer in answers if answer.status_code == 201]
+        assert len(created) == 3
+        for job_id in created:
+            await a.post(f"/v1/jobs/{job_id}:cancel", headers=headers)
+        others = [(await a.post("/v1/jobs", json=job_body(), headers=headers)).json()["id"] for _ in range(2)]
+        resumed = await asyncio.gather(
+            *(
+                broker.post(f"/v1/jobs/{job_id}:resume", headers=headers)
+                for job_id, broker in zip(created, (a, b, a), strict=True)
+            )
+        )
+        assert sorted(answer.status_code for answer in resumed) == [200, 429, 429], others
+
+
+async def test_full_queue_is_seen_in_the_step_that_creates(ledger, world):
+    """A look before it would not see the jobs that other brokers create meanwhile."""
+    submitter = f"key-{uuid.uuid4().hex[:8]}"
+    config = {"name": "n", "pool": "p"}
+    ids = [f"job-{uuid.uuid4().hex[:12]}" for _ in range(3)]
+    assert await ledger.jobs.create(ids[0], config, 1, 0, submitter, max_pending=1)
+    for _ in range(2):  # the second time, the id is listed already
+        with pytest.raises(TooManyPending, match="1 jobs of this API key are pending, and at most 1 may be"):
+            await ledger.jobs.create(ids[1], config, 1, 0, submitter, max_pending=1)
+    assert not await ledger.jobs.create(ids[0], config, 1, 0, submitter, max_pending=1)  # a repeated request
+    await ledger.jobs.move(ids[0], JobState.CANCELLED)
+    assert await ledger.jobs.create(ids[1], config, 1, 0, submitter, max_pending=1)
+    with pytest.raises(TooManyPending):
+        await ledger.jobs.resume(ids[0], JobState.CANCELLED, max_pending=1)
+    assert await ledger.jobs.state(ids[0]) is JobState.CANCELLED

@@ -1,6 +1,7 @@
 """A small MCP server for tests, over stdio, or over HTTP if it is given a port."""
 
 import os
+import subprocess
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -25,6 +26,13 @@ def refuse() -> str:
 def die() -> str:
     """End the server."""
     os._exit(1)
+
+
+@server.tool()
+def start(command: str) -> str:
+    """Start a process in this one's group, and another in a session of its own; return their numbers."""
+    places = (False, True)
+    return " ".join(str(subprocess.Popen(command.split(), start_new_session=is_new).pid) for is_new in places)
 
 
 @server.tool()

@@ -1,6 +1,7 @@
 """Environments behind a real MCP server on loopback, over stdio and HTTP."""
 
 import asyncio
+import contextlib
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from onbeat.environments import Message, Outcome, Task
 from onbeat.environments.mcp import McpEnvironment
 from onbeat.environments.openenv import openenv_environment
 from tests.scripted_session import ScriptedSession, calls, says
-from tests.waiting import wait_until
+from tests.waiting import eventually, wait_until
 
 ROOT = Path(__file__).parents[3]
 TASK = Task([{"role": "user", "content": "2 + 3 ="}], "2 + 3 =", "5", seed=4)
@@ -47,7 +48,7 @@ async def test_mcp_tools_over_stdio():
     outcome = await McpEnvironment(STDIO, reward="exact").run(TASK, session)
     assert outcome == Outcome(1.0)
     described = {tool["function"]["name"]: tool["function"] for tool in session.tools}
-    assert sorted(described) == ["add", "die", "grade", "refuse"]
+    assert sorted(described) == ["add", "die", "grade", "refuse", "start"]
     assert described["add"]["description"] == "Add two numbers."
     assert described["add"]["parameters"]["required"] == ["a", "b"]
     results = [messages[-1]["content"] for messages in session.asked[1:]]
@@ -107,3 +108,13 @@ def test_mcp_environment_needs_one_reward():
             McpEnvironment(STDIO, **rewards)
     with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):
         McpEnvironment(STDIO, reward="exakt")
+
+
+@pytest.mark.parametrize("end", [says("5"), calls("die", {})], ids=["closed", "died"])
+async def test_processes_of_an_mcp_server_end_with_it(end):
+    session = ScriptedSession(calls("start", {"command": "sleep 600"}), end, says("5"))
+    with contextlib.suppress(Exception):  # the one that died
+        await McpEnvironment(STDIO, reward="exact").run(TASK, session)
+    started = [int(pid) for pid in session.asked[1][-1]["content"].split()]
+    assert len(started) == 2
+    await eventually("they are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))

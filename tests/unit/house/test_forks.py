@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_no_process_with_grpc_in_it_forks_for_a_preexec_fn() -> None:
-    guard = "onbeat/local/guard.py"  # it has no gRPC
+    guard = "onbeat/process/guard.py"  # it has no gRPC
     folders = ("onbeat", "services", "tests", "benchmarks", "examples", "deploy", "docs")
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     forking = {str(path.relative_to(ROOT)) for path in paths if re.search(r"preexec_fn\s*=", path.read_text())}

@@ -161,7 +161,7 @@ def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) ->
 
 def test_guard_reports_the_exit_under_a_launcher_without_sigchld() -> None:
     """A process that ignores SIGCHLD passes that on to those that it starts."""
-    guard = ["-P", "-m", "onbeat.local.guard", str(os.getpid()), "1", "sh", "-c", "exit 3"]
+    guard = ["-P", "-m", "onbeat.process.guard", str(os.getpid()), "1", "sh", "-c", "exit 3"]
     ignore = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     )

@@ -1,4 +1,4 @@
-"""`python -m onbeat.local.guard PARENT GRACE_S COMMAND ...`: no process of a command outlives the parent of this one.
+"""`python -m onbeat.process.guard PARENT GRACE_S COMMAND ...`: no process of a command outlives the parent of this one.
 
     parent (onbeat run) --> guard --> service --> engine process, scoring processes, ...
 
