@@ -240,7 +240,7 @@ class Rig:
         self.environments = InProcess(run)
         self.server = SessionServer()
         self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
-        generation = Generation(self.gate)
+        generation = Generation(self.gate, encoder)
         self.producer = GroupProducer(Player(generation, self.runner), generation.busy, max_attempts=3)
 
     async def group(self, **fields: Any) -> RolloutGroup:

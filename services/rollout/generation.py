@@ -8,16 +8,17 @@ from onbeat.streams.codec import PromptTask
 from services.rollout import meters
 from services.rollout.gate import VersionGate
 from services.rollout.meters import BusyMeter, TokenRate
-from services.rollout.prompts import GroupFailed
+from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.puller import VersionGone
+from services.rollout.sampling import check_taken, ended
 
 # Prompt's token ids, number of responses, sampling -> responses
 PinnedGenerate = Callable[[list[int], int, Sampling], Awaitable[list[GeneratedResponse]]]
 
 
 class Generation:
-    def __init__(self, gate: VersionGate) -> None:
-        self._gate = gate
+    def __init__(self, gate: VersionGate, encoder: PromptEncoder) -> None:
+        self._gate, self._encoder = gate, encoder
         self.busy = BusyMeter()
         self.token_rate = TokenRate()
 
@@ -34,12 +35,14 @@ class Generation:
                 async def generate(
                     prompt_token_ids: list[int], num_samples: int, sampling: Sampling
                 ) -> list[GeneratedResponse]:
+                    check_taken(engine, sampling)
                     with self.busy.running(task.iteration, task.is_evaluation):
                         responses = await engine.generate(
                             prompt_token_ids, num_samples, sampling, expected_version=task.policy_version
                         )
                     if len(responses) != num_samples:
                         raise RuntimeError(f"the engine gave {len(responses)} of {num_samples} responses")
+                    responses = ended(engine, responses, sampling, self._encoder)
                     num_tokens = sum(len(response.token_ids) for response in responses)
                     self.token_rate.add(num_tokens)
                     meters.RESPONSE_TOKENS.inc(num_tokens)
