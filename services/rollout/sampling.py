@@ -55,4 +55,5 @@ def ended(
 
 
 def taken_by(engine: Engine) -> frozenset[str]:
-    return getattr(engine, "takes", frozenset())
+    names: frozenset[str] = getattr(engine, "takes", frozenset())
+    return names
