@@ -242,7 +242,7 @@ class Rig:
         self.environments = InProcess(run)
         self.server = SessionServer()
         self.runner = EpisodeRunner(encoder, self.environments, self.server, max_attempts)
-        generation = Generation(self.gate)
+        generation = Generation(self.gate, encoder)
         limits = RolloutConfig(num_prompts_per_iteration=1, num_samples_per_prompt=1, max_response_tokens=8)
         player, decoder = Player(generation, self.runner), PromptDecoder(self.tokenizer)
         self.producer = GroupProducer(player, decoder, generation.busy, limits)

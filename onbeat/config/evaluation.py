@@ -6,9 +6,10 @@ from pydantic import Field, model_validator
 
 from onbeat.config.data import DataConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards, RewardConfig
-from onbeat.contracts.section import Float, PositiveInt, Section
+from onbeat.contracts.section import Float, Fraction, Int, PositiveInt, Section
 
 MAX_HELD_OUT = 10_000  # prompts of an evaluation
+MIN_TEMPERATURE = 0.01  # engines replace temperatures that are lower, except 0
 
 
 class EvaluationSet(Section):
@@ -43,7 +44,39 @@ class EvaluationConfig(Section):
     num_samples_per_prompt: PositiveInt = Field(
         1, le=1_024, description="responses to each prompt; with more than one, pass_at_k is reported, too"
     )
-    temperature: Float = Field(1.0, ge=0.01, le=10, description="sampling temperature")
+    temperature: Float = Field(
+        1.0, ge=0, le=10, description="sampling temperature, at least 0.01; or 0, which takes the likeliest token"
+    )
+    top_p: Float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
+    )
+    top_k: PositiveInt | None = Field(
+        None, le=1_000_000, description="sample from so many of the likeliest tokens; default: from all"
+    )
+    min_p: Fraction = Field(
+        0.0, description="sample from tokens that have at least this share of the likeliest one's probability"
+    )
+    min_tokens: Int = Field(
+        0, ge=0, le=1_048_576, description="no end of the sequence and no stop before so many tokens"
+    )
+
+    @model_validator(mode="after")
+    def check_sampling(self) -> "EvaluationConfig":
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"evaluation.temperature: {self.temperature:g} is below {MIN_TEMPERATURE}; use 0, or at least that"
+            )
+        if self.temperature == 0 and self.num_samples_per_prompt > 1:
+            raise ValueError(
+                f"evaluation.num_samples_per_prompt: at temperature 0 all {self.num_samples_per_prompt} responses to a "
+                "prompt are the same; use 1, or raise evaluation.temperature"
+            )
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0):
+            raise ValueError(
+                "evaluation.temperature: 0 takes the likeliest token whatever top_p, top_k and min_p are; leave them "
+                "out, or raise the temperature"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_sets(self) -> "EvaluationConfig":

@@ -168,6 +168,12 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
+    longest, min_tokens = job.rollout.max_response_tokens, job.evaluation.min_tokens if job.evaluation else 0
+    if min_tokens > longest:
+        yield (
+            f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
+            f"rollout.max_response_tokens, which is {longest}, or less"
+        )
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2:
         yield (

@@ -1,13 +1,20 @@
 """The production of groups by rollouts: sampling, limits, and the environment of episodes."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from onbeat.contracts.records import MAX_TURNS
 from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
 MAX_PROMPTS = 10_000  # prompts of an iteration
+MAX_STOPS = 32
+HELD_OUT_ONLY = ("top_p", "top_k", "min_p", "min_tokens")  # keys of other frameworks
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=200)]],
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 
 
 class EnvironmentConfig(Section):
@@ -46,6 +53,18 @@ class RolloutConfig(Section):
     temperature: Float = Field(
         1.0, ge=0.01, le=10, description="sampling temperature; logprobs are those of the tempered distribution"
     )
+    stop: StopStrings = Field(
+        default_factory=list,
+        max_length=MAX_STOPS,
+        description="one or several strings that end a response. The token that completes one is the last one of the "
+        "response, and is trained; rewards and environments get the text before it",
+    )
+    stop_token_ids: list[Annotated[Int, Field(ge=0)]] = Field(
+        default_factory=list,
+        max_length=MAX_STOPS,
+        description="tokens that end a response besides the model's own; they are its last token, are trained, and are "
+        "not part of its text",
+    )
     group_deadline_s: Float = Field(
         300.0, gt=0, le=86_400, description="time limit for generating and scoring a group, from its claim"
     )
@@ -69,6 +88,21 @@ class RolloutConfig(Section):
         description="order of prompts within an iteration: longest responses of the previous epoch first, or the "
         "order of the data. The same groups are trained either way",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def explain_missing_sampling(cls, section: Any) -> Any:
+        """Refuse by name the sampling that training cannot follow, and say why."""
+        names = [name for name in HELD_OUT_ONLY if isinstance(section, dict) and name in section]
+        if names:
+            problems = (
+                f"rollout.{name}: training samples from the whole distribution, because the trainer's "
+                "log-probabilities are of all of it: tokens drawn from a part would be trained with wrong ratios; "
+                f"leave it out, or set evaluation.{name} for the held-out sets"
+                for name in names
+            )
+            raise ValueError("\n".join(problems))
+        return section
 
     @property
     def num_reserved_prompts(self) -> int:

@@ -23,18 +23,26 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters of sampling. `rollout_logprobs` are always those of the tempered distribution that was sampled."""
+    """The parameters of sampling. `rollout_logprobs` are always those of the distribution that was sampled, but at
+    temperature 0 those of the model itself.
+
+    Groups that are trained have a temperature above 0 and the whole distribution, without `min_tokens`.
+    """
 
     max_response_tokens: int
-    temperature: float
+    temperature: float  # 0: the likeliest token
     seed: int
+    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0: from all
+    min_p: float = 0.0  # draw from the tokens that have this share of the likeliest one's probability
+    min_tokens: int = 0  # no end of the sequence and no stop before so many tokens
+    stop: tuple[str, ...] = ()  # the token that completes one of them is the last one; the text ends before it
+    stop_token_ids: tuple[int, ...] = ()  # these end a response as the end of the sequence does
 
 
 @dataclass(frozen=True)
 class ChatSampling(Sampling):
-    """The parameters of a chat with the policy. `temperature` 0 takes the likeliest token."""
-
-    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
+    """The parameters of a chat with the policy."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,11 @@ class BadWeightFile(Exception):
 class Engine(Protocol):
     """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight.
 
-    Three properties are optional: `doing`, the current step of the start in words or ""; `is_dead`, true when processes
+    Four properties are optional: `doing`, the step of the start in words or ""; `is_dead`, true when processes
     of the engine have died, perhaps while they were idle; `num_cancelled_tokens`, a count of the tokens that were
-    sampled for calls of `generate` that were cancelled.
+    sampled for calls of `generate` that were cancelled; `takes`, a set of names: the fields of `Sampling` with a
+    default that the engine follows, and "greedy" for temperature 0. Without `takes` it follows none: responses are cut
+    at stops afterwards, and requests with the others are refused.
     """
 
     async def start(self, model_dir: Path, policy_version: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from onbeat.config import EnvironmentConfig, HeldOutSet, JobConfig
+from onbeat.config import EnvironmentConfig, EvaluationConfig, HeldOutSet, JobConfig
 from onbeat.contracts.rewards import RewardConfig
 from onbeat.contracts.seeds import seed_of
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
@@ -79,10 +79,15 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
         task = build_task(config, item, held_out.rewards)
         task.group_id, task.iteration, task.is_evaluation = f"eval-{evaluation}-{index}", evaluation, True
         task.num_samples = config.evaluation.num_samples_per_prompt
-        task.temperature = config.evaluation.temperature
+        fill_sampling(task, config.evaluation)
         task.seed = seed_of(config.seed, "evaluation", *([held_out.name] if held_out.name else []), place)
         tasks.append(task)
     return tasks
+
+
+def fill_sampling(task: PromptTask, evaluation: EvaluationConfig) -> None:
+    task.temperature, task.top_p, task.min_p = evaluation.temperature, evaluation.top_p, evaluation.min_p
+    task.top_k, task.min_tokens = evaluation.top_k or 0, evaluation.min_tokens
 
 
 def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConfig]) -> PromptTask:
@@ -93,6 +98,8 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
         text=item.text,
         max_response_tokens=rollout.max_response_tokens,
         deadline_s=rollout.group_deadline_s,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
         reward_context_json=json.dumps(item.context),
         environment=Environment(max_turns=environment.max_turns, **common_fields(environment)) if environment else None,
     )

@@ -23,6 +23,7 @@ from onbeat.weights.server import PayloadServer
 from onbeat.weights.wire import Peer
 from services.rollout import meters
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
+from services.rollout.end_of_turn import add_end_of_turn
 from services.rollout.engines.failure import describe_cause
 from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
@@ -144,11 +145,13 @@ class Attachment:
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
+        if added := add_end_of_turn(encoder, self._config, model_dir):
+            await self._ledger.event_log.emit(self.job_id, "rollout.stop_added", f"{self._settings.worker_id}: {added}")
         settings = self._settings
         limits = GateLimits(settings.engine_load_s, settings.chat_grace_s)
         gate = VersionGate(engine, puller, self._record_ready, await pull.known(), limits)
         cleanup.push_async_callback(gate.close)
-        generation = Generation(gate)
+        generation = Generation(gate, encoder)
         filler = await self._create_filler(cleanup, generation, encoder)
         decoder = PromptDecoder(encoder.tokenizer)
         producer = GroupProducer(filler, decoder, generation.busy, self._config.rollout)

@@ -9,16 +9,17 @@ from services.rollout import meters
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight
 from services.rollout.meters import BusyMeter, TokenRate
-from services.rollout.prompts import GroupFailed
+from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.puller import VersionGone
+from services.rollout.sampling import check_taken, ended
 
 # Prompt's token ids, number of responses, sampling -> responses
 PinnedGenerate = Callable[[list[int], int, Sampling], Awaitable[list[GeneratedResponse]]]
 
 
 class Generation:
-    def __init__(self, gate: VersionGate) -> None:
-        self._gate = gate
+    def __init__(self, gate: VersionGate, encoder: PromptEncoder) -> None:
+        self._gate, self._encoder = gate, encoder
         self.busy = BusyMeter()
         self.token_rate = TokenRate()
         self._num_cancelled_tokens = 0  # counted so far, of those of the engine
@@ -38,6 +39,7 @@ class Generation:
                 async def generate(
                     prompt_token_ids: list[int], num_samples: int, sampling: Sampling
                 ) -> list[GeneratedResponse]:
+                    check_taken(engine, sampling)
                     try:
                         with self.busy.running(task.iteration, task.is_evaluation):
                             responses = await engine.generate(
@@ -48,6 +50,7 @@ class Generation:
                         raise
                     if len(responses) != num_samples:
                         raise RuntimeError(f"the engine gave {len(responses)} of {num_samples} responses")
+                    responses = ended(engine, responses, sampling, self._encoder)
                     num_tokens = sum(len(response.token_ids) for response in responses)
                     flight.num_tokens += num_tokens
                     self.token_rate.add(num_tokens)

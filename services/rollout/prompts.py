@@ -30,6 +30,7 @@ class PromptEncoder:
         self.prompts = PromptTokenizer(tokenizer)
         self.token_lengths = TokenText(tokenizer).lengths
         self.max_context_tokens = max_context_tokens
+        self.turn_end_ids: tuple[int, ...] = ()  # stop tokens besides the model's own (`end_of_turn`)
 
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
@@ -57,6 +58,11 @@ class PromptEncoder:
                 f"the context has {self.max_context_tokens}; shorten the prompt or lower rollout.max_response_tokens",
             )
         return token_ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, without the special ones."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:

@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import replace
 
-from onbeat.engines import GeneratedResponse, Sampling
+from onbeat.engines import GeneratedResponse
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
 from services.rollout import meters
 from services.rollout.generation import Generation
@@ -13,6 +13,7 @@ from services.rollout.inflight import Flight, Stage
 from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score, weigh
 from services.rollout.rewards.scorer import Scorer
+from services.rollout.sampling import sampling_of
 
 
 class Responder:
@@ -42,7 +43,7 @@ class Responder:
 
     async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
         task = flight.claim.task
-        sampling = Sampling(task.max_response_tokens, task.temperature, task.seed)
+        sampling = sampling_of(task, self._encoder, task.seed)
         async with self._generation.pinned(flight) as generate:
             flight.stage = Stage.GENERATING
             started = time.monotonic()

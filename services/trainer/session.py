@@ -21,6 +21,7 @@ from services.trainer.model.model import model_files
 from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
+from services.trainer.stop_check import check_stops
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import World
 
@@ -49,6 +50,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
     check_chat_template(source, config)
+    check_stops(source, config)
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)

@@ -70,10 +70,11 @@ async def test_episode_is_shown_turn_by_turn(visit, gallery):
 
 async def test_prompt_that_the_model_saw_has_special_tokens_marked(visit, gallery):
     page = await visit(gallery.url, gallery.place("group"))
+    prompt = Content().prompts[0]
     decoded = page.get_by_test_id("decoded")
-    await expect(decoded).to_contain_text(f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>")
+    await expect(decoded).to_contain_text(f"<|im_start|>user\n{prompt}<|im_end|>")
     await expect(decoded.locator(".special")).to_have_text(["<|im_start|>", "<|im_end|>"])
     page = await visit(gallery.url, gallery.place("samples"))
-    sample = page.get_by_test_id("sample").filter(has_text=PROMPTS[0]).first
+    sample = page.get_by_test_id("sample").filter(has_text=prompt).first
     await sample.get_by_text("Prompt as the model saw it").click()
     await expect(sample.get_by_role("group", name="Prompt as the model saw it")).to_contain_text("<|im_start|>user")

@@ -40,6 +40,12 @@ class PromptTask(_message.Message):
     DATA_ROW_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -61,6 +67,15 @@ class PromptTask(_message.Message):
     """scored for people; never trained"""
     data_row: _builtins.int
     """the same whenever the data come to this prompt again; absent: nobody asks"""
+    top_p: _builtins.float
+    """Of evaluations only: a trainer computes with the whole distribution.
+    absent: 1
+    """
+    top_k: _builtins.int
+    """0: all tokens"""
+    min_p: _builtins.float
+    min_tokens: _builtins.int
+    """no stop before so many tokens"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -77,6 +92,12 @@ class PromptTask(_message.Message):
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
         """several: a response gets their weighted sum, and each as a part"""
 
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A response ends with the token that completes one of these texts, or that is one of these tokens."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -96,14 +117,25 @@ class PromptTask(_message.Message):
         data_row: _builtins.int | None = ...,
         environment: Global___Environment | None = ...,
         rewards: _abc.Iterable[Global___Reward] | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "environment", b"environment", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "environment", b"environment", "reward", b"reward", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_row) -> _WhichOneofReturnType__data_row | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___PromptTask: _TypeAlias = PromptTask  # noqa: Y015
 

@@ -26,10 +26,11 @@ from onbeat.streams.best_effort import best_effort
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
-from services.rollout.chat.stops import StopFilter
 from services.rollout.claim_loop import Assignment
+from services.rollout.engines.stops import StopFilter
 from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.prompts import MAX_CHARS_PER_TOKEN, GroupFailed, PromptEncoder
+from services.rollout.sampling import ended
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class Speaker:
             temperature=1.0 if request.temperature is None else request.temperature,
             seed=secrets.randbelow(SEEDS) if request.seed is None else request.seed,
             top_p=1.0 if request.top_p is None else request.top_p,
+            stop_token_ids=self._encoder.turn_end_ids,
         )
         for start in range(1, MAX_STARTS + 1):
             try:
@@ -234,7 +236,7 @@ class Speaker:
         stop = answer.request.stop or []
         stops = StopFilter([stop] if isinstance(stop, str) else stop)
         num_tokens = 0
-        stream = stream_text(self._engine, prompt_token_ids, sampling, answer.version)
+        stream = stream_text(self._engine, self._encoder, prompt_token_ids, sampling, answer.version)
         async with self._responses, aclosing(stream) as pieces:
             async for piece in pieces:
                 num_tokens += piece.num_tokens
@@ -249,7 +251,7 @@ class Speaker:
 
 
 async def stream_text(
-    engine: Engine, prompt_token_ids: list[int], sampling: ChatSampling, version: int
+    engine: Engine, encoder: PromptEncoder, prompt_token_ids: list[int], sampling: ChatSampling, version: int
 ) -> AsyncGenerator[TextPiece]:
     """Yield text from any engine. Raises ChatFailed for what the engine refuses."""
     try:
@@ -261,6 +263,7 @@ async def stream_text(
         if sampling.top_p < 1:
             raise ValueError("it cannot draw with top_p; leave it out")
         (response,) = await engine.generate(prompt_token_ids, 1, sampling, expected_version=version)
+        (response,) = ended(engine, [response], sampling, encoder)
         if {span.policy_version for span in response.version_spans} - {version}:
             raise VersionMismatch(version, response.version_spans[0].policy_version)
         yield TextPiece(response.text, len(response.token_ids), response.finish_reason)

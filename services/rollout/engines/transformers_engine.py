@@ -4,6 +4,7 @@ It is slow and simple on purpose. Tests compare vLLM with it, and it serves wher
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from onbeat.engines import (
     VersionSpan,
 )
 from onbeat.engines.arrivals import gathered
+from services.rollout.engines.stops import Ending, read_end_ids
 from services.rollout.engines.weight_files import (
     LM_HEAD_WEIGHT,
     TensorShapes,
@@ -33,7 +35,7 @@ from services.rollout.engines.weight_files import (
 )
 from services.tokenizer import load_tokenizer
 
-GREEDY_BELOW = 1e-5  # a chat at a lower temperature takes the likeliest token
+GREEDY_BELOW = 1e-5  # at a lower temperature the likeliest token is taken
 
 
 @dataclass
@@ -62,6 +64,8 @@ class TransformersEngine:
     beyond the running one wait for it.
     """
 
+    takes = frozenset({"greedy", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids"})
+
     def __init__(self, *, dtype: str = "float32", max_num_seqs: int = 16, device: str = "cpu") -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._max_num_seqs = max_num_seqs
@@ -86,7 +90,7 @@ class TransformersEngine:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self._dtype, local_files_only=True)
         eos = model.generation_config.eos_token_id
         eos_token_ids = set(eos if isinstance(eos, list) else [eos]) | {self._tokenizer.eos_token_id}
-        self._eos_token_ids = sorted(eos_token_ids - {None})
+        self._eos_token_ids = sorted((eos_token_ids - {None}) | read_end_ids(model_dir))
         for tensor in (*model.parameters(), *model.buffers()):
             # Otherwise it may map the file itself, which changes to the next version under us.
             tensor.data = tensor.data.clone()
@@ -97,14 +101,14 @@ class TransformersEngine:
     ) -> list[GeneratedResponse]:
         if self._model is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
-        if sampling.temperature <= 0:
-            raise ValueError(f"temperature {sampling.temperature} is not positive")
+        if sampling.temperature < 0:
+            raise ValueError(f"temperature {sampling.temperature} is negative")
         self.num_in_flight += num_samples
         progress = Progress()
         try:
             async with self._turn:
                 sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, progress)
-                token_ids_GT, logprobs_GT = await sampled
+                endings, logprobs_GT = await sampled
         except asyncio.CancelledError:
             self.num_cancelled_tokens += progress.num_tokens
             raise
@@ -112,41 +116,47 @@ class TransformersEngine:
             progress.is_over.set()
             self.num_in_flight -= num_samples
         return [
-            self._to_response(token_ids, logprobs, expected_version)
-            for token_ids, logprobs in zip(token_ids_GT.tolist(), logprobs_GT.tolist(), strict=True)
+            to_response(ending, logprobs, expected_version)
+            for ending, logprobs in zip(endings, logprobs_GT.tolist(), strict=True)
         ]
 
     @torch.inference_mode()
     def _sample(
         self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, progress: Progress
-    ) -> tuple[Tensor, Tensor]:
-        """Return token ids and their float32 logprobs, both [G, T], T the longest response. The prompt is read once.
+    ) -> tuple[list[Ending], Tensor]:
+        """Return [G] responses and the float32 logprobs of their tokens, [G, T], T the longest response: the batch goes
+        on until then. The prompt is read once.
 
         Nothing more is computed once `progress.is_over` is set: the request was cancelled.
         """
+        endings = [Ending(self._decode, sampling, self._eos_token_ids) for _ in range(num_samples)]
         with self._lock:
             if progress.is_over.is_set():
-                return torch.empty(num_samples, 0), torch.empty(num_samples, 0)
+                return endings, torch.empty(num_samples, 0)
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
-            is_finished_G = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
-            eos_token_ids = torch.tensor(self._eos_token_ids, device=self._device)
+            end_ids = torch.tensor([*self._eos_token_ids, *sampling.stop_token_ids], device=self._device)
             prompt = torch.tensor([prompt_token_ids], device=self._device)
             output = self._model(prompt, use_cache=True, logits_to_keep=1)
             output.past_key_values.batch_repeat_interleave(num_samples)
             logits_GV = output.logits[:, -1].expand(num_samples, -1)
-            tokens, logprobs = [], []
-            for _ in range(sampling.max_response_tokens):
-                logprobs_GV = torch.log_softmax(logits_GV.float() / sampling.temperature, dim=-1)
-                token_G1 = torch.multinomial(logprobs_GV.exp(), 1, generator=generator)
-                tokens.append(token_G1)
-                logprobs.append(logprobs_GV.gather(1, token_G1))
-                progress.num_tokens += num_samples - int(is_finished_G.sum())
-                is_finished_G |= torch.isin(token_G1[:, 0], eos_token_ids)
-                if is_finished_G.all() or progress.is_over.is_set():
+            logprobs = []
+            for place in range(sampling.max_response_tokens):
+                forbidden = end_ids if place < sampling.min_tokens else end_ids[:0]
+                token_G1, logprobs_G1 = draw(logits_GV.float(), sampling, generator, forbidden)
+                logprobs.append(logprobs_G1)
+                for ending, token_id in zip(endings, token_G1[:, 0].tolist(), strict=True):
+                    if ending.finish_reason is None:
+                        ending.push(token_id)
+                        progress.num_tokens += 1
+                if all(ending.finish_reason for ending in endings) or progress.is_over.is_set():
                     break
                 output = self._model(token_G1, past_key_values=output.past_key_values, use_cache=True)
                 logits_GV = output.logits[:, -1]
-            return torch.cat(tokens, 1).cpu(), torch.cat(logprobs, 1).cpu()
+            return endings, torch.cat(logprobs, 1).cpu()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
@@ -164,11 +174,13 @@ class TransformersEngine:
         try:
             while finish_reason is None:
                 token_ids.append(await asyncio.to_thread(self._draw_next, draft))
-                if token_ids[-1] in self._eos_token_ids:
-                    finish_reason = "stop"
+                num_shown = len(token_ids)
+                if token_ids[-1] in (*self._eos_token_ids, *sampling.stop_token_ids):
+                    finish_reason, num_shown = "stop", num_shown - 1
                 elif len(token_ids) == sampling.max_response_tokens:
                     finish_reason = "length"
-                text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                shown_ids = token_ids[:num_shown]
+                text = self._tokenizer.decode(shown_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 if finish_reason is None:
                     text = text.rstrip("\ufffd")  # the character is not complete yet
                 yield TextPiece(text[len(shown) :], 1, finish_reason)
@@ -184,22 +196,10 @@ class TransformersEngine:
                 raise VersionMismatch(draft.policy_version, self._version)
             inputs = torch.tensor([draft.next_input], device=self._device)
             output = self._model(inputs, past_key_values=draft.cache, use_cache=True, logits_to_keep=1)
-            token_id = choose_token(output.logits[0, -1].float(), draft.sampling, draft.generator)
+            token_11, _ = draw(output.logits[:, -1].float(), draft.sampling, draft.generator)
+        token_id = int(token_11)
         draft.cache, draft.next_input = output.past_key_values, [token_id]
         return token_id
-
-    def _to_response(self, token_ids: list[int], logprobs: list[float], version: int) -> GeneratedResponse:
-        """Cut the response after its first end-of-sequence token: the batch went on until its longest response."""
-        stops = [index for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids]
-        num_tokens = stops[0] + 1 if stops else len(token_ids)
-        finish_reason: FinishReason = "stop" if stops else "length"
-        return GeneratedResponse(
-            token_ids=token_ids[:num_tokens],
-            rollout_logprobs=logprobs[:num_tokens],
-            finish_reason=finish_reason,
-            version_spans=[VersionSpan(version, 0, num_tokens)],
-            text=self._tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True),
-        )
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         assert self._model is not None, "load before start"
@@ -230,12 +230,41 @@ class TransformersEngine:
         self._model = self._version = None
 
 
-def choose_token(logits_V: Tensor, sampling: ChatSampling, generator: torch.Generator) -> int:
+def draw(
+    logits_GV: Tensor, sampling: Sampling, generator: torch.Generator, forbidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw a token of each row, none of the ids in `forbidden` [F]. Return tokens and their logprobs, both [G, 1]."""
+    if forbidden is not None and len(forbidden):
+        logits_GV = logits_GV.index_fill(1, forbidden, -torch.inf)
     if sampling.temperature < GREEDY_BELOW:
-        return int(logits_V.argmax())
-    probs_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+        token_G1 = logits_GV.argmax(-1, keepdim=True)
+        return token_G1, logits_GV.log_softmax(-1).gather(1, token_G1)
+    logprobs_GV = torch.log_softmax(truncated(logits_GV / sampling.temperature, sampling), dim=-1)
+    token_G1 = torch.multinomial(logprobs_GV.exp(), 1, generator=generator)
+    return token_G1, logprobs_GV.gather(1, token_G1)
+
+
+def truncated(logits_GV: Tensor, sampling: Sampling) -> Tensor:
+    """Return the logits of what may be drawn, minus infinity elsewhere. As in vLLM, min_p is first and top_p last."""
+    if sampling.min_p > 0:
+        least_G1 = logits_GV.max(-1, keepdim=True).values + math.log(sampling.min_p)
+        logits_GV = logits_GV.masked_fill(logits_GV < least_G1, -torch.inf)
+    if 0 < sampling.top_k < logits_GV.shape[1]:
+        least_G1 = logits_GV.topk(sampling.top_k).values[:, -1:]
+        logits_GV = logits_GV.masked_fill(logits_GV < least_G1, -torch.inf)
     if sampling.top_p < 1:
-        sorted_V, order_V = probs_V.sort(descending=True)
-        is_beyond_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p  # never true of the likeliest token
-        probs_V[order_V[is_beyond_V]] = 0
-    return int(torch.multinomial(probs_V, 1, generator=generator))
+        sorted_GV, order_GV = logits_GV.softmax(-1).sort(dim=-1, descending=True)
+        is_beyond_GV = sorted_GV.cumsum(-1) - sorted_GV >= sampling.top_p  # never true of the likeliest token
+        logits_GV = logits_GV.masked_fill(is_beyond_GV.gather(1, order_GV.argsort(-1)), -torch.inf)
+    return logits_GV
+
+
+def to_response(ending: Ending, logprobs: list[float], version: int) -> GeneratedResponse:
+    num_tokens = len(ending.token_ids)
+    return GeneratedResponse(
+        token_ids=ending.token_ids,
+        rollout_logprobs=logprobs[:num_tokens],
+        finish_reason=ending.finish_reason or "length",
+        version_spans=[VersionSpan(version, 0, num_tokens)],
+        text=ending.text,
+    )

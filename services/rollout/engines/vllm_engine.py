@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ from onbeat.machine.accelerators import ROLLOUTS_MEMORY
 from services.rollout.engines.failure import CAUSE_FILE, EngineStartFailed, describe_cause, kept_cause
 from services.rollout.engines.imports import large_import
 from services.rollout.engines.registry import find_device
+from services.rollout.engines.stops import read_end_ids
 from services.rollout.engines.vllm_core import fork_engine_cores
 from services.rollout.engines.vllm_platform import (
     check_architectures,
@@ -71,6 +72,8 @@ class VllmEngine:
     gpu_memory_utilization: share of each device's memory, not used on the CPU.
     """
 
+    takes = frozenset({"greedy", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids"})
+
     def __init__(
         self,
         *,
@@ -105,6 +108,7 @@ class VllmEngine:
         self._building: asyncio.Task[None] | None = None  # it goes on when `start` is cancelled, as threads do
         self._shapes: TensorShapes = {}
         self._is_tied = False
+        self._end_ids: set[int] = set()
         self._version: int | None = None
         self.num_in_flight = self.num_cancelled_tokens = 0
         self._num_requests = 0
@@ -139,6 +143,7 @@ class VllmEngine:
         model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
         check_architectures(model_config)
         self._is_tied = bool(model_config.get("tie_word_embeddings", False))
+        self._end_ids = read_end_ids(model_dir)  # vLLM itself reads only one of the two files
         if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
             sizes = (self._engine_args["dtype"], self._engine_args["max_model_len"], self._num_cached_seqs)
             self._engine_args["kv_cache_memory_bytes"] = kv_cache_bytes(limit, model_config, *sizes)
@@ -198,7 +203,7 @@ class VllmEngine:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         with _refusals():
-            params = _sampling_params(sampling, num_samples)
+            params = _sampling_params(sampling, num_samples, self._end_ids)
         self._num_requests += 1
         self.num_in_flight += num_samples
         try:
@@ -224,7 +229,7 @@ class VllmEngine:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         with _refusals():
-            params = _chat_params(sampling)
+            params = _chat_params(sampling, self._end_ids)
         self._num_requests += 1
         self.num_in_flight += 1
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
@@ -390,32 +395,35 @@ async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrival
     await llm.finish_weight_update()
 
 
-def _sampling_params(sampling: Sampling, num_samples: int) -> "SamplingParams":
-    """Sample from the whole tempered distribution: every truncation off, whatever the model's generation config says.
+def _sampling_params(sampling: Sampling, num_samples: int, end_ids: Collection[int]) -> "SamplingParams":
+    """Sample as the job says, whatever the model's generation config says. `end_ids`: the model's own stop tokens.
 
     Response i of a request is seeded with `seed + i`.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if sampling.temperature < MIN_TEMPERATURE:
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}")
     return SamplingParams(
         n=num_samples,
         max_tokens=sampling.max_response_tokens,
         temperature=sampling.temperature,
         seed=sampling.seed,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
         repetition_penalty=1.0,
+        stop=sorted(sampling.stop, key=len, reverse=True),  # of two that end together, vLLM takes the first one
+        stop_token_ids=sorted({*sampling.stop_token_ids, *end_ids}),
         logprobs=0,  # only the sampled token's
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,  # otherwise n > 1 arrive one by one
     )
 
 
-def _chat_params(sampling: ChatSampling) -> "SamplingParams":
+def _chat_params(sampling: ChatSampling, end_ids: Collection[int]) -> "SamplingParams":
     """Build the parameters of a chat. vLLM itself takes the likeliest token at temperature 0."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -425,6 +433,7 @@ def _chat_params(sampling: ChatSampling) -> "SamplingParams":
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=sampling.seed,
+        stop_token_ids=sorted({*sampling.stop_token_ids, *end_ids}),
         output_kind=RequestOutputKind.DELTA,
     )
 

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from onbeat.contracts.completions import ChatFailed
 from onbeat.environments import Message
+from onbeat.streams.codec import PromptTask
 
 # To check an object or a list takes 20 us, in which no other call is answered.
 MAX_OBJECTS = 20_000
@@ -93,15 +94,10 @@ WITHOUT_EFFECT = {
 }
 # These fields are accepted only with these values, which ask for what the server does in any case.
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([],),
     "ignore_eos": (False,),
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL_SAMPLING | {
@@ -114,7 +110,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL_SAMPLING | {
     "output_mode": ("tokens",),
     "priority": (0,),
 }
-SAMPLING = {"temperature", "seed", "stop_token_ids", "best_of", *NEUTRAL_SAMPLING}
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "seed", "best_of"}
+SAMPLING |= NEUTRAL_SAMPLING.keys()
 
 B = TypeVar("B", ChatBody, GenerateBody)
 
@@ -140,15 +137,32 @@ def num_brackets(content: bytes) -> int:
     return content.count(b"{") + content.count(b"[")
 
 
-def check_options(options: Mapping[str, Any] | None, temperature: float, eos_token_id: int | None) -> None:
+def check_options(options: Mapping[str, Any] | None, task: PromptTask, eos_token_id: int | None) -> None:
     """Check the fields of a body that the server does not use. Raises ChatFailed for a field that asks for other
     sampling than the job's, that the server does not support, or that it does not know."""
-    allowed = {**NEUTRAL, "temperature": (temperature,), "stop_token_ids": ([], [eos_token_id])}
+    allowed = {**NEUTRAL, **sampling_options(task, eos_token_id)}
     for name, value in (options or {}).items():
         if value is None or name in WITHOUT_EFFECT or value in allowed.get(name, ()):
             continue
-        reason = "the job's own sampling is used" if name in SAMPLING else "the session cannot do that"
+        reason = "the session cannot do that"
+        if name in SAMPLING:
+            reason = "the job's own sampling is used"
+            reason += f" (rollout.{name} of the job)" if name in ("stop", "stop_token_ids") else ""
         raise ChatFailed(400, "invalid_request", f"{name}: leave it out; {reason}", name)
+
+
+def sampling_options(task: PromptTask, eos_token_id: int | None) -> dict[str, tuple[Any, ...]]:
+    """Return the values that ask for the sampling of the task."""
+    stops, stop_ids = list(task.stop), list(task.stop_token_ids)
+    return {
+        "temperature": (task.temperature,),
+        "top_p": (task.top_p if task.HasField("top_p") else 1,),
+        "top_k": (task.top_k,) if task.top_k else (-1, 0),
+        "min_p": (task.min_p,),
+        "min_tokens": (task.min_tokens,),
+        "stop": ([], stops, *(stops if len(stops) == 1 else ())),
+        "stop_token_ids": ([], [eos_token_id], stop_ids),
+    }
 
 
 def to_template(message: ChatMessage) -> Message:

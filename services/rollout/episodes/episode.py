@@ -28,6 +28,7 @@ from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 from services.rollout.episodes.toolcalls import ToolCall
 from services.rollout.prompts import MAX_CHARS_PER_TOKEN, PromptEncoder
+from services.rollout.sampling import sampling_of
 
 SAME_TRIES = 2  # tries with the same seeds; further ones draw other answers
 SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
@@ -141,7 +142,7 @@ class Episode:
             raise ChatFailed(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
         renderer, generated = self._group.renderer, call.generated
-        content, tool_calls = renderer.parse_calls(generated) if tools else (generated.text, [])
+        content, tool_calls = renderer.parse_calls(generated, self._group.task.stop) if tools else (generated.text, [])
         message = to_message(call.call_id, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
         self._tools_called = [tool_call.name for tool_call in tool_calls if tool_call.name in offered]
@@ -186,7 +187,7 @@ class Episode:
     async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
         """Return what the engine sampled. Raises ChatFailed; when this is cancelled, the engine's work is, too."""
         group = self._group
-        sampling = Sampling(max_tokens, group.task.temperature, seed_of(*self._place, number))
+        sampling = sampling_of(group.task, group.encoder, seed_of(*self._place, number), max_tokens)
         generating = asyncio.ensure_future(group.generate(prompt_token_ids, sampling))
         group.calls["asked"] += 1
         self._in_flight.add(generating)
@@ -212,7 +213,7 @@ class Episode:
     # ---- limits --------------------------------------------------------------------------------------------------
 
     def _check_options(self, options: dict[str, Any] | None) -> None:
-        check_options(options, self._group.task.temperature, self._group.encoder.tokenizer.eos_token_id)
+        check_options(options, self._group.task, self._group.encoder.tokenizer.eos_token_id)
 
     def _check_turns(self) -> None:
         if self._is_over:

@@ -26,6 +26,7 @@ from onbeat.engines import GeneratedResponse
 from onbeat.environments import Message
 from services.control_tokens import END, unguarded
 from services.prompt_tokenizer import PromptTokenizer
+from services.rollout.engines.stops import first_stop
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall
@@ -98,12 +99,13 @@ class Renderer:
                 return sampled[start:], piece
         return [], ""
 
-    def parse_calls(self, generated: GeneratedResponse) -> tuple[str, list[ToolCall]]:
-        """Return the text of an answer without its calls of tools, and the calls."""
+    def parse_calls(self, generated: GeneratedResponse, stops: Sequence[str] = ()) -> tuple[str, list[ToolCall]]:
+        """Return the text of an answer without its calls of tools, and the calls. `stops`: the job's stop strings."""
         text = generated.text
         if self._beside_marks is not None:
             text = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
             text = self._beside_marks.sub("", text)
+            text = text[: first_stop(text, stops)] if generated.finish_reason == "stop" else text
         return self._template.parse_calls(text)
 
     @cached_property
@@ -114,6 +116,11 @@ class Renderer:
         special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         others = "|".join(map(re.escape, special.difference(MARKS))) or "$"
         return None if special.isdisjoint(MARKS) else re.compile(others)
+
+    @cached_property
+    def _marks(self) -> set[int]:
+        """The tokens that are no text, one of which the template writes behind an answer."""
+        return {self._tokenizer.eos_token_id, *self._tokenizer.added_tokens_decoder}
 
     def extended(
         self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]
@@ -134,8 +141,8 @@ class Renderer:
     def _not_sampled(self, end: str, new: str, call: Call) -> str:
         """Return the answer's end and what is new, but what was sampled of it: nothing when the sample was cut by its
         length. GLM stops with the beginning of the next message."""
-        if call.generated.finish_reason != "stop":
-            return end + new
+        if call.generated.finish_reason != "stop" or call.generated.token_ids[-1] not in self._marks:
+            return end + new  # cut, or stopped by the job within the text
         sampled = self._tokenizer.decode([call.generated.token_ids[-1]], skip_special_tokens=False)
         _, separator, rest = end.partition(sampled)
         return rest + new if separator else (end + new).removeprefix(sampled)

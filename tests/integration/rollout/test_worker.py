@@ -12,7 +12,7 @@ import pytest
 
 from onbeat.contracts.records import WorkerRecord
 from onbeat.contracts.states import EvaluationState, JobState
-from onbeat.engines import EngineDied
+from onbeat.engines import EngineDied, GeneratedResponse, VersionSpan
 from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
@@ -22,6 +22,7 @@ from services.rollout import attach, claim_loop, puller, session
 from services.rollout.worker import FIND_JOB_S
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
+from tests.tiny_models import build_tokenizer
 from tests.world import World
 
 # ---- the dtype of the job ------------------------------------------------------------------------------------------
@@ -740,3 +741,37 @@ async def test_engine_that_died_in_its_start_refuses_no_model(rig):
 
 async def never_loaded(model_dir, policy_version):
     raise EngineDied("vLLM's engine core died while it started")
+
+
+# ---- stops -----------------------------------------------------------------------------------------------------------
+
+
+async def test_end_of_the_templates_turn_is_added_to_the_stops_and_reported(rig):
+    tokenizer = json.loads(rig.trainer.files["tokenizer_config.json"]) | {"eos_token": "<|endoftext|>"}
+    rig.trainer.files = rig.trainer.files | {"tokenizer_config.json": json.dumps(tokenizer).encode()}
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    (message,) = await rig.event_messages("rollout.stop_added")
+    assert message.startswith("w0: the chat template ends an answer with <|im_end|> (token 258)")
+    (engine,) = rig.engines
+    assert {sampling.stop_token_ids for _, _, sampling in engine.requests} == {(258,)}
+
+
+class TalkativeEngine(FakeEngine):
+    """It knows no stops, and goes on after the answer."""
+
+    def _response(self) -> GeneratedResponse:
+        token_ids = build_tokenizer()("4\nQ: 5+5=")["input_ids"]
+        spans = [VersionSpan(self._version, 0, len(token_ids))]
+        return GeneratedResponse(token_ids, [-0.5] * len(token_ids), "length", spans, "4\nQ: 5+5=")
+
+
+async def test_rewards_see_the_text_before_the_stop(rig):
+    rig.start_worker(TalkativeEngine())
+    await rig.open(0, rig.task(0, 0, stop=["\nQ:"]))
+    (group,) = await rig.drained(0)
+    for response in group.responses:
+        assert (response.text, response.reward, response.finish_reason) == ("4", 1.0, "stop")
+        assert list(response.token_ids) == build_tokenizer()("4\nQ:")["input_ids"]
+        assert list(response.token_lengths) == [1, 0, 0, 0]

@@ -2,7 +2,7 @@
 
 import random
 
-from services.rollout.chat.stops import StopFilter
+from services.rollout.engines.stops import StopFilter
 
 
 def shown(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
