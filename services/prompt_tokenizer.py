@@ -10,7 +10,8 @@ class PromptTokenizer:
     """The chat template and the tokenizer of a model; like the tokenizer of transformers, for one thread at a time."""
 
     def __init__(self, tokenizer: Any, *, is_text_plain: bool = False) -> None:
-        """`is_text_plain`: control tokens in a prompt that is no conversation are plain text, as in messages."""
+        """Take the tokenizer. `is_text_plain`: what looks like a control token is text in a prompt that is no
+        conversation, too, as it is in messages."""
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
         self._is_text_plain = is_text_plain

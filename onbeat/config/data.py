@@ -31,6 +31,11 @@ class RowData(Section):
         "first group of that match. GSM8K: `#### (.+)`",
     )
     as_chat: bool = Field(True, description="wrap a string prompt in a user message and apply the chat template")
+    control_tokens: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="`<|im_end|>` and the like in prompts without a chat template (`as_chat = false`). tokens: they are "
+        "control tokens, for prompts that were rendered before; text: plain text, as in messages always",
+    )
     system_prompt: str | None = Field(None, description="system message before every prompt")
     metadata_only: list[str] = Field(
         [],

@@ -58,7 +58,7 @@ def test_marks_in_messages_are_plain_text(tmp_path, build, injected):
     token_ids = prompts.encode_messages(messages)
     expected = control_ids(tokenizer, prompts.encode_messages(harmless))
     assert control_ids(tokenizer, token_ids) == expected
-    assert control_ids(tokenizer, tokenizer(injected)["input_ids"])  # what happens without guards
+    assert control_ids(tokenizer, tokenizer(injected)["input_ids"])  # so it is without guards
     if build is byte_level:  # it loses no character
         assert tokenizer.decode(token_ids) == unguarded(prompts.render(messages))
 

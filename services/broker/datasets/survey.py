@@ -25,6 +25,10 @@ LOOKS = {  # looks of texts that are numbers
     "have a percent sign": re.compile(r".*%\s*"),
     "have a Unicode minus": re.compile(rf"\s*{MINUS}.*"),
 }
+# Only the model's tokenizer knows its control tokens; most look like these.
+CONTROL_TOKEN = re.compile(
+    r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<(?:bos|eos|image)>"
+)
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Rows:
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)  # the first row of each look, and its answer
     first_rows: dict[int, int] = field(default_factory=dict)  # rows by a hash of the prompt
     num_repeats: int = 0
+    num_marked: int = 0  # prompts without a template that hold what looks like control tokens
+    first_marked: tuple[int, str] | None = None  # the first such row, and the text
     first_repeat: tuple[int, int] | None = None  # the first row that repeats a prompt, and the row with that prompt
 
 
@@ -79,6 +85,9 @@ def look_at(rows: Rows, numbers: Any, deadline: float) -> int:
             rows.num_changed += bool(changes)
         note_look(rows, row, item.context)
         note_prompt(rows, row, item)
+        if data.control_tokens == "tokens" and item.text and (mark := CONTROL_TOKEN.search(item.text)):
+            rows.num_marked += 1
+            rows.first_marked = rows.first_marked or (row, mark[0])
     return len(numbers)
 
 
@@ -151,6 +160,13 @@ def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
         repeat, first = map(place, rows.first_repeat)
         sentence = f"{rows.num_repeats} of {num_looked} rows in {path} repeat the prompt of an earlier row"
         result.notes.append(f"{sentence}; the first is {repeat}, as in {first}")
+    if rows.first_marked is not None:
+        row, mark = rows.first_marked
+        sentence = (
+            f"{rows.num_marked} of {num_looked} prompts in {path} hold text like {mark!r} ({place(row)}), which is a"
+        )
+        remedy = "control token for a model that knows it; set data.control_tokens = 'text' if it is plain text"
+        result.notes.append(f"{sentence} {remedy}")
     texts = [name for name, reward in rows.section.rewards.items() if compares_as_text(reward)]
     for look, count in rows.looks.items() if texts else ():
         row, answer = rows.examples[look]

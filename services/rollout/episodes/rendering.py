@@ -168,7 +168,7 @@ class Conversations:
         self._known = set(digests_of(begun))  # digests of all beginnings of all histories
         # By the tools, and the digest of the history that the call's answer ends.
         self._answered: dict[tuple[bytes, bytes], Call] = {}
-        self._sampled: dict[bytes, GeneratedResponse] = {}  # by the answer, where its text is all that was sampled
+        self._sampled: dict[bytes, GeneratedResponse] = {}  # answer -> sample, where its text shows all
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""

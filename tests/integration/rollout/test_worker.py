@@ -746,7 +746,7 @@ async def never_loaded(model_dir, policy_version):
 # ---- stops -----------------------------------------------------------------------------------------------------------
 
 
-async def test_end_of_the_templates_turn_is_added_to_the_stops_and_reported(rig):
+async def test_end_of_the_templates_turn_becomes_a_stop(rig):
     tokenizer = json.loads(rig.trainer.files["tokenizer_config.json"]) | {"eos_token": "<|endoftext|>"}
     rig.trainer.files = rig.trainer.files | {"tokenizer_config.json": json.dumps(tokenizer).encode()}
     rig.start_worker()

@@ -181,3 +181,13 @@ def test_data_that_cannot_be_opened_do_not_hide_the_others(tmp_path):
     (tmp_path / "held_out.jsonl").unlink()
     answer = answer_survey(SurveyRequest(sections=[section, held_out], timeout_s=60), tmp_path, {})
     assert [field for field, _ in answer["complaints"]] == ["evaluation.data.path", "data.answer_field"]
+
+
+def test_bare_prompts_with_control_tokens_are_counted(tmp_path):
+    prompts = ["2 + 2", "<|im_start|>user\n2 + 2<|im_end|>", "[INST] 2 + 2 [/INST]", "a <b> c |> d"]
+    rows = [{"prompt": prompt, "answer": "4"} for prompt in prompts]
+    (note,) = look(tmp_path, rows, as_chat=False).notes
+    assert note.startswith("2 of 4 prompts in data.jsonl hold text like '<|im_start|>' (line 2)")
+    assert "set data.control_tokens = 'text'" in note
+    assert look(tmp_path, rows, as_chat=False, control_tokens="text").notes == []
+    assert look(tmp_path, rows).notes == []  # messages: it is plain text

@@ -30,7 +30,7 @@ async def test_turn_ends_at_a_stop_and_the_next_follows_it():
         assert sum(response.token_lengths) == 2
 
 
-async def test_stop_token_of_the_job_does_not_stand_for_the_end_of_the_turn():
+async def test_stop_token_of_the_job_does_not_end_the_turn():
     async def run(task, policy):
         content = (await policy.chat([USER]))["content"]
         await policy.chat([USER, {"role": "assistant", "content": content}, MORE])
