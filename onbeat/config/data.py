@@ -33,8 +33,9 @@ class RowData(Section):
     as_chat: bool = Field(True, description="wrap a string prompt in a user message and apply the chat template")
     control_tokens: Literal["tokens", "text"] = Field(
         "tokens",
-        description="`<|im_end|>` and the like in prompts without a chat template (`as_chat = false`). tokens: they are "
-        "control tokens, for prompts that were rendered before; text: plain text, as in messages always",
+        description="texts of control tokens, such as `</s>`, in prompts without a chat template (`as_chat = false`). "
+        "tokens: they become control tokens, for prompts that were rendered before; text: plain text, which they "
+        "always are in messages",
     )
     system_prompt: str | None = Field(None, description="system message before every prompt")
     metadata_only: list[str] = Field(

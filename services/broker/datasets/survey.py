@@ -162,11 +162,9 @@ def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
         result.notes.append(f"{sentence}; the first is {repeat}, as in {first}")
     if rows.first_marked is not None:
         row, mark = rows.first_marked
-        sentence = (
-            f"{rows.num_marked} of {num_looked} prompts in {path} hold text like {mark!r} ({place(row)}), which is a"
-        )
-        remedy = "control token for a model that knows it; set data.control_tokens = 'text' if it is plain text"
-        result.notes.append(f"{sentence} {remedy}")
+        sentence = f"{rows.num_marked} of {num_looked} prompts in {path} hold text like {mark!r} ({place(row)})"
+        remedy = "a model that knows it gets a control token; set data.control_tokens = 'text' if it is plain text"
+        result.notes.append(f"{sentence}; {remedy}")
     texts = [name for name, reward in rows.section.rewards.items() if compares_as_text(reward)]
     for look, count in rows.looks.items() if texts else ():
         row, answer = rows.examples[look]

@@ -35,7 +35,7 @@ from services.rollout.engines.weight_files import (
 )
 from services.tokenizer import load_tokenizer
 
-GREEDY_BELOW = 1e-5  # at a lower temperature the likeliest token is taken
+GREEDY_BELOW = 1e-5  # temperature; below, the likeliest token is taken
 
 
 @dataclass

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +58,15 @@ Answer = TypeVar("Answer")
 MAX_SHUTDOWNS = 3
 CORE_CHECK_S = 0.5  # vLLM's engine core is looked at this often while it owes an answer
 MIN_TEMPERATURE = 0.01  # vLLM replaces temperatures that are lower, except 0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The facts that the files of a model tell: tensors of a checkpoint, and tokens that end a response."""
+
+    shapes: TensorShapes
+    is_tied: bool
+    end_ids: frozenset[int]
 
 
 class VllmEngine:
@@ -106,9 +116,7 @@ class VllmEngine:
         )
         self._llm: AsyncLLM | None = None
         self._building: asyncio.Task[None] | None = None  # it goes on when `start` is cancelled, as threads do
-        self._shapes: TensorShapes = {}
-        self._is_tied = False
-        self._end_ids: set[int] = set()
+        self._model = ModelFiles({}, is_tied=False, end_ids=frozenset())
         self._version: int | None = None
         self.num_in_flight = self.num_cancelled_tokens = 0
         self._num_requests = 0
@@ -139,11 +147,11 @@ class VllmEngine:
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._llm is None, "the engine is already started"
         assert self._building is None, "an engine that did not start has to be stopped first"
-        self._shapes = read_checkpoint_shapes(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
         check_architectures(model_config)
-        self._is_tied = bool(model_config.get("tie_word_embeddings", False))
-        self._end_ids = read_end_ids(model_dir)  # vLLM itself reads only one of the two files
+        is_tied = bool(model_config.get("tie_word_embeddings", False))
+        end_ids = frozenset(read_end_ids(model_dir))  # vLLM itself reads only one of the two files
+        self._model = ModelFiles(read_checkpoint_shapes(model_dir), is_tied, end_ids)
         if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
             sizes = (self._engine_args["dtype"], self._engine_args["max_model_len"], self._num_cached_seqs)
             self._engine_args["kv_cache_memory_bytes"] = kv_cache_bytes(limit, model_config, *sizes)
@@ -203,7 +211,7 @@ class VllmEngine:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         with _refusals():
-            params = _sampling_params(sampling, num_samples, self._end_ids)
+            params = _sampling_params(sampling, num_samples, self._model.end_ids)
         self._num_requests += 1
         self.num_in_flight += num_samples
         try:
@@ -229,7 +237,7 @@ class VllmEngine:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         with _refusals():
-            params = _chat_params(sampling, self._end_ids)
+            params = _chat_params(sampling, self._model.end_ids)
         self._num_requests += 1
         self.num_in_flight += 1
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
@@ -249,7 +257,7 @@ class VllmEngine:
         assert self._llm is not None, "load before start"
         assert self.num_in_flight == 0, f"load with {self.num_in_flight} responses in flight"
         served, self._version = self._version, None
-        names_in_file = check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
+        names_in_file = check_weight_file(weights_file, self._model.shapes, is_tied=self._model.is_tied)
         async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
             await _unless_core_dies(self._llm, _replace_weights(self._llm, weights_file, arrived))
             arrived.check()
@@ -415,7 +423,7 @@ def _sampling_params(sampling: Sampling, num_samples: int, end_ids: Collection[i
         min_p=sampling.min_p,
         min_tokens=sampling.min_tokens,
         repetition_penalty=1.0,
-        stop=sorted(sampling.stop, key=len, reverse=True),  # of two that end together, vLLM takes the first one
+        stop=sorted(sampling.stop, key=len, reverse=True),  # vLLM takes the first that ends
         stop_token_ids=sorted({*sampling.stop_token_ids, *end_ids}),
         logprobs=0,  # only the sampled token's
         flat_logprobs=True,

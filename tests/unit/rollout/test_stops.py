@@ -39,10 +39,10 @@ def end_of(token_ids: list[int], **sampling) -> tuple[int, str | None, str]:
     [
         ({}, (5, "stop", "4.\n\nQ: 5")),
         ({"max_response_tokens": 3}, (3, "length", "4.\n\nQ")),
-        ({"stop": ("\n\nQ:",)}, (4, "stop", "4.")),  # its last token goes on behind the stop
+        ({"stop": ("\n\nQ:",)}, (4, "stop", "4.")),  # the last token goes on behind the stop
         ({"stop": ("\n\nQ",)}, (3, "stop", "4.")),
         ({"stop": ("never", "\nQ", ".")}, (2, "stop", "4")),
-        ({"stop": ("Q", "\nQ")}, (3, "stop", "4.\n")),  # of two that end together, the longer one
+        ({"stop": ("Q", "\nQ")}, (3, "stop", "4.\n")),  # both end together: the longer one
         ({"stop_token_ids": (2,)}, (3, "stop", "4.\n")),
         ({"stop": ("4",), "min_tokens": 1}, (5, "stop", "4.\n\nQ: 5")),
         ({"stop": ("\nQ:",), "min_tokens": 3}, (4, "stop", "4.\n")),
