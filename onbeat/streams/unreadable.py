@@ -1,7 +1,7 @@
 """The search for a field of a job's records that cannot be read, so that an error names it.
 
-Only Onbeat writes these records. But one may have been edited in Redis, or written by a process of another version.
-Readers do not look at each field for that: a reader that fails asks here why.
+Only Onbeat writes these records. But a person may have edited one in Redis, or a process of another version may write
+it. Readers do not look at each field for that: a reader that fails asks here why.
 """
 
 import asyncio
