@@ -14,7 +14,7 @@ def end_of_turn(encoder: PromptEncoder) -> int | None:
     tokenizer = encoder.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         return None
-    end = (ChatTemplate(tokenizer).end_of_answer([PROBE], []) or "").lstrip()
+    end = (ChatTemplate(encoder.prompts).end_of_answer([PROBE], []) or "").lstrip()
     special: dict[str, int] = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
     marks = [content for content in special if end.startswith(content)]
     return special[max(marks, key=len)] if marks else None
