@@ -1,19 +1,26 @@
 """A model's prompts: a conversation or plain text in, token ids out, alike for rollouts, length counts and checks."""
 
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
+from onbeat.config.templates import GIVEN, TemplateArguments
 from services.control_tokens import END, ESCAPE, ControlTokens
 
 
 class PromptTokenizer:
     """The chat template and the tokenizer of a model; like the tokenizer of transformers, for one thread at a time."""
 
-    def __init__(self, tokenizer: Any, *, is_text_plain: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, arguments: TemplateArguments | None = None, *, is_text_plain: bool = False
+    ) -> None:
         """`is_text_plain`: control tokens in a prompt that is no conversation are plain text, as in messages."""
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
         self._is_text_plain = is_text_plain
+        self._inputs: dict[str, Any] = dict(arguments.template_options) if arguments else {}
+        if arguments and arguments.now is not None:  # else transformers shows the time of each rendering
+            self._inputs["strftime_now"] = datetime.fromisoformat(arguments.now).strftime
 
     def render(
         self,
@@ -33,7 +40,7 @@ class PromptTokenizer:
         for index in ended:
             guarded[index]["content"] += END
         text: str = self.tokenizer.apply_chat_template(
-            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=is_prompt
+            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=is_prompt, **self._inputs
         )
         return text
 
@@ -52,3 +59,15 @@ class PromptTokenizer:
         if guarded != text:
             return self._control_tokens.encode(guarded, add_special_tokens=True)
         return list(self.tokenizer(text)["input_ids"])
+
+
+def check_template_options(tokenizer: Any, arguments: TemplateArguments) -> None:
+    """Raise ValueError for an option that the model's chat template does not name: it would change nothing."""
+    if not arguments.template_options:
+        return
+    from transformers.utils.chat_template_utils import _get_template_variables  # knows the tags that templates add
+
+    names = set(_get_template_variables(tokenizer.get_chat_template())) - GIVEN
+    if unknown := sorted(set(arguments.template_options) - names):
+        known = f"it has {', '.join(sorted(names))}" if names else "it has none"
+        raise ValueError(f"data.template_options: the chat template has no option {unknown[0]!r}; {known}")

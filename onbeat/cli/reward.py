@@ -1,6 +1,7 @@
 """`onbeat reward try`: a job's reward on the first rows of its data, without an engine, a broker or a trainer."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,7 +124,10 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
 
 def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
     """Return the prompts as the model gets them, and '' or the reason why its template was not applied."""
-    requests = [{"messages": item["messages"], "text": item["text"]} for item in items]
+    from onbeat.config.templates import moment_of
+
+    arguments = {"arguments": config.dated(moment_of(time.time())).data.template_arguments()}
+    requests = [arguments, *({"messages": item["messages"], "text": item["text"]} for item in items)]
     try:
         answers = ask_service(PROMPTS, [config.model.path, "--text"], requests)
     except ValueError as error:

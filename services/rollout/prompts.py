@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.model_config import context_tokens
 from onbeat.streams.codec import PromptTask
 from services.prompt_tokenizer import PromptTokenizer
@@ -25,19 +26,23 @@ class GroupFailed(Exception):
 class PromptEncoder:
     """An encoder of prompts. `max_context_tokens`: longest prompt plus response; None where the model has no limit."""
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, max_context_tokens: int | None, arguments: TemplateArguments | None = None
+    ) -> None:
         self.tokenizer = tokenizer
-        self.prompts = PromptTokenizer(tokenizer)
+        self.prompts = PromptTokenizer(tokenizer, arguments)
         self.token_lengths = TokenText(tokenizer).lengths
         self.max_context_tokens = max_context_tokens
 
     @classmethod
-    def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
+    def load(
+        cls, model_dir: Path, max_context_tokens: int | None, arguments: TemplateArguments | None = None
+    ) -> "PromptEncoder":
         """Load the model's tokenizer. That takes seconds (it imports transformers): not for the event loop."""
         with large_import():
             tokenizer = load_tokenizer(model_dir, local_files_only=True)
         limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
-        return cls(tokenizer, min(limits, default=None))
+        return cls(tokenizer, min(limits, default=None), arguments)
 
     def encode(self, task: PromptTask) -> list[int]:
         """Tokenise the prompt. Raises GroupFailed when it has no tokens, does not fit, or the template refuses it."""

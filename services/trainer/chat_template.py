@@ -5,7 +5,7 @@ Whether a template takes the roles that an environment uses shows at its first c
 """
 
 from onbeat.config import JobConfig
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.tokenizer import load_tokenizer
 
 QUESTION = {"role": "user", "content": "a-first-question"}
@@ -21,7 +21,9 @@ def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
     if not getattr(config.data, "as_chat", True):
         return
-    prompts, model = PromptTokenizer(load_tokenizer(source)), config.model.path
+    tokenizer, model = load_tokenizer(source), config.model.path
+    check_template_options(tokenizer, config.data)
+    prompts = PromptTokenizer(tokenizer, config.data)
     if config.environment is not None:
         if problem := problem_of(prompts, CONVERSATION):
             raise ValueError(

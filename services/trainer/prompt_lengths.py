@@ -1,6 +1,7 @@
 """`python -m services.trainer.prompt_lengths MODEL` counts the tokens of prompts, as a rollout tokenises them.
 
-It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. With `--text`
+It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. The first line
+is `{"arguments": {...}}`, with the job's arguments of the chat template. With `--text`
 behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
 """
 
@@ -8,8 +9,9 @@ import json
 import sys
 from typing import Any
 
+from onbeat.config.templates import TemplateArguments
 from onbeat.process.confine import die_with_parent
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
@@ -30,7 +32,12 @@ def main() -> None:
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
     tokenizer = load_tokenizer(source)
-    prompts = PromptTokenizer(tokenizer)
+    arguments = TemplateArguments.model_validate(json.loads(sys.stdin.readline())["arguments"])
+    try:
+        check_template_options(tokenizer, arguments)
+    except ValueError as error:
+        sys.exit(str(error))
+    prompts = PromptTokenizer(tokenizer, arguments)
     for line in sys.stdin:
         token_ids = tokenise(prompts, json.loads(line))
         result: Any = len(token_ids)

@@ -172,6 +172,12 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         ("data", config.data),
         *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
     ]:
+        options[f"{field}.template_options"] = data.template_options
+        if field != "data" and (data.template_options or data.now is not None):
+            name = "template_options" if data.template_options else "now"
+            complaints.append((f"{field}.{name}", f"data.{name} is for all prompts of the job; leave this out"))
+        if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
+            complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
         elif field != "data" and data.max_prompt_tokens is not None:

@@ -60,7 +60,8 @@ class DatasetSpec(BaseModel):
         num_items = config.schedule.num_iterations * config.rollout.num_reserved_prompts
         is_counted = isinstance(config.data, RowData) and config.data.max_prompt_tokens is not None
         model_path = config.model.path if is_counted else ""
-        return cls(data=config.data, seed=config.seed, num_items=num_items, model_path=model_path)
+        data = config.data if is_counted else config.data.model_copy(update={"now": None})  # shared by more jobs
+        return cls(data=data, seed=config.seed, num_items=num_items, model_path=model_path)
 
     @classmethod
     def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":

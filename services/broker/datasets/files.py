@@ -56,9 +56,10 @@ class FileDataset(PromptDataset):
         self._epoch_order = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, spec.seed))
 
     def _drop_long(self, model_path: str, data_dir: Path) -> None:
-        limits = {"shuffle", "max_prompt_tokens", "on_too_long"}  # these change no prompt
-        identity = [str(self._path), self._identity, self._data.model_dump(exclude=limits)]
-        lengths = count_prompts(map(self.to_item, self.rows), model_path, identity, data_dir)
+        others = {"shuffle", "max_prompt_tokens", "on_too_long", "now"}  # these change no prompt, or no length in a day
+        identity = [str(self._path), self._identity, self._data.model_dump(exclude=others), (self._data.now or "")[:10]]
+        arguments = self._data.template_arguments()
+        lengths = count_prompts(map(self.to_item, self.rows), model_path, arguments, identity, data_dir)
         self.rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
     def is_current(self) -> bool:
