@@ -126,8 +126,9 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
     """Return the prompts as the model gets them, and '' or the reason why its template was not applied."""
     from onbeat.config.templates import moment_of
 
-    arguments = {"arguments": config.dated(moment_of(time.time())).data.template_arguments()}
-    requests = [arguments, *({"messages": item["messages"], "text": item["text"]} for item in items)]
+    arguments = config.dated(moment_of(time.time())).data.template_arguments()
+    given = {"arguments": arguments, "chat_template": config.model.chat_template}
+    requests = [given, *({"messages": item["messages"], "text": item["text"]} for item in items)]
     try:
         answers = ask_service(PROMPTS, [config.model.path, "--text"], requests)
     except ValueError as error:

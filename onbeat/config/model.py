@@ -13,6 +13,13 @@ class ModelConfig(Section):
         description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine (`/...`, `~/...`, or "
         "`./...` beside the job file), or a hub id `org/name`",
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200_000,
+        description="chat template in place of the model's own, as text in Jinja, for all prompts and for the "
+        "checkpoints; in a job file, `chat_template_file` names the file beside it that has the text",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="dtype of computation and of published weights; auto: bfloat16 if the trainer and all "

@@ -14,32 +14,33 @@ CONVERSATION = [
     {"role": "assistant", "content": "an-answer"},
     {"role": "user", "content": "a-second-question"},
 ]
-FILE = "chat_template.jinja in its folder"
+FILE = "chat_template.jinja in its folder, or model.chat_template_file of the job"
 
 
 def check_chat_template(source: str, config: JobConfig) -> None:
     """Raise ValueError when the model's template cannot show the job's prompts, or its environment's conversations."""
     if not getattr(config.data, "as_chat", True):
         return
-    tokenizer, model = load_tokenizer(source), config.model.path
+    tokenizer = load_tokenizer(source, config.model.chat_template)
+    name = f"the chat template of {config.model.path}" if config.model.chat_template is None else "model.chat_template"
     check_template_options(tokenizer, config.data)
     prompts = PromptTokenizer(tokenizer, config.data)
     if config.environment is not None:
         if problem := problem_of(prompts, CONVERSATION):
             raise ValueError(
-                f"the chat template of {model} {problem}; episodes need that: give the model a template that does "
+                f"{name} {problem}; episodes need that: give the model a template that does "
                 f"({FILE}), or set data.as_chat = false for an environment that sends token ids only"
             )
         return
     if problem := problem_of(prompts, [QUESTION]):
         raise ValueError(
-            f"the chat template of {model} {problem}; give the model a template that does ({FILE}), or set "
+            f"{name} {problem}; give the model a template that does ({FILE}), or set "
             "data.as_chat = false for prompts that are rendered already"
         )
     system = config.data.system_prompt
     if system and (problem := problem_of(prompts, [{"role": "system", "content": "a-system-prompt"}, QUESTION])):
         raise ValueError(
-            f"the chat template of {model} {problem}; put the text of data.system_prompt into the prompts, or give the "
+            f"{name} {problem}; put the text of data.system_prompt into the prompts, or give the "
             f"model a template that does ({FILE})"
         )
 

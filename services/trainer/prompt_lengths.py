@@ -1,8 +1,8 @@
 """`python -m services.trainer.prompt_lengths MODEL` counts the tokens of prompts, as a rollout tokenises them.
 
 It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. The first line
-is `{"arguments": {...}}`, with the job's arguments of the chat template. With `--text`
-behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
+is `{"arguments": {...}, "chat_template": ...}`: the job's arguments of the chat template, and its template or null.
+With `--text` behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
 """
 
 import json
@@ -31,8 +31,9 @@ def main() -> None:
         sys.exit(str(error))
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
-    tokenizer = load_tokenizer(source)
-    arguments = TemplateArguments.model_validate(json.loads(sys.stdin.readline())["arguments"])
+    given = json.loads(sys.stdin.readline())
+    tokenizer = load_tokenizer(source, given["chat_template"])
+    arguments = TemplateArguments.model_validate(given["arguments"])
     try:
         check_template_options(tokenizer, arguments)
     except ValueError as error:

@@ -39,7 +39,7 @@ def test_every_rendering_has_the_options_and_the_date(tmp_path):
     assert tokenizer.decode(token_ids) == PROMPT
     assert Renderer(encoder.prompts).fresh([QUESTION], []) == token_ids
     tokenizer.save_pretrained(tmp_path)
-    lines = [{"arguments": config.data.template_arguments()}, {"messages": [QUESTION]}]
+    lines = [{"arguments": config.data.template_arguments(), "chat_template": None}, {"messages": [QUESTION]}]
     command = [sys.executable, "-m", "services.trainer.prompt_lengths", str(tmp_path), "--text"]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
