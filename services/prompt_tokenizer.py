@@ -44,6 +44,12 @@ class PromptTokenizer:
         )
         return text
 
+    def suffix(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the text with which a prompt of these messages ends, behind the last message: the beginning of the
+        answer, such as `<|im_start|>assistant` or `<think>`. '' where the template renders none. Raises as `render`."""
+        prompt, conversation = self.render(messages), self.render(messages, is_prompt=False)
+        return prompt.removeprefix(conversation) if prompt.startswith(conversation) else ""
+
     def encode(self, rendered: str) -> list[int]:
         """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs."""
         if ESCAPE in rendered:

@@ -6,6 +6,7 @@ from typing import Any
 
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.model_config import context_tokens
+from onbeat.contracts.rewards import PROMPT_SUFFIX
 from onbeat.streams.codec import PromptTask
 from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.engines.imports import large_import
@@ -63,11 +64,25 @@ class PromptEncoder:
             )
         return token_ids
 
+    def ending(self, task: PromptTask) -> dict[str, str]:
+        """Return what the reward's context says of the end of a prompt; nothing for plain text."""
+        from jinja2.exceptions import TemplateError
+
+        if not task.messages:
+            return {}
+        try:
+            return {PROMPT_SUFFIX: self.prompts.suffix(messages_of(task))}
+        except (TemplateError, ValueError, TypeError):  # the template renders prompts only
+            return {PROMPT_SUFFIX: ""}
+
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:
             return self.prompts.encode_text(task.text)
-        messages = [{"role": message.role, "content": message.content} for message in task.messages]
-        return self.prompts.encode_messages(messages)
+        return self.prompts.encode_messages(messages_of(task))
+
+
+def messages_of(task: PromptTask) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in task.messages]
 
 
 def read_context_tokens(model_dir: Path) -> int | None:

@@ -2,7 +2,8 @@
 
 It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. The first line
 is `{"arguments": {...}, "chat_template": ...}`: the job's arguments of the chat template, and its template or null.
-With `--text` behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
+With `--text` behind the model it writes `{"num_tokens": ..., "text": ..., "suffix": ...}`, with the prompt as the model
+gets it, and its end behind the messages.
 """
 
 import json
@@ -40,10 +41,12 @@ def main() -> None:
         sys.exit(str(error))
     prompts = PromptTokenizer(tokenizer, arguments)
     for line in sys.stdin:
-        token_ids = tokenise(prompts, json.loads(line))
+        prompt = json.loads(line)
+        token_ids = tokenise(prompts, prompt)
         result: Any = len(token_ids)
         if "--text" in sys.argv[2:]:
-            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
+            suffix = prompts.suffix(prompt["messages"]) if prompt.get("messages") else ""
+            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids), "suffix": suffix}
         sys.stdout.write(f"{json.dumps(result)}\n")
 
 

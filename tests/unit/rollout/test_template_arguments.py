@@ -23,6 +23,10 @@ QUESTION = {"role": "user", "content": "2 + 2?"}
 THINKS = """{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y, %H h') %}{% endif -%}
 {{ date_string }} {{ messages[0].content }}
 {%- if enable_thinking is defined and enable_thinking is false %} </think>{% endif %}{{ words }}"""
+OPENS = "{{ messages[0].content }}<|im_end|>{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+PLAIN = "{{ messages[0].content }}"
+SUFFIX = "<|im_start|>assistant\n<think>\n"
+PROMPT_ONLY = "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
 ARGUMENTS = {"template_options": {"enable_thinking": False}, "now": "2026-01-31T23:30:00+02:00"}
 PROMPT = "31 Jan 2026, 21 h 2 + 2? </think>"
 
@@ -43,7 +47,7 @@ def test_every_rendering_has_the_options_and_the_date(tmp_path):
     command = [sys.executable, "-m", "services.trainer.prompt_lengths", str(tmp_path), "--text"]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"num_tokens": len(token_ids), "text": PROMPT}
+    assert json.loads(done.stdout) == {"num_tokens": len(token_ids), "text": PROMPT, "suffix": ""}
 
 
 def test_option_that_the_template_lacks_is_refused_by_name(tmp_path):
@@ -90,3 +94,10 @@ def test_prompts_without_arguments_are_as_the_tokenizer_renders_them():
     tokenizer = tokenizer_of()
     plain = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     assert PromptTokenizer(tokenizer, config_with(now="2026-01-31").data).render([QUESTION]) == plain
+
+
+@pytest.mark.parametrize(("template", "suffix"), [(OPENS, SUFFIX), (PLAIN, ""), (PROMPT_ONLY, "")])
+def test_rewards_see_what_the_template_ends_a_prompt_with(template, suffix):
+    encoder = PromptEncoder(tokenizer_of(template), None)
+    assert encoder.ending(PromptTask(messages=[Message(**QUESTION)])) == {"prompt_suffix": suffix}
+    assert encoder.ending(PromptTask(text="2 + 2 =")) == {}
