@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from onbeat.config.templates import GIVEN, TemplateArguments
-from services.control_tokens import END, ESCAPE, ControlTokens
+from services.control_tokens import END, ESCAPE, ControlTokens, unguarded
 
 
 class PromptTokenizer:
@@ -48,7 +48,7 @@ class PromptTokenizer:
         """Return the text with which a prompt of these messages ends, behind the last message: the beginning of the
         answer, such as `<|im_start|>assistant` or `<think>`. '' where the template renders none. Raises as `render`."""
         prompt, conversation = self.render(messages), self.render(messages, is_prompt=False)
-        return prompt.removeprefix(conversation) if prompt.startswith(conversation) else ""
+        return unguarded(prompt.removeprefix(conversation)) if prompt.startswith(conversation) else ""
 
     def encode(self, rendered: str) -> list[int]:
         """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs."""
@@ -60,11 +60,20 @@ class PromptTokenizer:
         return self.encode(self.render(messages))
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text."""
+        """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text, but not an
+        end of sequence behind it, nor a beginning in front of one that the text has."""
         guarded = self._control_tokens.guard(text) if self._is_text_plain else text
         if guarded != text:
-            return self._control_tokens.encode(guarded, add_special_tokens=True)
-        return list(self.tokenizer(text)["input_ids"])
+            token_ids = self._control_tokens.encode(guarded, add_special_tokens=True)
+        else:
+            token_ids = list(self.tokenizer(text)["input_ids"])
+        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        alone = self.encode(guarded)
+        if token_ids[-1:] == [last] and token_ids[-1 - len(alone) : -1] == alone:
+            token_ids.pop()
+        if token_ids[:2] == [first, first] and token_ids[1:] == alone:
+            del token_ids[0]
+        return token_ids
 
 
 def check_template_options(tokenizer: Any, arguments: TemplateArguments) -> None:
