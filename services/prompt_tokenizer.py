@@ -1,20 +1,23 @@
 """A model's prompts: a conversation or plain text in, token ids out, alike for rollouts, length counts and checks."""
 
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
-from services.control_tokens import END, ESCAPE, ControlTokens
+from onbeat.config.templates import TemplateArguments, option_problem
+from services.control_tokens import END, ESCAPE, ControlTokens, unguarded
 
 
 class PromptTokenizer:
     """The chat template and the tokenizer of a model; like the tokenizer of transformers, for one thread at a time."""
 
-    def __init__(self, tokenizer: Any, *, is_text_plain: bool = False) -> None:
-        """Take the tokenizer. `is_text_plain`: what looks like a control token is text in a prompt that is no
-        conversation, too, as it is in messages."""
+    def __init__(self, tokenizer: Any, arguments: TemplateArguments | None = None) -> None:
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
-        self._is_text_plain = is_text_plain
+        self._is_text_plain = arguments is not None and arguments.control_tokens == "text"
+        self._inputs: dict[str, Any] = dict(arguments.template_options) if arguments else {}
+        if arguments and arguments.now is not None:  # else transformers shows the time of each rendering
+            self._inputs["strftime_now"] = datetime.fromisoformat(arguments.now).strftime
 
     def render(
         self,
@@ -34,9 +37,15 @@ class PromptTokenizer:
         for index in ended:
             guarded[index]["content"] += END
         text: str = self.tokenizer.apply_chat_template(
-            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=is_prompt
+            guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=is_prompt, **self._inputs
         )
         return text
+
+    def suffix(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the text with which a prompt of these messages ends, behind the last message: the beginning of the
+        answer, such as `<|im_start|>assistant` or `<think>`. '' where the template renders none. Raises as `render`."""
+        prompt, conversation = self.render(messages), self.render(messages, is_prompt=False)
+        return unguarded(prompt.removeprefix(conversation)) if prompt.startswith(conversation) else ""
 
     def encode(self, rendered: str) -> list[int]:
         """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs."""
@@ -48,8 +57,28 @@ class PromptTokenizer:
         return self.encode(self.render(messages))
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text."""
+        """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text, but not an
+        end of sequence behind it, nor a beginning in front of one that the text has."""
         guarded = self._control_tokens.guard(text) if self._is_text_plain else text
         if guarded != text:
-            return self._control_tokens.encode(guarded, add_special_tokens=True)
-        return list(self.tokenizer(text)["input_ids"])
+            token_ids = self._control_tokens.encode(guarded, add_special_tokens=True)
+        else:
+            token_ids = list(self.tokenizer(text)["input_ids"])
+        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        alone = self.encode(guarded)
+        if token_ids[-1:] == [last] and token_ids[-1 - len(alone) : -1] == alone:
+            token_ids.pop()
+        if token_ids[:2] == [first, first] and token_ids[1:] == alone:
+            del token_ids[0]
+        return token_ids
+
+
+def check_template_options(tokenizer: Any, arguments: TemplateArguments) -> None:
+    """Raise ValueError for an option that the model's chat template does not name: it would change nothing."""
+    if not arguments.template_options:
+        return
+    from transformers.utils.chat_template_utils import _get_template_variables  # knows the tags that templates add
+
+    names = set(_get_template_variables(tokenizer.get_chat_template()))
+    if problem := option_problem(arguments.template_options, names):
+        raise ValueError(problem)

@@ -17,14 +17,17 @@ SAMPLE = "x 123,456.7  two\tspaces\n\n déjà naïve ﬁ İ 日本語 한국 �
 SAMPLE += "def f(a=1): return {'b': a*2}\n It's <b>ok</b>, Año 2026"
 
 
-def load_tokenizer(source: str | Path, **options: Any) -> Any:
+def load_tokenizer(source: str | Path, chat_template: str | None = None, **options: Any) -> Any:
     """Load a tokenizer that gives the ids of the model's `tokenizer.json`; without such a file, transformers' own.
 
-    options: of `from_pretrained`. Raises OSError or ValueError where transformers cannot load it.
+    chat_template: in place of the model's own. options: of `from_pretrained`. Raises OSError or ValueError where
+    transformers cannot load it.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     file = file_of_model(source, TOKENIZER_FILE)
     if file is None or equals_file(tokenizer, file):
         return tokenizer

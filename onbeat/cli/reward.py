@@ -1,6 +1,7 @@
 """`onbeat reward try`: a job's reward on the first rows of its data, without an engine, a broker or a trainer."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from onbeat.cli.options import App, Broker, Job, Overrides
 from onbeat.cli.output import say
 from onbeat.cli.service import DEADLINE_S, run_service
+from onbeat.contracts.rewards import PROMPT_SUFFIX
 from onbeat.local.state import resolve_data_dir
 from onbeat.terminal.formatting import clip, printable
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 DATA_MEMORY_MB = 8192
 OWN_ANSWER = "own answer"
+THINK = "<think>"
 START_S = 60.0  # time for the scoring process to start and import the reward
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
@@ -68,6 +71,8 @@ def try_reward(
     prompts, problem = render_prompts(config, items)
     if problem:
         typer.echo(f"the prompts are shown without the model's template: {problem}")
+    if any(item["context"].get(PROMPT_SUFFIX, "").rstrip().endswith(THINK) for item in items):
+        say(f"note: prompts end with {THINK}, which is no part of a response: it has the end of the reasoning alone")
     responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
     contexts = [(items[index]["context"], text) for index, _, text in responses]
     scores = [(reward, score(reward, contexts)) for reward in config.rewards]
@@ -122,13 +127,20 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
 
 
 def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-    """Return the prompts as the model gets them, and '' or the reason why its template was not applied."""
-    requests = [{"messages": item["messages"], "text": item["text"]} for item in items]
+    """Return the prompts as the model gets them, and '' or the reason why its template was not applied. Contexts of
+    conversations get the ends of the prompts."""
+    from onbeat.config.templates import moment_of
+
+    arguments = config.dated(moment_of(time.time())).data.template_arguments()
+    given = {"arguments": arguments, "chat_template": config.model.chat_template}
+    requests = [given, *({"messages": item["messages"], "text": item["text"]} for item in items)]
     try:
         answers = ask_service(PROMPTS, [config.model.path, "--text"], requests)
     except ValueError as error:
         plain = [item["text"] or "\n".join(f"{m['role']}: {m['content']}" for m in item["messages"]) for item in items]
         return plain, str(error)
+    for item, answer in zip(items, answers, strict=True):
+        item["context"] |= {PROMPT_SUFFIX: answer["suffix"]} if item["messages"] else {}
     return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
 
 

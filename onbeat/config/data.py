@@ -4,17 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from onbeat.contracts.section import PositiveInt, Section
+from onbeat.config.templates import TemplateArguments
+from onbeat.contracts.section import PositiveInt
 
 
-class ReasoningGymData(Section):
+class ReasoningGymData(TemplateArguments):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str = Field(description="name of a reasoning_gym dataset, such as `chain_sum`")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task, such as `max_terms`")
     system_prompt: str | None = Field(None, description="system message before every question")
 
 
-class RowData(Section):
+class RowData(TemplateArguments):
     """The part of a data set that says how a row becomes a prompt."""
 
     prompt_field: str = Field(
@@ -31,12 +32,6 @@ class RowData(Section):
         "first group of that match. GSM8K: `#### (.+)`",
     )
     as_chat: bool = Field(True, description="wrap a string prompt in a user message and apply the chat template")
-    control_tokens: Literal["tokens", "text"] = Field(
-        "tokens",
-        description="texts of control tokens, such as `</s>`, in prompts without a chat template (`as_chat = false`). "
-        "tokens: they become control tokens, for prompts that were rendered before; text: plain text, which they "
-        "always are in messages",
-    )
     system_prompt: str | None = Field(None, description="system message before every prompt")
     metadata_only: list[str] = Field(
         [],

@@ -32,6 +32,7 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(job, override)
     resolve_model(job, path.parent)
+    read_template(job, path.parent)
     return job
 
 
@@ -48,6 +49,22 @@ def resolve_model(job: dict[str, Any], folder: Path) -> None:
             f"model.path = {name!r} is the id of a model on a hub, and there is a folder of this name beside the job "
             f"file; write './{name}' for the folder, or start the job from elsewhere for the hub's model"
         )
+
+
+def read_template(job: dict[str, Any], folder: Path) -> None:
+    """Put the text of the chat template's file, a path beside the job file, in place of its name. Raises ValueError."""
+    model = job.get("model")
+    if not isinstance(model, dict) or not isinstance(name := model.get("chat_template_file"), str):
+        return
+    if model.get("chat_template") is not None:
+        raise ValueError("model.chat_template_file: model.chat_template is there, too; leave out one of them")
+    try:
+        model["chat_template"] = (folder / Path(name).expanduser()).read_text("utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = "not text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        remedy = "give the path of a template in Jinja, beside the job file"
+        raise ValueError(f"model.chat_template_file: {name!r} cannot be read: {reason}; {remedy}") from error
+    del model["chat_template_file"]
 
 
 def read_toml(text: str) -> dict[str, Any]:

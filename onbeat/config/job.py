@@ -14,6 +14,7 @@ from onbeat.config.rollout import MAX_PROMPTS
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
+from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
 
@@ -61,8 +62,16 @@ class JobConfig(JobSections):
 
     def continues(self, other: "JobConfig") -> bool:
         """Return whether this is the other job, perhaps extended since."""
+        if other.data.now is None and self.data.now is not None:
+            other = other.dated(self.data.now)
         ends = other.schedule.ends
         return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
+
+    def dated(self, now: str) -> "JobConfig":
+        """Return the job with the moment that its chat template takes for now, unless it has one."""
+        if self.data.now is not None:
+            return self
+        return self.model_copy(update={"data": self.data.model_copy(update={"now": now})})
 
     @property
     def rewards(self) -> list[RewardConfig]:
@@ -147,6 +156,8 @@ class JobConfig(JobSections):
         Onbeat.
         """
         config = cls.model_validate_json(fields["config"], context=IS_ACCEPTED)
+        if "created_at" in fields:  # the job is of a version that recorded no date of its prompts
+            config = config.dated(moment_of(float(fields["created_at"])))
         return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
 
     @classmethod

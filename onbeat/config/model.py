@@ -1,10 +1,20 @@
 """The model of a job, and the adapters that may be trained in its place."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
-from onbeat.contracts.section import Float, PositiveInt, Section
+from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Section
+
+RENDERING_RULES = 1  # number of the rules in docs/data.md, by which prompts are rendered; jobs record it
+
+
+def check_rendering_rules(rules: int, info: ValidationInfo) -> int:
+    """Refuse a job whose prompts other rules rendered; records of such jobs can be read."""
+    if rules != RENDERING_RULES and info.context != IS_ACCEPTED:
+        remedy = "leave rendering_rules out to render by these; prompts of before may differ"
+        raise ValueError(f"prompts are rendered by rules {RENDERING_RULES} here, not by rules {rules}; {remedy}")
+    return rules
 
 
 class ModelConfig(Section):
@@ -13,6 +23,13 @@ class ModelConfig(Section):
         description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine (`/...`, `~/...`, or "
         "`./...` beside the job file), or a hub id `org/name`",
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200_000,
+        description="chat template in place of the model's own, as text in Jinja, for all prompts and for the "
+        "checkpoints; in a job file, `chat_template_file` names the file beside it that has the text",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="dtype of computation and of published weights; auto: bfloat16 if the trainer and all "
@@ -20,6 +37,10 @@ class ModelConfig(Section):
     )
     max_context_tokens: PositiveInt | None = Field(
         None, le=16_777_216, description="longest prompt and response together; default: as many as the model supports"
+    )
+    rendering_rules: Annotated[Int, AfterValidator(check_rendering_rules)] = Field(
+        RENDERING_RULES,
+        description="number of the rules by which conversations become tokens, recorded with the job; leave it out",
     )
 
 

@@ -17,13 +17,12 @@ CONVERSATION = [
     {"role": "assistant", "content": "an-answer"},
     {"role": "user", "content": "a-second-question"},
 ]
-FILE = "chat_template.jinja in its folder"
+FILE = "chat_template.jinja in its folder, or model.chat_template_file of the job"
 
 
-def template_problem(render: Render, model: str, *, has_environment: bool, has_system_prompt: bool) -> str:
+def template_problem(render: Render, template: str, *, has_environment: bool, has_system_prompt: bool) -> str:
     """Return why the model's template cannot show a job's prompts, or its environment's conversations, and what to do;
-    '' if it can. `model`: its name in the message."""
-    template = f"the chat template of {model}"
+    '' if it can. `template`: its name in the message."""
     if has_environment:
         if problem := problem_of(render, CONVERSATION):
             return (

@@ -138,7 +138,8 @@ class Attachment:
         self.has_model.set()
         model_dir = staging_dir / "model"
         write_model_files(model_dir, description.files)
-        loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
+        config = self._config
+        loading = asyncio.to_thread(PromptEncoder.load, model_dir, config.model.max_context_tokens, config.data)
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
         engine = self._starting = self._factories.create_engine(self._config)

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.model_config import context_tokens
+from onbeat.contracts.rewards import PROMPT_SUFFIX
 from onbeat.streams.codec import PromptTask
 from services.prompt_tokenizer import PromptTokenizer
 from services.rollout.engines.imports import large_import
@@ -25,20 +27,24 @@ class GroupFailed(Exception):
 class PromptEncoder:
     """An encoder of prompts. `max_context_tokens`: longest prompt plus response; None where the model has no limit."""
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, max_context_tokens: int | None, arguments: TemplateArguments | None = None
+    ) -> None:
         self.tokenizer = tokenizer
-        self.prompts = PromptTokenizer(tokenizer)
+        self.prompts = PromptTokenizer(tokenizer, arguments)
         self.token_lengths = TokenText(tokenizer).lengths
         self.max_context_tokens = max_context_tokens
         self.turn_end_ids: tuple[int, ...] = ()  # stop tokens besides the model's own (`end_of_turn`)
 
     @classmethod
-    def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
+    def load(
+        cls, model_dir: Path, max_context_tokens: int | None, arguments: TemplateArguments | None = None
+    ) -> "PromptEncoder":
         """Load the model's tokenizer. That takes seconds (it imports transformers): not for the event loop."""
         with large_import():
             tokenizer = load_tokenizer(model_dir, local_files_only=True)
         limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
-        return cls(tokenizer, min(limits, default=None))
+        return cls(tokenizer, min(limits, default=None), arguments)
 
     def encode(self, task: PromptTask) -> list[int]:
         """Tokenise the prompt. Raises GroupFailed when it has no tokens, does not fit, or the template refuses it."""
@@ -64,11 +70,25 @@ class PromptEncoder:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def ending(self, task: PromptTask) -> dict[str, str]:
+        """Return what the reward's context says of the end of a prompt; nothing for plain text."""
+        from jinja2.exceptions import TemplateError
+
+        if not task.messages:
+            return {}
+        try:
+            return {PROMPT_SUFFIX: self.prompts.suffix(messages_of(task))}
+        except (TemplateError, ValueError, TypeError):  # the template renders prompts only
+            return {PROMPT_SUFFIX: ""}
+
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:
             return self.prompts.encode_text(task.text)
-        messages = [{"role": message.role, "content": message.content} for message in task.messages]
-        return self.prompts.encode_messages(messages)
+        return self.prompts.encode_messages(messages_of(task))
+
+
+def messages_of(task: PromptTask) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in task.messages]
 
 
 def read_context_tokens(model_dir: Path) -> int | None:

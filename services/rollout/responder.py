@@ -37,7 +37,9 @@ class Responder:
         group.prompt_token_ids.extend(prompt_token_ids)
         responses = await self._generate(flight, prompt_token_ids, group.timings)
         texts = [response.text for response in responses]
-        scores = await self._score([replace(request, responses=texts) for request in requests], deadline, group.timings)
+        ending = self._encoder.ending(task)
+        requests = [replace(request, context=request.context | ending, responses=texts) for request in requests]
+        scores = await self._score(requests, deadline, group.timings)
         lengths = await self._token_lengths(responses)
         group.responses.extend(map(to_response, responses, scores, lengths))
 

@@ -1,15 +1,18 @@
 """`python -m services.trainer.prompt_lengths MODEL` counts the tokens of prompts, as a rollout tokenises them.
 
-It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. With `--text`
-behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
+It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. The first line
+is `{"arguments": {...}, "chat_template": ...}`: the job's arguments of the chat template, and its template or null.
+With `--text` behind the model it writes `{"num_tokens": ..., "text": ..., "suffix": ...}`, with the prompt as the model
+gets it, and its end behind the messages.
 """
 
 import json
 import sys
 from typing import Any
 
+from onbeat.config.templates import TemplateArguments
 from onbeat.process.confine import die_with_parent
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
@@ -29,13 +32,21 @@ def main() -> None:
         sys.exit(str(error))
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # tokenizers do without it, and it takes long to import
-    tokenizer = load_tokenizer(source)
-    prompts = PromptTokenizer(tokenizer)
+    given = json.loads(sys.stdin.readline())
+    tokenizer = load_tokenizer(source, given["chat_template"])
+    arguments = TemplateArguments.model_validate(given["arguments"])
+    try:
+        check_template_options(tokenizer, arguments)
+    except ValueError as error:
+        sys.exit(str(error))
+    prompts = PromptTokenizer(tokenizer, arguments)
     for line in sys.stdin:
-        token_ids = tokenise(prompts, json.loads(line))
+        prompt = json.loads(line)
+        token_ids = tokenise(prompts, prompt)
         result: Any = len(token_ids)
         if "--text" in sys.argv[2:]:
-            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
+            suffix = prompts.suffix(prompt["messages"]) if prompt.get("messages") else ""
+            result = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids), "suffix": suffix}
         sys.stdout.write(f"{json.dumps(result)}\n")
 
 

@@ -1,5 +1,6 @@
 """The session of one job on this trainer: load or resume, serve weights, train."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -51,6 +52,9 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     source = resolve_model(config.model.path, settings.cache_dir)
     check_chat_template(source, config)
     check_stops(source, config)
+    if world.is_main and (template := config.model.chat_template) is not None:
+        digest = hashlib.sha256(template.encode()).hexdigest()
+        job.emit("trainer.chat_template", f"prompts have the template of the job, with the SHA-256 {digest}")
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
@@ -84,7 +88,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         logger.warning("job %s: %s", job.job_id, problem)
         job.emit("job.warning", problem)
     state = restored or begin(settings.data_dir, job.job_id, config, policy)
-    policy.files = model_files(source, policy.compute_dtype)
+    policy.files = model_files(source, policy.compute_dtype, config.model.chat_template)
     job.serve_weights(policy.files, settings, policy.holders)
     try:
         with tracking(folder) if world.is_main else nullcontext():

@@ -3,6 +3,7 @@
 import pytest
 from transformers import GPT2Config
 
+from onbeat.config.templates import TemplateArguments
 from onbeat.engines import GeneratedResponse
 from services.control_tokens import ESCAPE, GUARD, LITERAL, ControlTokens, unguarded
 from services.prompt_tokenizer import PromptTokenizer
@@ -124,7 +125,7 @@ def test_extension_and_fresh_rendering_agree(smollm2, answer):
 def test_bare_prompt_holds_control_tokens_unless_told_otherwise(tmp_path, build):
     tokenizer, text = tokenizer_of(tmp_path, build), "<|im_start|>x 123"
     assert len(control_ids(tokenizer, PromptTokenizer(tokenizer).encode_text(text))) == 1
-    plain = PromptTokenizer(tokenizer, is_text_plain=True)
+    plain = PromptTokenizer(tokenizer, TemplateArguments(control_tokens="text"))
     assert control_ids(tokenizer, plain.encode_text(text)) == []
     assert plain.encode_text("x 123") == tokenizer("x 123")["input_ids"]
 

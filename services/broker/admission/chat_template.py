@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -70,12 +70,24 @@ def read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     return templates.get(DEFAULT)
 
 
-def render_with(template: str, special_tokens: Mapping[str, str]) -> Callable[[Messages], str]:
-    """Return a function that renders messages as a prompt. It raises what Jinja and the template raise."""
+def names_in(template: str) -> set[str]:
+    """Return the names that a template takes from outside. Raises TemplateError."""
+    return meta.find_undeclared_variables(make_environment().parse(template))
+
+
+def render_with(
+    template: str, special_tokens: Mapping[str, str], options: Mapping[str, Any], now: str | None
+) -> Callable[[Messages], str]:
+    """Return a function that renders messages as a prompt. It raises what Jinja and the template raise.
+
+    options, now: of the job, `data.template_options` and `data.now`.
+    """
 
     def render(messages: Messages) -> str:
         compiled = make_environment().from_string(template)
-        given = {"tools": None, "documents": None, **special_tokens}
+        given = {"tools": None, "documents": None, **special_tokens, **options}
+        if now is not None:
+            given["strftime_now"] = datetime.fromisoformat(now).strftime
         return compiled.render(messages=messages, add_generation_prompt=True, **given)
 
     return render

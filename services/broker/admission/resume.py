@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
+from onbeat.config.model import RENDERING_RULES
 from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.errors import CannotResume
 from onbeat.contracts.rewards import recorded_rules
@@ -28,6 +29,9 @@ async def resume_over(
     except ValidationError as error:
         reason = f"its configuration does not fit what is installed here ({first_wrong(error)}); submit it again"
         raise CannotResume(job_id, state, reason) from error
+    if "rendering_rules" not in json.loads(fields["config"])["model"]:
+        reason = f"its prompts were rendered without the rules {RENDERING_RULES} of this version, by which text that "
+        raise CannotResume(job_id, state, f"{reason}looks like a control token is plain text; submit it again")
     if recorded_rules(json.loads(fields["config"])) == 0:
         reason = f"its answers were compared without the rules {ANSWER_RULES} of this version, which give other rewards"
         raise CannotResume(job_id, state, f"{reason}; submit it again")

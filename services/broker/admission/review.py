@@ -12,6 +12,7 @@ from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
+from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -173,6 +174,12 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         ("data", config.data),
         *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
     ]:
+        options[f"{field}.template_options"] = data.template_options
+        for name in sorted(TemplateArguments.model_fields) if field != "data" else ():
+            if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
+                complaints.append((f"{field}.{name}", f"data.{name} is for all prompts of the job; leave this out"))
+        if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
+            complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
         elif field != "data" and data.max_prompt_tokens is not None:

@@ -23,6 +23,9 @@ async def review_tokenizer(config: JobConfig) -> list[Complaint]:
         "as_chat": getattr(config.data, "as_chat", True),
         "has_environment": config.environment is not None,
         "has_system_prompt": bool(config.data.system_prompt),
+        "chat_template": config.model.chat_template,
+        "options": config.data.template_options,
+        "now": config.data.now,
     }
     child = await ChildProcess.start("the process that reads it", CHILD, str(CPU_S), str(MEMORY_MB))
     try:

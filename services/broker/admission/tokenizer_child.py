@@ -2,7 +2,8 @@
 
 It takes one JSON request from standard input, and gives one JSON answer on standard output.
 
-    -> {"model": "/models/mine", "as_chat": true, "has_environment": false, "has_system_prompt": true}
+    -> {"model": "/models/mine", "as_chat": true, "has_environment": false, "has_system_prompt": true,
+        "chat_template": null, "options": {"enable_thinking": false}, "now": "2026-01-31T12:00:00Z"}
     <- {"problem": "..."}    a sentence with a remedy; '' if there is none
 
 The files are the user's: a broken or huge one ends this process, by its limits, and not the broker.
@@ -14,15 +15,17 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
+from onbeat.config.templates import option_problem
 from onbeat.contracts.chat_check import template_problem
 from onbeat.contracts.model_config import text_config
 from onbeat.process.confine import MEBIBYTE, die_with_parent, lower_limit, lower_limits
-from services.broker.admission.chat_template import read_template, render_with
+from services.broker.admission.chat_template import names_in, read_template, render_with
 from services.broker.admission.model_files import read_json
 
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -46,7 +49,16 @@ def main() -> None:
     print(json.dumps({"problem": find_problem(**request)}), flush=True)  # noqa: T201
 
 
-def find_problem(model: str, *, as_chat: bool, has_environment: bool = False, has_system_prompt: bool = False) -> str:
+def find_problem(
+    model: str,
+    *,
+    as_chat: bool,
+    has_environment: bool = False,
+    has_system_prompt: bool = False,
+    chat_template: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    now: str | None = None,
+) -> str:
     """Return what is wrong with the tokenizer of a model in a folder and what to do, or ''."""
     folder = Path(model).expanduser()
     try:
@@ -55,7 +67,7 @@ def find_problem(model: str, *, as_chat: bool, has_environment: bool = False, ha
             check_vocabulary(folder, settings)
         if not as_chat:
             return ""
-        template = read_template(folder, settings)
+        template = chat_template or read_template(folder, settings)
         if template is None:
             return ""  # `review_template` complains, unless it may be elsewhere
     except Wrong as error:
@@ -65,9 +77,13 @@ def find_problem(model: str, *, as_chat: bool, has_environment: bool = False, ha
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # a template that is no text, and the like
         return f"the chat template of {model} cannot be read ({error}); save the tokenizer again, with save_pretrained"
     special = dict.fromkeys(OF_TEMPLATES, "") | special_tokens(folder, settings)
+    name = f"the chat template of {model}" if chat_template is None else "model.chat_template"
     return template_problem(
-        render_with(template, special), model, has_environment=has_environment, has_system_prompt=has_system_prompt
-    )
+        render_with(template, special, options, now),
+        name,
+        has_environment=has_environment,
+        has_system_prompt=has_system_prompt,
+    ) or option_problem(dict(options), names_in(template))
 
 
 def read_object(path: Path) -> dict[str, Any]:

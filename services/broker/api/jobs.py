@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import secrets
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from onbeat.config import JobConfig
 from onbeat.config.schedule import MAX_NUM_ITERATIONS
+from onbeat.config.templates import moment_of
 from onbeat.contracts.errors import IllegalTransition, JobNotFound
 from onbeat.contracts.records import (
     MAX_LISTED_ITERATIONS,
@@ -106,25 +108,26 @@ async def create_job(
 
     A request with the Idempotency-Key of an earlier one, and the same job, returns that job and creates none.
     """
-    submitter, ledger = submitter_of(request), broker.ledger
+    submitter, ledger, asked = submitter_of(request), broker.ledger, config
     job_id = choose_job_id(idempotency_key, submitter)
     response.headers["Location"] = f"/v1/jobs/{job_id}"
-    wanted = config.model_dump(mode="json")
     with contextlib.suppress(JobNotFound):
         return await read_created(ledger, job_id, config)  # an earlier request created the job
     await broker.quota.check(submitter)
+    config = config.dated(moment_of(time.time()))
     remarks = await review(broker, config)
+    wanted = config.model_dump(mode="json")
     numbers = (config.schedule.num_iterations, config.max_staleness)
     is_new = await ledger.jobs.create(job_id, wanted, *numbers, submitter, broker.quota.limit)
     for note in remarks.notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
-    return await read_created(ledger, job_id, config)  # maybe by a request to another broker
+    return await read_created(ledger, job_id, asked)  # maybe by a request to another broker
 
 
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
     """Check a job as `POST /v1/jobs` does, without creating it. The answer is 200 if it would be accepted."""
-    remarks = await review(broker, config)
+    remarks = await review(broker, config.dated(moment_of(time.time())))
     return Validation(notes=remarks.notes, rows=remarks.rows)
 
 

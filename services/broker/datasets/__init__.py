@@ -54,6 +54,7 @@ class DatasetSpec(BaseModel):
     seed: int
     num_items: int  # the total that the job will take
     model_path: str = ""  # model of the tokenizer, where prompts are counted
+    chat_template: str | None = None  # the job's own, where prompts are counted
     is_held_out: bool = False  # no row may come twice
 
     @classmethod
@@ -61,7 +62,9 @@ class DatasetSpec(BaseModel):
         num_items = config.schedule.num_iterations * config.rollout.num_reserved_prompts
         is_counted = isinstance(config.data, RowData) and config.data.max_prompt_tokens is not None
         model_path = config.model.path if is_counted else ""
-        return cls(data=config.data, seed=config.seed, num_items=num_items, model_path=model_path)
+        data = config.data if is_counted else config.data.model_copy(update={"now": None})  # shared by more jobs
+        template = config.model.chat_template if is_counted else None
+        return cls(data=data, seed=config.seed, num_items=num_items, model_path=model_path, chat_template=template)
 
     @classmethod
     def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":

@@ -51,15 +51,17 @@ class FileDataset(PromptDataset):
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
             self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
-                self._drop_long(spec.model_path, data_dir)
+                self._drop_long(spec, data_dir)
         except OSError as error:
             raise unreadable(data, error) from error
         self._epoch_order = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, spec.seed))
 
-    def _drop_long(self, model_path: str, data_dir: Path) -> None:
-        limits = {"shuffle", "max_prompt_tokens", "on_too_long"}  # these change no prompt
-        identity = [str(self._path), self._identity, self._data.model_dump(exclude=limits)]
-        lengths = count_prompts(map(self.to_item, self.rows), model_path, identity, data_dir)
+    def _drop_long(self, spec: DatasetSpec, data_dir: Path) -> None:
+        others = {"shuffle", "max_prompt_tokens", "on_too_long", "now"}  # these change no prompt, or no length in a day
+        identity = [str(self._path), self._identity, self._data.model_dump(exclude=others)]
+        identity += [(self._data.now or "")[:10], spec.chat_template]
+        template = {"arguments": self._data.template_arguments(), "chat_template": spec.chat_template}
+        lengths = count_prompts(map(self.to_item, self.rows), spec.model_path, template, identity, data_dir)
         self.rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
     def is_current(self) -> bool:

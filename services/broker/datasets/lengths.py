@@ -24,8 +24,11 @@ COUNTER = "services.trainer.prompt_lengths"
 FIELD = "data.max_prompt_tokens"
 
 
-def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object, data_dir: Path) -> "array[int]":
-    """Return the number of tokens of each prompt. `identity`: differs where the prompts do.
+def count_prompts(
+    items: Iterator[PromptItem], model_path: str, template: dict[str, Any], identity: object, data_dir: Path
+) -> "array[int]":
+    """Return the number of tokens of each prompt. `template`: the first line for the counter. `identity`: differs
+    where the prompts do.
 
     Raises DatasetError where the model's tokenizer cannot be loaded here.
     """
@@ -33,7 +36,7 @@ def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object
     kept = data_dir / DATASETS_FOLDER / ".lengths" / digest
     with contextlib.suppress(OSError, ValueError):
         return array("i", kept.read_bytes())
-    lengths = array("i", count_in_process(items, model_path))
+    lengths = array("i", count_in_process(items, model_path, template))
     with contextlib.suppress(OSError):  # the data folder may be read-only
         kept.parent.mkdir(parents=True, exist_ok=True)
         draft = kept.with_suffix(f".{os.getpid()}")  # other processes may count the same prompts
@@ -42,12 +45,13 @@ def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object
     return lengths
 
 
-def count_in_process(items: Iterator[PromptItem], model_path: str) -> list[int]:
+def count_in_process(items: Iterator[PromptItem], model_path: str, template: dict[str, Any]) -> list[int]:
     if importlib.util.find_spec("transformers") is None:
         message = "prompts are counted with the model's tokenizer, and the package `transformers` is not installed "
         message += "where the broker runs; leave too long prompts out of the data, and this away"
         raise DatasetError(FIELD, message)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as prompts:
+        prompts.write(json.dumps(template) + "\n")
         for item in items:
             prompts.write(json.dumps(item.model_dump(include={"messages", "text"})) + "\n")
         prompts.flush()

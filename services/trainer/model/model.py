@@ -138,10 +138,10 @@ def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
     assert not left, f"nothing for {', '.join(left)}"
 
 
-def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
+def model_files(source: str, dtype: torch.dtype, chat_template: str | None = None) -> dict[str, bytes]:
     """Return the config and tokenizer files by name, which a rollout needs besides weights.
 
-    `tokenizer.json` stays as it is.
+    `tokenizer.json` stays as it is. `chat_template`: that of the job, in place of the model's own.
     The config names the dtype of the weights that are published and exported, whatever that of the source was:
     `from_pretrained` would round them to it.
     """
@@ -152,7 +152,7 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
         config = AutoConfig.from_pretrained(source)
         config.dtype = config.get_text_config().dtype = dtype
         config.save_pretrained(folder)
-        load_tokenizer(source).save_pretrained(folder)
+        load_tokenizer(source, chat_template).save_pretrained(folder)
         if file := file_of_model(source, TOKENIZER_FILE):
             shutil.copy(file, Path(folder, TOKENIZER_FILE))
         with suppress(OSError):  # not every model has one; as it is, because transformers refuses to save some

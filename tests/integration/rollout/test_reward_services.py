@@ -434,4 +434,5 @@ async def test_rollout_without_the_service_spends_no_attempt(rig, service):
     rig.start_worker(FakeEngine(), reward_services={"judge": {"url": service.url}})
     (group,) = await rig.drained(0, timeout_s=60)
     assert [response.reward for response in group.responses] == [1.0] * G
-    assert service.calls[0].body["context"] == {"question": "2+2=", "answer": "4"}
+    context = {"question": "2+2=", "answer": "4", "prompt_suffix": "<|im_start|>assistant\n"}
+    assert service.calls[0].body["context"] == context

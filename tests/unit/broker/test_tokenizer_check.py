@@ -162,7 +162,7 @@ def test_template_renders_as_transformers_renders_it(folder, smollm2):
     for template in (smollm2.chat_template, AS_TRANSFORMERS, CHAT_TEMPLATE):
         special = {name: token for name, token in smollm2.special_tokens_map.items() if isinstance(token, str)}
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
-        assert render_with(template, special)(messages) == smollm2.apply_chat_template(messages, **options)
+        assert render_with(template, special, {}, None)(messages) == smollm2.apply_chat_template(messages, **options)
 
 
 # ---- the process -------------------------------------------------------------------------------------------------

@@ -89,3 +89,13 @@ def test_commas_in_answers_are_said_before_a_job(job: Path, onbeat: Command) -> 
     shown = onbeat("reward", "try", str(job)).out
     assert "note: 100% of the answers in" in shown
     assert "set reward.options.as_number = true" in shown
+
+
+def test_prompt_that_opens_the_reasoning_gets_a_note(job: Path, onbeat: Command) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    (job.parent / "opens.jinja").write_text(template)
+    options = ["--set", "model.chat_template_file=opens.jinja", "--rows", "1"]
+    shown = onbeat("reward", "try", str(job), *options).out
+    assert "note: prompts end with <think>, which is no part of a response" in shown
+    assert "3 + 3 =<|im_start|>assistant\\n<think>" in shown
+    assert "note: prompts end" not in onbeat("reward", "try", str(job), "--rows", "1").out
