@@ -90,7 +90,7 @@ def test_job_of_before_has_the_date_of_its_creation():
     assert JobConfig.of_job({"config": dated, "created_at": "86400.5"}).data.now == "2026-01-31T00:00:00Z"
 
 
-def test_prompts_without_arguments_are_as_the_tokenizer_renders_them():
+def test_prompts_without_arguments_are_those_of_the_tokenizer():
     tokenizer = tokenizer_of()
     plain = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     assert PromptTokenizer(tokenizer, config_with(now="2026-01-31").data).render([QUESTION]) == plain
