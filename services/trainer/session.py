@@ -50,7 +50,8 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         give_back_large_at_once()
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
-    check_chat_template(source, config)
+    if (note := check_chat_template(source, config)) and world.is_main:
+        job.emit("job.warning", note)
     check_stops(source, config)
     if world.is_main and (template := config.model.chat_template) is not None:
         digest = hashlib.sha256(template.encode()).hexdigest()

@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from onbeat.config import JobConfig
+from onbeat.config.model import RENDERING_RULES
 from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.errors import JobNotFound
 from onbeat.contracts.rewards import REWARDS_THAT_COMPARE, recorded_rules
@@ -26,7 +28,9 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
         message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
         return [("model.path", message)]
-    if complaints := review_rules(config, parent, recorded_rules(of_parent)):
+    if complaints := review_rendering(config, parent, of_parent) + review_rules(
+        config, parent, recorded_rules(of_parent)
+    ):
         return complaints
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
@@ -40,6 +44,16 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
         message = f"is {num_iterations}, but the checkpoint that the job starts from already has {wanted} iterations"
         return [("schedule.num_iterations", f"{message}; raise it")]
     return []
+
+
+def review_rendering(config: JobConfig, parent: str, of_parent: dict[str, Any]) -> list[Complaint]:
+    """Complain if the fork would render prompts by other rules than its parent, and does not say that it wants to."""
+    is_same = of_parent["model"].get("rendering_rules") == RENDERING_RULES
+    if is_same or "rendering_rules" in config.model.model_fields_set:
+        return []
+    message = f"the prompts of job {parent} were rendered by other rules than {RENDERING_RULES}, which are those here"
+    remedy = f"set it to {RENDERING_RULES} if the fork is to go on with these"
+    return [("model.rendering_rules", f"{message} and may give other tokens; {remedy}")]
 
 
 def review_rules(config: JobConfig, parent: str, rules: int | None) -> list[Complaint]:

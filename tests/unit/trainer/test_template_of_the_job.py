@@ -98,3 +98,13 @@ def test_trainer_records_the_digest_of_the_template(tmp_path, monkeypatch):
 def test_template_file_that_cannot_be_taken_is_named(tmp_path, override, words):
     with pytest.raises(ValueError, match=f"model.chat_template_file: {words}"):
         job_with(tmp_path, OURS, override)
+
+
+@pytest.mark.parametrize(("end", "tag"), [("<think>\n", "<think>"), ("<reasoning>", "<reasoning>"), ("", None)])
+def test_prompts_that_open_the_reasoning_are_told_at_the_start(tmp_path, end, tag):
+    """Else a reward that wants the whole <think>...</think> is 0 for ever, and the text of no response says why."""
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}A: " + end + "{% endif %}"
+    config = job_with(tmp_path, template)
+    note = check_chat_template(config.model.path, config)
+    assert note.startswith(f"the chat template ends prompts with {tag}, which is no part of") if tag else note == ""
