@@ -68,14 +68,18 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection that any user of this machine may make: there are not too many, and each one asks soon."""
+    """A connection that any user of this machine may make: there are not too many, and each one asks soon. Where there
+    are too many, the oldest one that has asked nothing ends, so that silent ones keep no episode out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.made_at = self.loop.time()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 < MAX_SHARE * limit < len(self.connections):  # -1: no limit
             warn_of_limit(limit)
-            transport.abort()
+            own_kind = (connection for connection in self.connections if isinstance(connection, Connection))
+            silent = (connection for connection in own_kind if connection.cycle is None)
+            min(silent, key=lambda connection: connection.made_at).transport.abort()  # perhaps this one
         self._hang_up = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,7 +93,7 @@ class Connection(H11Protocol):
 
 @functools.cache
 def warn_of_limit(limit: int) -> None:
-    logger.warning("sessions of episodes are refused: this process may open only %d files (`ulimit -n`)", limit)
+    logger.warning("connections to sessions are ended: this process may open only %d files (`ulimit -n`)", limit)
 
 
 class SessionServer:
