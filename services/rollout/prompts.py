@@ -8,10 +8,10 @@ from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.model_config import context_tokens
 from onbeat.contracts.rewards import PROMPT_SUFFIX
 from onbeat.streams.codec import PromptTask
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
+from services.prompts.tokenizer import load_tokenizer
 from services.rollout.engines.imports import large_import
 from services.rollout.token_text import TokenText
-from services.tokenizer import load_tokenizer
 
 MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 

@@ -7,8 +7,8 @@ import re
 
 from onbeat.config import JobConfig
 from onbeat.contracts.chat_check import QUESTION, template_problem
-from services.prompt_tokenizer import PromptTokenizer, check_template_options
-from services.tokenizer import load_tokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer, check_template_options
+from services.prompts.tokenizer import load_tokenizer
 
 OPEN_TAG = re.compile(r"(<[\w:|]*(?:think|thought|reason|reflect|scratchpad)[\w|]*>)\s*$")  # <think> of many models
 

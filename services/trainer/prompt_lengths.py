@@ -12,8 +12,8 @@ from typing import Any
 
 from onbeat.config.templates import TemplateArguments
 from onbeat.process.confine import die_with_parent
-from services.prompt_tokenizer import PromptTokenizer, check_template_options
-from services.tokenizer import load_tokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer, check_template_options
+from services.prompts.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 

@@ -2,7 +2,7 @@
 absence."""
 
 from onbeat.config import JobConfig
-from services.tokenizer import load_tokenizer
+from services.prompts.tokenizer import load_tokenizer
 
 
 def check_stops(source: str, config: JobConfig) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from tests.tiny_models import build_tokenizer
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"

@@ -5,11 +5,11 @@ from transformers import GPT2Config
 
 from onbeat.config.templates import TemplateArguments
 from onbeat.engines import GeneratedResponse
-from services.control_tokens import ESCAPE, GUARD, LITERAL, ControlTokens, unguarded
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.control_tokens import ESCAPE, GUARD, LITERAL, ControlTokens, unguarded
+from services.prompts.prompt_tokenizer import PromptTokenizer
+from services.prompts.tokenizer import load_tokenizer
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Renderer
-from services.tokenizer import load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.settings import Settings
 from tests.small_tokenizers import KINDS, TEXTS, byte_level, write

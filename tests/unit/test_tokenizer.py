@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
+from services.prompts.tokenizer import equals_file, load_tokenizer
 from services.rollout.prompts import PromptEncoder
-from services.tokenizer import equals_file, load_tokenizer
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import model_files
 from services.trainer.settings import Settings

@@ -26,6 +26,7 @@ from onbeat.engines import (
     VersionSpan,
 )
 from onbeat.engines.arrivals import gathered
+from services.prompts.tokenizer import load_tokenizer
 from services.rollout.engines.stops import Ending, read_end_ids
 from services.rollout.engines.weight_files import (
     LM_HEAD_WEIGHT,
@@ -33,7 +34,6 @@ from services.rollout.engines.weight_files import (
     check_weight_file,
     read_checkpoint_shapes,
 )
-from services.tokenizer import load_tokenizer
 
 GREEDY_BELOW = 1e-5  # temperature; below, the likeliest token is taken
 

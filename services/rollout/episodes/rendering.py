@@ -24,8 +24,8 @@ from blake3 import blake3
 
 from onbeat.engines import GeneratedResponse
 from onbeat.environments import Message
-from services.control_tokens import END, unguarded
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.control_tokens import END, unguarded
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.rollout.engines.stops import first_stop
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from onbeat.environments import Message
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes import toolcalls
 
 SENTINEL = "a-text-that-stands-for-an-answer"

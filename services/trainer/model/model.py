@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.objectives.base import Logprobs
-from services.tokenizer import TOKENIZER_FILE, file_of_model, load_tokenizer
+from services.prompts.tokenizer import TOKENIZER_FILE, file_of_model, load_tokenizer
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.model.lean_layers import use_lean_layers

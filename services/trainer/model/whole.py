@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from onbeat.contracts.model_config import PACKED_DTYPE
-from services.tokenizer import file_of_model
+from services.prompts.tokenizer import file_of_model
 from services.trainer.model.tensor_files import StoredWeights
 
 NUM_NAMED = 5  # names of tensors in a message

@@ -10,7 +10,7 @@ from onbeat.config import FileData
 from onbeat.streams.codec import Message, PromptTask
 from services.broker.datasets import DatasetError, DatasetSpec, lengths
 from services.broker.datasets.child import open_dataset
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.rollout.prompts import PromptEncoder
 from services.trainer.prompt_lengths import tokenise
 from tests.tiny_models import build_tokenizer

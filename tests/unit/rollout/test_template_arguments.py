@@ -12,7 +12,7 @@ from onbeat.config import JobConfig
 from onbeat.config.templates import TemplateArguments
 from onbeat.streams.codec import Message, PromptTask
 from services.broker.admission.review import review_free_values
-from services.prompt_tokenizer import PromptTokenizer, check_template_options
+from services.prompts.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.prompts import PromptEncoder
 from services.trainer.chat_template import check_chat_template

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from onbeat.engines import GeneratedResponse
 from onbeat.environments import Outcome
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import MARKS, Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal

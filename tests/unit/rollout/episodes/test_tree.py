@@ -12,7 +12,7 @@ from onbeat.contracts.seeds import seed_of
 from onbeat.engines import GeneratedResponse, VersionSpan
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Environment, PromptTask, RolloutGroup, check_group, check_token_lengths
-from services.prompt_tokenizer import PromptTokenizer
+from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.episode import Episode, GroupContext
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response

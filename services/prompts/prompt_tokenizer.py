@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from onbeat.config.templates import TemplateArguments, option_problem
-from services.control_tokens import END, ESCAPE, ControlTokens, unguarded
+from services.prompts.control_tokens import END, ESCAPE, ControlTokens, unguarded
 
 
 class PromptTokenizer:
