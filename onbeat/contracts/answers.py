@@ -6,6 +6,7 @@ from typing import Any
 
 ANSWER_RULES = 1  # number of the rules in docs/rewards.md, by which rewards compare answers; jobs record it
 IS_NUMBER = "answer_is_number"  # key in the context of a prompt whose answer is a JSON number
+PROMPT_SUFFIX = "prompt_suffix"  # key in the context of a conversation: the end of its prompt, behind the messages
 MAX_EXPONENT = 9_999
 
 MINUS = "\N{MINUS SIGN}"

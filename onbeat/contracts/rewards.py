@@ -12,7 +12,6 @@ MAX_REWARDS = 8
 HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
 ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
-PROMPT_SUFFIX = "prompt_suffix"  # key in the context of a conversation: the end of its prompt, behind the messages
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
 
 

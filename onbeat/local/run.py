@@ -218,6 +218,7 @@ def terminations_as_interrupts() -> Iterator[None]:
 
 def is_same(job: JobRecord, config: JobConfig) -> bool:
     try:
-        return JobConfig.model_validate(job.config) == config
+        recorded = JobConfig.model_validate(job.config)
+        return recorded == (config if recorded.data.now is None else config.dated(recorded.data.now))
     except ValidationError:
         return False  # it is of another version of Onbeat

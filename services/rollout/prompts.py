@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config.templates import TemplateArguments
+from onbeat.contracts.answers import PROMPT_SUFFIX
 from onbeat.contracts.model_config import context_tokens
-from onbeat.contracts.rewards import PROMPT_SUFFIX
 from onbeat.streams.codec import PromptTask
 from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.prompts.tokenizer import load_tokenizer

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from onbeat.config.templates import TemplateArguments
 from services.prompts.prompt_tokenizer import PromptTokenizer
 from tests.tiny_models import build_tokenizer
 
@@ -41,7 +42,7 @@ def test_text_gets_one_beginning_and_no_end(pattern, text, expected):
 
 def test_plain_control_tokens_are_no_beginning():
     tokenizer = tokenizer_with("BOS $A EOS")
-    token_ids = PromptTokenizer(tokenizer, is_text_plain=True).encode_text(f"{BOS}2")
+    token_ids = PromptTokenizer(tokenizer, TemplateArguments(control_tokens="text")).encode_text(f"{BOS}2")
     beginning = tokenizer.convert_tokens_to_ids(BOS)
     assert token_ids[0] == beginning
     assert beginning not in token_ids[1:]

@@ -157,6 +157,7 @@ async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Led
     claim = (await world.claim_all(job_id))[0]
     payload = encode_group(make_group(claim.task, version=7))
     keys = [job.iteration(0), job.groups(0), job.busy(0), job.prompts, job.rollouts, job.lengths]
+    keys += [job.spares(0), job.lost_rollouts]
     args = [claim.entry_id, "w1", ROLLOUT_GROUP, 0, claim.task.group_id, payload, "0", "", 1.0, "iteration"]
     verdict = await ledger.rollout._run("submit_group", job, keys, *args, payload_digest(payload), "", "")
     assert verdict == b"accepted"

@@ -228,7 +228,8 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    assert lines[0] == "  data.seeds: unknown key; there are: options, system_prompt, task, type"
+    known = "control_tokens, now, options, system_prompt, task, template_options, type"
+    assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
     assert lines[2].startswith("  objective.type: no objective 'grop' is installed here; there are: cispo,")
     assert lines[3].startswith("  schedule.num_iterations: Input should be greater than or equal to 1, got 0 (")
