@@ -50,12 +50,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         give_back_large_at_once()
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
-    if (note := check_chat_template(source, config)) and world.is_main:
-        job.emit("job.warning", note)
-    check_stops(source, config)
-    if world.is_main and (template := config.model.chat_template) is not None:
-        digest = hashlib.sha256(template.encode()).hexdigest()
-        job.emit("trainer.chat_template", f"prompts have the template of the job, with the SHA-256 {digest}")
+    check_prompts(source, job, is_main=world.is_main)
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
@@ -96,6 +91,19 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
+
+
+def check_prompts(source: str, job: JobSession, *, is_main: bool) -> None:
+    """Check template and stops with the model's tokenizer, and report what users should know of them. Raises
+    ValueError."""
+    model = job.config.model
+    note = check_chat_template(source, job.config)
+    check_stops(source, job.config)
+    if is_main and note:
+        job.emit("job.warning", note)
+    if is_main and model.chat_template is not None:
+        digest = hashlib.sha256(model.chat_template.encode()).hexdigest()
+        job.emit("trainer.chat_template", f"prompts have the template of the job, with the SHA-256 {digest}")
 
 
 def restore(

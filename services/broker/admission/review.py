@@ -180,6 +180,8 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
                 complaints.append((f"{field}.{name}", f"data.{name} is for all prompts of the job; leave this out"))
         if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
+        if data.control_tokens == "text" and getattr(data, "as_chat", True):
+            complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
         elif field != "data" and data.max_prompt_tokens is not None:

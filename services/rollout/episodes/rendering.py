@@ -79,14 +79,15 @@ class Renderer:
                 stop = self._tokenizer.decode(sampled[-1:], skip_special_tokens=False)
                 sampled, last = sampled[:-1], sampled[-1:]
             kept, text = self._shown(sampled, rest)
-            before = rest.removesuffix(text)
-            token_ids += self._encode_after(token_ids[-1], before) if token_ids else self._encode(before)
-            token_ids += kept
+            token_ids += self._encode_behind(token_ids, rest.removesuffix(text)) + kept
             if kept and stop and following.startswith(stop):
                 token_ids += last
                 following = following.removeprefix(stop)
             rest = following
-        return token_ids + self._encode_after(token_ids[-1], rest)
+        return token_ids + self._encode_behind(token_ids, rest)
+
+    def _encode_behind(self, token_ids: Sequence[int], text: str) -> list[int]:
+        return self._encode_after(token_ids[-1], text) if token_ids else self._encode(text)
 
     def _shown(self, sampled: list[int], text: str) -> tuple[list[int], str]:
         """Return the last of the sampled tokens whose text ends this text, and their text; none where it does not."""

@@ -75,10 +75,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.made_at = self.loop.time()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 < MAX_SHARE * limit < len(self.connections):  # -1: no limit
+        kept = [
+            other for other in self.connections if isinstance(other, Connection) and not other.transport.is_closing()
+        ]
+        if 0 < MAX_SHARE * limit < len(kept):  # -1: no limit
             warn_of_limit(limit)
-            own_kind = (connection for connection in self.connections if isinstance(connection, Connection))
-            silent = (connection for connection in own_kind if connection.cycle is None)
+            silent = (connection for connection in kept if connection.cycle is None)
             min(silent, key=lambda connection: connection.made_at).transport.abort()  # perhaps this one
         self._hang_up = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
 

@@ -95,25 +95,24 @@ async def test_fork_counts_on_and_is_read_from_there(broker, ledger, world, tmp_
     assert (report.violation, report.num_commits, report.num_groups) == (None, 2, 4)
 
 
-async def test_fork_of_a_job_with_other_rules_for_answers_says_so(broker, ledger, tmp_path):
+@pytest.mark.parametrize(
+    ("section", "rules", "words"),
+    [
+        (
+            "reward",
+            "answer_rules",
+            "the answers of job {} were compared without recorded rules, here they are by rules 1",
+        ),
+        ("model", "rendering_rules", "the prompts of job {} were rendered by other rules than 1"),
+    ],
+)
+async def test_fork_of_a_job_with_other_rules_says_so(broker, ledger, tmp_path, section, rules, words):
     parent = await parent_of(broker, ledger, tmp_path, FIRST)
     config = json.loads((await ledger.jobs.fields(parent))["config"])
-    assert config["reward"].pop("answer_rules") == 1
+    assert config[section].pop(rules) == 1
     await ledger.redis.hset(JobKeys(parent).job, "config", json.dumps(config))
     field, message = await refusal(broker, fork_body(parent))
-    assert field == "reward.answer_rules"
-    assert f"the answers of job {parent} were compared without recorded rules, here they are by rules 1" in message
-    wanted = config["reward"] | {"answer_rules": 1}
-    assert (await broker.post("/v1/jobs", json=fork_body(parent, reward=wanted))).status_code == 201
-
-
-async def test_fork_of_a_job_with_other_rules_of_rendering_says_so(broker, ledger, tmp_path):
-    parent = await parent_of(broker, ledger, tmp_path, FIRST)
-    config = json.loads((await ledger.jobs.fields(parent))["config"])
-    assert config["model"].pop("rendering_rules") == 1
-    await ledger.redis.hset(JobKeys(parent).job, "config", json.dumps(config))
-    field, message = await refusal(broker, fork_body(parent))
-    assert field == "model.rendering_rules"
-    assert f"the prompts of job {parent} were rendered by other rules than 1" in message
-    wanted = config["model"] | {"rendering_rules": 1}
-    assert (await broker.post("/v1/jobs", json=fork_body(parent, model=wanted))).status_code == 201
+    assert field == f"{section}.{rules}"
+    assert words.format(parent) in message
+    wanted = {section: config[section] | {rules: 1}}
+    assert (await broker.post("/v1/jobs", json=fork_body(parent, **wanted))).status_code == 201

@@ -81,6 +81,9 @@ def test_options_that_would_change_nothing_are_refused():
     rows = {"type": "jsonl", "path": "rows.jsonl", "as_chat": False, "template_options": {"enable_thinking": False}}
     (complaint,) = review_free_values(JobConfig.model_validate(job_body(data=rows)))
     assert complaint == ("data.template_options", "needs as_chat = true; plain prompts have no template")
+    rows = {"type": "jsonl", "path": "rows.jsonl", "control_tokens": "text"}
+    (complaint,) = review_free_values(JobConfig.model_validate(job_body(data=rows)))
+    assert complaint == ("data.control_tokens", "needs as_chat = false; in messages they are always text")
 
 
 def test_job_of_before_has_the_date_of_its_creation():
