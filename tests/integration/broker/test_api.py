@@ -35,7 +35,7 @@ def problem_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = response.json()
-    of_refused_jobs = {"rows"} if body["title"] == "Job refused" and "rows" in body else set()  # whose data were read
+    of_refused_jobs = {"rows"} if body["title"] == "Job refused" and "rows" in body else set()
     assert body.keys() == {"type", "title", "status", "detail", "errors"} | of_refused_jobs
     assert body["status"] == status
     return body
