@@ -34,14 +34,14 @@ def read_number(text: str) -> Decimal | None:
 
 
 def is_number(answer: Any) -> bool:
-    """Return whether a value of JSON is a number, which true and false are not."""
-    return isinstance(answer, int | float) and not isinstance(answer, bool)
+    """Return whether a value of JSON or Parquet is a number, which true and false are not."""
+    return isinstance(answer, int | float | Decimal) and not isinstance(answer, bool)
 
 
-def number_text(number: int | float) -> str:
+def number_text(number: int | float | Decimal) -> str:
     """Return a number as text, without an exponent: mathematics reads 1e21 as a product with e.
 
     >>> number_text(42.0), number_text(1e21), number_text(1e-9)
     ('42.0', '1000000000000000000000', '0.000000001')
     """
-    return str(number) if isinstance(number, int) else format(Decimal(repr(number)), "f")
+    return str(number) if isinstance(number, int) else format(Decimal(str(number)), "f")

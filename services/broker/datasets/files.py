@@ -13,6 +13,8 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from datetime import date, time
+from decimal import Decimal
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -185,10 +187,12 @@ def pick(row: Row, name: str, field: str) -> Any:
 
 
 def to_answer(answer: Any) -> Any:
-    """Convert a number to text, as most rewards compare text; lists and mappings stay. Raises DatasetError for NaN and
-    infinity."""
-    if isinstance(answer, float) and not math.isfinite(answer):
+    """Convert a number to text, as most rewards compare text, and a date or time to its ISO form; lists and mappings
+    stay. Raises DatasetError for NaN and infinity."""
+    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
         raise DatasetError("data.answer_field", f"has the answer {answer}; leave such rows out")
+    if isinstance(answer, date | time):
+        return answer.isoformat()
     return number_text(answer) if is_number(answer) else answer
 
 
@@ -239,12 +243,46 @@ class JsonlReader:
         """Read a row. Raises DatasetError."""
         self._file.seek(self._starts[index])
         try:
-            row = json.loads(self._file.readline())
+            row = json.loads(self._file.readline(), object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             raise DatasetError("data.path", f"is not valid JSON: {error}") from error
         if not isinstance(row, dict):
             raise DatasetError("data.path", 'is not a JSON object, such as {"prompt": "..."}')
         return row
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    """Return a JSON object. Raises ValueError for a key that it has twice, of which readers keep one each."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice; keep one of them")
+    return row
+
+
+def float_texts(kind: Any, double: Any) -> Any:
+    """Return a type of Arrow with `double` in the place of the floats of 16 and 32 bits, wherever they stand in it."""
+    import pyarrow
+
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        return double
+    if pyarrow.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return pyarrow.struct([field.with_type(float_texts(field.type, double)) for field in fields])
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return pyarrow.list_(float_texts(kind.value_type, double))
+    return kind
+
+
+def as_written(batch: Any) -> Any:
+    """Return a batch whose short floats are the shortest numbers that mean them: 0.1, not 0.10000000149011612."""
+    import pyarrow
+
+    for number, field in enumerate(batch.schema):
+        if (text := float_texts(field.type, pyarrow.string())) != field.type:
+            column = batch.column(number).cast(text).cast(float_texts(field.type, pyarrow.float64()))
+            batch = batch.set_column(number, field.name, column)
+    return batch
 
 
 class ParquetReader:
@@ -276,9 +314,9 @@ class ParquetReader:
             size = min(MAX_BATCH_ROWS, self._batch_rows[group])
             self._batches = self._file.iter_batches(size, row_groups=[group], use_threads=False)
             self._group, self._batch_start = group, self._group_starts[group]
-            self._batch = next(self._batches)
+            self._batch = as_written(next(self._batches))
         while index >= self._batch_start + self._batch.num_rows:
             self._batch_start += self._batch.num_rows
-            self._batch = next(self._batches)
+            self._batch = as_written(next(self._batches))
         rows: list[Row] = self._batch.slice(index - self._batch_start, 1).to_pylist()
         return rows[0]

@@ -1,5 +1,6 @@
 """A row's prompt as messages. What a prompt holds and no message would show is refused by name."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,15 +12,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat te
 FIELD = "data.prompt_field"
 REMEDY = "render it into a text with the model's template and set data.as_chat = false, or take it out of the row"
 # Columns that data sets in the field use for inputs of the model, beside the prompt.
-INPUT_COLUMNS = {"audio", "audios", "chat_template_kwargs", "documents", "functions", "image", "images"}
+INPUT_COLUMNS = {"audio", "audios", "chat_template_kwargs", "documents", "functions", "history", "image", "image_path"}
+INPUT_COLUMNS |= {"image_url", "image_urls", "images", "pixel_values", "system", "system_message", "system_prompt"}
 INPUT_COLUMNS |= {"template_kwargs", "tools", "video", "videos"}
+# The other half of the task, in data sets whose prompt is in a column of this name.
+COMPANIONS = {"instruction": {"context", "input"}, "question": {"choices", "context", "options", "passage"}}
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def check_columns(row: Mapping[str, Any], data: RowData) -> None:
     """Raise DatasetError for a column that looks like an input of the model, which gets the prompt alone."""
     used = {data.prompt_field, data.answer_field, *data.metadata_only}
-    for name in sorted(row.keys() & INPUT_COLUMNS - used):
+    inputs = INPUT_COLUMNS | COMPANIONS.get(data.prompt_field, set())
+    for name in sorted(row.keys() & inputs - used):
         if not is_empty(row[name]):
             message = f"has something in {name!r}, which the model would not see; take the column out, or name it in "
             raise DatasetError("data.metadata_only", f"{message}data.metadata_only if it is for the reward alone")
@@ -28,8 +34,9 @@ def check_columns(row: Mapping[str, Any], data: RowData) -> None:
 def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
     """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
     if is_text(prompt):
-        if not prompt.strip():
-            raise DatasetError(FIELD, "has an empty prompt")
+        if data.as_chat and MESSAGES_AS_TEXT.match(prompt):
+            message = "has a list of messages that was written as a text, which the model would see as it stands; "
+            raise DatasetError(FIELD, f"{message}write the list itself: {prompt[:MAX_SHOWN]}")
         messages = [ChatMessage(role="user", content=prompt)] if data.as_chat else []
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         if not data.as_chat:
@@ -38,9 +45,13 @@ def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
         if messages[-1].role == "assistant":
             message = "ends with a message of the assistant's, which would be shown as finished, and not continued; "
             raise DatasetError(FIELD, f"{message}{REMEDY}")
+    elif isinstance(prompt, str):
+        raise DatasetError(FIELD, f"has half a surrogate pair in its prompt, which is no text: {prompt[:MAX_SHOWN]!a}")
     else:
         shapes = "a string nor a list of {role, content}"
         raise DatasetError(FIELD, f"has a prompt that is neither {shapes}: {str(prompt)[:MAX_SHOWN]}")
+    if not any(message.content.strip() for message in messages) and not (isinstance(prompt, str) and prompt.strip()):
+        raise DatasetError(FIELD, "has an empty prompt")
     if data.system_prompt is not None:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages

@@ -11,19 +11,26 @@ from typing import Any
 
 from onbeat.config import RowData
 from onbeat.config.explain import MAX_SHOWN
-from onbeat.contracts.answers import IS_NUMBER, MINUS, read_number
+from onbeat.contracts.answers import GAPS, IS_NUMBER, MINUS, read_number
 from onbeat.contracts.records import RowCounts
 from onbeat.contracts.rewards import RewardConfig, compares_with_answer
 from services.broker.datasets import DatasetError, PromptItem, Section, Survey
 from services.broker.datasets.files import FileDataset
 
 MARK = "#### "  # mark of the answer at the end of a solution, as in GSM8K
-KINDS = {list: "a list", dict: "a mapping", bool: "neither text nor a number"}
-LOOKS = {  # looks of texts that are numbers
+KINDS = {list: "a list", dict: "a mapping", bytes: "bytes"}
+NUMBER_LOOKS = {  # looks of texts that are numbers
     "look like numbers with commas": re.compile(r"[^,]*\d,\d.*"),
     "end in .0": re.compile(r".*\d\.0+"),
     "have a percent sign": re.compile(r".*%\s*"),
     "have a Unicode minus": re.compile(rf"\s*{MINUS}.*"),
+    "have gaps between digits": re.compile(rf"[^{GAPS}]*\d[{GAPS}]\d.*"),
+}
+TEXT_LOOKS = {  # looks of texts that responses seldom have
+    "begin with a currency sign": re.compile(r"\s*[$\u20ac\u00a3\u00a5]\s*\d.*"),
+    "have digits of another script": re.compile(r".*(?![0-9])\d.*", re.DOTALL),
+    "have invisible characters": re.compile(r".*[\u00ad\u200b-\u200f\u2060\ufeff].*", re.DOTALL),
+    "stand in \\boxed{}": re.compile(r"\s*\\boxed\s*\{.*", re.DOTALL),
 }
 # Only the model's tokenizer knows its control tokens; most look like these.
 CONTROL_TOKEN = re.compile(
@@ -105,13 +112,18 @@ def refusals(context: dict[str, Any], compared: dict[str, RewardConfig]) -> Iter
     name."""
     answer = context["answer"]
     for reward_field, reward in compared.items():
-        if isinstance(answer, list | dict | bool):
-            shown = json.dumps(answer, default=str)[:MAX_SHOWN]
-            message = f"has the answer {shown}, which is {KINDS[type(answer)]}, and reward {reward.name} compares text"
+        if not isinstance(answer, str | None):
+            shown, kind = (
+                json.dumps(answer, default=str)[:MAX_SHOWN],
+                KINDS.get(type(answer), "neither text nor a number"),
+            )
+            message = f"has the answer {shown}, which is {kind}, and reward {reward.name} compares text"
             yield "data.answer_field", f"{message}; name a field with text, such as answer.value, or write one"
         elif isinstance(answer, str) and MARK in answer:
             message = f"has an answer that ends with {answer[-MAX_SHOWN:]!r}, which reward {reward.name} compares as "
             yield "data.answer_pattern", message + "a whole; set it to '#### (.+)'"
+        elif isinstance(answer, str) and not answer.strip() and not reward.options.get("as_number"):
+            yield "data.answer_field", f"has an empty answer, which reward {reward.name} cannot compare; remove the row"
         elif reward.options.get("as_number") and isinstance(answer, str) and read_number(answer) is None:
             message = (
                 f"has the answer {answer[:MAX_SHOWN]!r}, which is no number, and {reward_field}.options.as_number "
@@ -130,8 +142,8 @@ def changes_of(item: PromptItem, data: RowData) -> Iterator[str]:
 
 def note_look(rows: Rows, row: int, context: dict[str, Any]) -> None:
     answer = context["answer"]
-    if isinstance(answer, str) and not context.get(IS_NUMBER) and read_number(answer) is not None:
-        for look, pattern in LOOKS.items():
+    if isinstance(answer, str) and not context.get(IS_NUMBER):
+        for look, pattern in (TEXT_LOOKS if read_number(answer) is None else NUMBER_LOOKS).items():
             if pattern.fullmatch(answer):
                 rows.looks[look] += 1
                 rows.examples.setdefault(look, (row, answer))
@@ -171,6 +183,8 @@ def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
         share = f"{100 * count / num_looked:.0f}%" if count >= 0.005 * num_looked else f"{count} of {num_looked}"
         sentence = f"{share} of the answers in {path} {look}, such as {answer[:MAX_SHOWN]!r} in {place(row)}"
         remedy = f"{texts[0]} compares text; set {texts[0]}.options.as_number = true to compare numbers"
+        if look in TEXT_LOOKS:
+            remedy = f"{texts[0]} compares text as it stands; data.answer_pattern can take a part of it"
         result.notes.append(f"{sentence}, and {remedy}")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import decimal
 import fcntl
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
+from onbeat.contracts.answers import IS_NUMBER
 from onbeat.local.redis_choice import embedded_server
 from onbeat.local.redis_server import redis_service
 from onbeat.local.state import StackLock, StackState
@@ -193,9 +195,20 @@ async def test_values_that_json_does_not_have_come_as_text(tmp_path):
         ([ROWS[0], {"prompt": "x"}], {}, "data.answer_field", "line 2 has no 'answer'"),
         ([ROWS[0], {"prompt": "x", "answer": None}], {}, "data.answer_field", "line 2 has null in 'answer'; give it"),
         ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "line 1 has an empty prompt"),
+        ([{"prompt": " \n", "answer": 1}], {}, "data.prompt_field", "line 1 has an empty prompt"),
+        ([{"prompt": [{"role": "user", "content": ""}], "answer": 1}], {}, "data.prompt_field", "an empty prompt"),
+        (
+            [ROWS[0], '{"prompt": "x", "answer": 1, "prompt": "y"}'],
+            {},
+            "data.path",
+            "line 2 is not valid JSON: it has 'prompt' twice",
+        ),
+        (['{"prompt": "x", "answer": {"value": 1, "value": 2}}'], {}, "data.path", "it has 'value' twice; keep one"),
+        ([{"prompt": '[{"role": "user", "content": "x"}]', "answer": 1}], {}, "data.prompt_field", "written as a text"),
+        ([{"prompt": "[ {'content': 'x', 'role': 'user'}]", "answer": 1}], {}, "data.prompt_field", "write the list"),
         ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "neither a string nor a list"),
         ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "neither a string nor a list"),
-        ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "neither a string nor a list"),
+        ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "half a surrogate pair in its prompt"),
         ([{"prompt": [{"role": "user", "content": "x"}], "answer": 1}], {"as_chat": False}, "data.as_chat", "as_chat"),
         ([{"prompt": [{"role": "usr", "content": "x"}], "answer": 1}], {}, "data.prompt_field", "of the role 'usr'"),
         (['{"prompt": "x", "answer": NaN}'], {}, "data.answer_field", "line 1 has the answer nan"),
@@ -220,6 +233,60 @@ def test_wrong_file_is_refused_with_field_and_place(tmp_path, rows, options, fie
     error = refusal(tmp_path, **options)
     assert error.field == field
     assert message in error.message
+
+
+def test_text_that_holds_a_list_of_messages_is_read_bare_on_purpose(tmp_path):
+    prompt = '[{"role": "user", "content": "x"}] What is the role?'
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "user"}])
+    assert open_file(tmp_path, as_chat=False).item(0).text == prompt
+    write_jsonl(tmp_path / "messages.jsonl", [{"prompt": [{"role": "user", "content": prompt}], "answer": "user"}])
+    assert open_file(tmp_path, path="messages.jsonl").item(0).messages[0].content == prompt
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "history", "image_path"])
+def test_column_with_a_part_of_the_prompt_is_refused(tmp_path, name):
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "answer": 1, name: "more"}])
+    error = refusal(tmp_path)
+    assert (error.field, f"has something in {name!r}" in error.message) == ("data.metadata_only", True)
+    assert open_file(tmp_path, metadata_only=[name]).item(0).context["metadata"] == {name: "more"}
+
+
+@pytest.mark.parametrize(
+    ("prompt_field", "name"),
+    [("instruction", "input"), ("question", "choices"), ("question", "context"), ("question", "options")],
+)
+def test_other_half_of_a_question_is_refused(tmp_path, prompt_field, name):
+    row = {prompt_field: "x", "answer": 1, name: ["A", "B"]}
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert f"has something in {name!r}" in refusal(tmp_path, prompt_field=prompt_field).message
+    write_jsonl(tmp_path / "rows.jsonl", [row | {name: []}])
+    assert open_file(tmp_path, prompt_field=prompt_field).num_rows == 1
+    write_jsonl(tmp_path / "rows.jsonl", [row | {"prompt": "x: A, B"}])
+    assert open_file(tmp_path).item(0).messages[0].content == "x: A, B"
+
+
+def parquet_answer(folder: Path, column: Any) -> Any:
+    """Return the context of a row of Parquet whose answer is the first value of this column."""
+    table = pyarrow.table({"prompt": ["x"] * len(column), "answer": column})
+    pyarrow.parquet.write_table(table, folder / "rows.parquet")
+    return open_file(folder, type="parquet", path="rows.parquet").to_item(0).context
+
+
+@pytest.mark.parametrize(
+    ("column", "answer", "is_number"),
+    [
+        (pyarrow.array([0.1], pyarrow.float32()), "0.1", True),
+        (pyarrow.array([16777216.0], pyarrow.float32()), "16777216.0", True),
+        (pyarrow.array([0.1], pyarrow.float64()), "0.1", True),
+        (pyarrow.array([decimal.Decimal("42.00")]), "42.00", True),
+        (pyarrow.array([datetime.date(2026, 1, 2)]), "2026-01-02", False),
+        (pyarrow.array([[0.1]], pyarrow.list_(pyarrow.float32())), [0.1], False),
+        (pyarrow.array([{"value": 0.3}], pyarrow.struct([("value", pyarrow.float32())])), {"value": 0.3}, False),
+    ],
+)
+def test_number_of_parquet_is_the_one_that_was_written(tmp_path, column, answer, is_number):
+    context = parquet_answer(tmp_path, column)
+    assert (context["answer"], IS_NUMBER in context) == (answer, is_number)
 
 
 # ---- what the model would not see --------------------------------------------------------------------------------

@@ -115,6 +115,37 @@ def test_other_texts_and_numbers_are_not_counted(tmp_path, answers):
     assert look(tmp_path, answers).notes == []
 
 
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_empty_answer_is_refused_where_it_is_compared(tmp_path, answer):
+    for reward in (EXACT, MATH, PATTERN):
+        ((field, message),) = look(tmp_path, ["1", answer], reward).complaints
+        assert field == "data.answer_field"
+        assert message.startswith(f"data.jsonl, line 2 has an empty answer, which reward {reward.name} cannot compare")
+    assert look(tmp_path, ["1", answer], RewardConfig(name="own")).complaints == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "note"),
+    [
+        (["$42", "7"], "50% of the answers in data.jsonl begin with a currency sign, such as '$42' in line 1"),
+        (["\N{FULLWIDTH DIGIT FOUR}2", "7"], "50% of the answers in data.jsonl have digits of another script, such as"),
+        (["\N{ZERO WIDTH SPACE}42"], "100% of the answers in data.jsonl have invisible characters, such as"),
+        ([r"\boxed{42}"], r"100% of the answers in data.jsonl stand in \boxed{}, such as"),
+    ],
+)
+def test_texts_that_responses_seldom_have_are_counted(tmp_path, answers, note):
+    (sentence,) = look(tmp_path, answers).notes
+    assert sentence.startswith(note)
+    assert sentence.endswith("reward compares text as it stands; data.answer_pattern can take a part of it")
+    assert look(tmp_path, answers, MATH).notes == []
+
+
+def test_gaps_between_digits_are_counted(tmp_path):
+    (sentence,) = look(tmp_path, ["1\N{NO-BREAK SPACE}000", "7"]).notes
+    assert sentence.startswith("50% of the answers in data.jsonl have gaps between digits, such as")
+    assert sentence.endswith("set reward.options.as_number = true to compare numbers")
+
+
 def test_repeated_prompts_are_counted_with_the_first(tmp_path):
     twice, thrice = {"prompt": "twice?", "answer": "1"}, {"prompt": "thrice?", "answer": "2"}
     (note,) = look(tmp_path, ["1", twice, thrice, twice | {"answer": "3"}, thrice, thrice]).notes
