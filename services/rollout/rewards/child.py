@@ -15,6 +15,7 @@ The parent limits wall-clock time: it kills this process. The kernel limits CPU 
 """
 
 import functools
+import importlib
 import inspect
 import json
 import math
@@ -22,6 +23,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from onbeat.contracts.installed import REWARDS, load_installed
@@ -29,6 +31,7 @@ from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 from services.rollout.deadlines import LOAD_S
+from services.rollout.rewards.builtin import MODULES
 
 MAX_OPEN_FILES = 256
 # Linux's CPU time of this process by ticks, as RLIMIT_CPU counts it; `process_time` is more exact, and drifts from it.
@@ -51,6 +54,9 @@ def answer(request: dict[str, Any], answers: Answers, timeout_s: float) -> None:
     try:
         grant_cpu_time(LOAD_S)
         reward: RewardFunction = load_installed(REWARDS, request["reward"])
+        for module in MODULES.get(request["reward"], ()):
+            with suppress(ImportError):  # the reward itself says which package is missing
+                importlib.import_module(module)
         kind = "options"
         check_options(reward, request["options"])
         send("loaded")

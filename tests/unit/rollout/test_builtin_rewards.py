@@ -1,6 +1,7 @@
 """The built-in rewards on worked examples."""
 
 import json
+import sys
 
 import pytest
 import reasoning_gym as rg
@@ -8,7 +9,7 @@ import reasoning_gym as rg
 from onbeat.environments.final_reward import reward_of_answer
 from onbeat.streams.codec import PromptTask
 from services.rollout.episodes.runner import to_request
-from services.rollout.rewards import answers_as_code, builtin
+from services.rollout.rewards import answers_as_code, builtin, child
 from services.rollout.rewards.child import InvalidReward, score
 
 
@@ -199,3 +200,17 @@ class Awaitable:
 def test_what_is_no_finite_number_is_refused(result, words):
     with pytest.raises(InvalidReward, match=words):
         score(lambda response, context: result, "", {"context": {}, "options": {}})
+
+
+@pytest.mark.parametrize(("reward", "module"), [(name, modules[0]) for name, modules in builtin.MODULES.items()])
+def test_heavy_modules_are_imported_before_the_first_deadline(monkeypatch, reward, module):
+    loaded = []
+
+    class Answers:
+        def send(self, request, step, **_):
+            loaded.append((step, module in sys.modules))
+
+    monkeypatch.setattr(child, "grant_cpu_time", lambda seconds: None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    child.answer({"request": 1, "reward": reward, "options": {}, "responses": []}, Answers(), 1.0)
+    assert loaded == [("loaded", True)]
