@@ -86,7 +86,7 @@ async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit, broker):
 
 
 async def test_job_like_another_one_has_its_configuration(visit, broker, ledger, world):
-    data = {"now": "2026-11-29T08:00:00Z"}  # which submission records otherwise
+    data = {"now": "2026-11-29T08:00:00Z"}  # usually recorded by submission
     job_id = await world.create_job(name="first", data=data, schedule={"num_iterations": 7})
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_role("link", name="Duplicate").click()

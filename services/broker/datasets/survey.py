@@ -18,7 +18,7 @@ from services.broker.datasets import DatasetError, PromptItem, Section, Survey
 from services.broker.datasets.files import FileDataset
 
 MARK = "#### "  # mark of the answer at the end of a solution, as in GSM8K
-KINDS = {list: "a list", dict: "a mapping", bytes: "bytes"}
+KINDS: dict[type, str] = {list: "a list", dict: "a mapping", bytes: "bytes"}
 NUMBER_LOOKS = {  # looks of texts that are numbers
     "look like numbers with commas": re.compile(r"[^,]*\d,\d.*"),
     "end in .0": re.compile(r".*\d\.0+"),

@@ -235,7 +235,7 @@ def test_wrong_file_is_refused_with_field_and_place(tmp_path, rows, options, fie
     assert message in error.message
 
 
-def test_text_that_holds_a_list_of_messages_is_read_bare_on_purpose(tmp_path):
+def test_list_of_messages_may_be_meant_as_text(tmp_path):
     prompt = '[{"role": "user", "content": "x"}] What is the role?'
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "user"}])
     assert open_file(tmp_path, as_chat=False).item(0).text == prompt
