@@ -260,27 +260,26 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def float_texts(kind: Any, double: Any) -> Any:
-    """Return a type of Arrow with `double` in the place of the floats of 16 and 32 bits, wherever they stand in it."""
+def replace_floats(kind: Any, by: Any) -> Any:
+    """Return a type of Arrow with the type `by` in the place of 32-bit floats. Those in lists, such as embeddings,
+    stay: no reward compares a list, and converting them takes long."""
     import pyarrow
 
-    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
-        return double
+    if pyarrow.types.is_float32(kind):
+        return by
     if pyarrow.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        return pyarrow.struct([field.with_type(float_texts(field.type, double)) for field in fields])
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return pyarrow.list_(float_texts(kind.value_type, double))
+        return pyarrow.struct([field.with_type(replace_floats(field.type, by)) for field in fields])
     return kind
 
 
 def as_written(batch: Any) -> Any:
-    """Return a batch whose short floats are the shortest numbers that mean them: 0.1, not 0.10000000149011612."""
+    """Return a batch whose 32-bit floats are the shortest numbers that mean them: 0.1, not 0.10000000149011612."""
     import pyarrow
 
     for number, field in enumerate(batch.schema):
-        if (text := float_texts(field.type, pyarrow.string())) != field.type:
-            column = batch.column(number).cast(text).cast(float_texts(field.type, pyarrow.float64()))
+        if (text := replace_floats(field.type, pyarrow.string())) != field.type:
+            column = batch.column(number).cast(text).cast(replace_floats(field.type, pyarrow.float64()))
             batch = batch.set_column(number, field.name, column)
     return batch
 

@@ -50,7 +50,8 @@ def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
     else:
         shapes = "a string nor a list of {role, content}"
         raise DatasetError(FIELD, f"has a prompt that is neither {shapes}: {str(prompt)[:MAX_SHOWN]}")
-    if not any(message.content.strip() for message in messages) and not (isinstance(prompt, str) and prompt.strip()):
+    texts = [message.content for message in messages] or [prompt]
+    if not any(text.strip() for text in texts):
         raise DatasetError(FIELD, "has an empty prompt")
     if data.system_prompt is not None:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))

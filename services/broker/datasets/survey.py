@@ -113,10 +113,8 @@ def refusals(context: dict[str, Any], compared: dict[str, RewardConfig]) -> Iter
     answer = context["answer"]
     for reward_field, reward in compared.items():
         if not isinstance(answer, str | None):
-            shown, kind = (
-                json.dumps(answer, default=str)[:MAX_SHOWN],
-                KINDS.get(type(answer), "neither text nor a number"),
-            )
+            shown = json.dumps(answer, default=str)[:MAX_SHOWN]
+            kind = KINDS.get(type(answer), "neither text nor a number")
             message = f"has the answer {shown}, which is {kind}, and reward {reward.name} compares text"
             yield "data.answer_field", f"{message}; name a field with text, such as answer.value, or write one"
         elif isinstance(answer, str) and MARK in answer:

@@ -10,8 +10,8 @@ from onbeat.contracts.task_options import find_code
 from onbeat.process.extras import require_extra
 from services.rollout.rewards.answers_as_code import score_as_text
 
-# The heavy modules: a scoring process imports them before the deadline of the first response begins.
-MODULES = {"math": ("services.rollout.rewards.equal_answers",), "reasoning_gym": ("reasoning_gym",)}
+# Heavy modules by reward: a scoring process imports them before the deadline of the first response begins.
+MODULES = {"math": "services.rollout.rewards.equal_answers", "reasoning_gym": "reasoning_gym"}
 
 Context = dict[str, Any]
 

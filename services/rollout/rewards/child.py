@@ -54,7 +54,7 @@ def answer(request: dict[str, Any], answers: Answers, timeout_s: float) -> None:
     try:
         grant_cpu_time(LOAD_S)
         reward: RewardFunction = load_installed(REWARDS, request["reward"])
-        for module in MODULES.get(request["reward"], ()):
+        if module := MODULES.get(request["reward"]):
             with suppress(ImportError):  # the reward itself says which package is missing
                 importlib.import_module(module)
         kind = "options"

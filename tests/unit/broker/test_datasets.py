@@ -280,7 +280,7 @@ def parquet_answer(folder: Path, column: Any) -> Any:
         (pyarrow.array([0.1], pyarrow.float64()), "0.1", True),
         (pyarrow.array([decimal.Decimal("42.00")]), "42.00", True),
         (pyarrow.array([datetime.date(2026, 1, 2)]), "2026-01-02", False),
-        (pyarrow.array([[0.1]], pyarrow.list_(pyarrow.float32())), [0.1], False),
+        (pyarrow.array([0.5], pyarrow.float16()), "0.5", True),
         (pyarrow.array([{"value": 0.3}], pyarrow.struct([("value", pyarrow.float32())])), {"value": 0.3}, False),
     ],
 )

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from onbeat.config import FileData
@@ -55,6 +57,17 @@ def test_other_kind_in_a_later_row_is_refused_with_its_line(tmp_path, reward, an
     (complaint,) = look(tmp_path, ["1", "2", answer, "4"], reward).complaints
     assert complaint[0] == "data.answer_field"
     assert complaint[1].startswith(f"data.jsonl, line 3 {words}, and reward {reward.name} compares text")
+
+
+def test_answer_in_bytes_is_refused_with_its_row(tmp_path):
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": [b"42", b"7"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    data = FileData(type="parquet", path="rows.parquet")
+    spec = DatasetSpec(data=data, seed=0, num_items=2)
+    section = Section(field="data", spec=spec, rewards={"reward": EXACT})
+    ((field, message),) = survey([(section, FileDataset(data, spec, tmp_path))], time.monotonic() + 60).complaints
+    assert field == "data.answer_field"
+    assert message.startswith("rows.parquet, row 0 has the answer \"b'42'\", which is bytes, and reward exact compares")
 
 
 def test_solution_in_a_later_row_is_refused_with_the_pattern(tmp_path):

@@ -202,7 +202,7 @@ def test_what_is_no_finite_number_is_refused(result, words):
         score(lambda response, context: result, "", {"context": {}, "options": {}})
 
 
-@pytest.mark.parametrize(("reward", "module"), [(name, modules[0]) for name, modules in builtin.MODULES.items()])
+@pytest.mark.parametrize(("reward", "module"), builtin.MODULES.items())
 def test_heavy_modules_are_imported_before_the_first_deadline(monkeypatch, reward, module):
     loaded = []
 
