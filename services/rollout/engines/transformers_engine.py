@@ -201,12 +201,16 @@ class TransformersEngine:
         draft.cache, draft.next_input = output.past_key_values, [token_id]
         return token_id
 
+    @property
+    def _is_tied(self) -> bool:
+        assert self._model is not None
+        return bool(getattr(self._model.config, "tie_word_embeddings", False))  # some families lack it
+
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         assert self._model is not None, "load before start"
         assert self.num_in_flight == 0, f"load with {self.num_in_flight} responses in flight"
         served, self._version = self._version, None
-        is_tied = self._model.config.tie_word_embeddings
-        names_in_file = check_weight_file(weights_file, self._shapes, is_tied=is_tied)
+        names_in_file = check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
         async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
             while names := await arrived.take():
                 await asyncio.to_thread(self._replace_weights, weights_file, names)
@@ -216,7 +220,7 @@ class TransformersEngine:
     def _replace_weights(self, weights_file: Path, names: Sequence[str]) -> None:
         with self._lock, safe_open(weights_file, framework="pt") as tensors:
             weights = {name: tensors.get_tensor(name) for name in names}
-            if self._model.config.tie_word_embeddings:
+            if self._is_tied:
                 weights.pop(LM_HEAD_WEIGHT, None)  # it would overwrite the embedding
             self._model.load_state_dict(weights, strict=False)
 

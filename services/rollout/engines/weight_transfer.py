@@ -80,7 +80,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         for method, kernel in self._expert_kernels.items():
             if method.moe_kernel is None:  # the weights of these experts did not arrive, so they are packed as before
                 method.moe_kernel = kernel
-        if self.model_config.hf_text_config.tie_word_embeddings:
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._share_packed_embedding()
         self._file = None
         give_back_if_scarce()  # memory of the load, and at first of vLLM's start

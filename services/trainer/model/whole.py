@@ -69,7 +69,7 @@ def check_loaded(source: str, model: Any, report: dict[str, Any]) -> None:
             "the files again, or correct config.json or the names of the tensors"
         )
     head = model.get_output_embeddings()
-    is_said_tied = model.config.get_text_config().tie_word_embeddings
+    is_said_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # some families lack it
     if is_said_tied and head is not None and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             f"model {source!r} says tie_word_embeddings = true, but its files have an output head that differs from "
