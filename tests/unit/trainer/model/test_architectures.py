@@ -22,7 +22,7 @@ EXPECTED = {
     "falcon, ALiBi": "not packed",  # chooses its attention when it is built
     "falcon_h1, head with a multiplier": "not packed",  # the logits are more than a product
     "gpt_oss": "not packed",  # sinks and a window
-    "inkling_text": "not packed",  # its configuration has no tie_word_embeddings
+    "inkling_text": "not packed",  # a configuration without tie_word_embeddings
     "recurrent_gemma": "not packed",  # a state in place of attention
     "doge, long sequences": "refused",  # attends to other tokens when it is padded
     "minimax": "refused",  # twelve random layers amplify rounding to 1 % of the logits in float32
