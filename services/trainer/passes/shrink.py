@@ -18,6 +18,8 @@ VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
 REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
 NUM_BLOCKS = 2  # blocks of REACHED tokens each: within every sequence of the trial, too
 CAP = 2.0  # limit of logits: low enough to have an effect
+DECAY = re.compile(r"A_log$")  # logarithm of the rate at which a recurrent state is forgotten
+SLOWER = 6.0  # what is taken from it
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(
@@ -178,14 +180,19 @@ def num_parameters(config: Any) -> int:
 
 @torch.no_grad()
 def random_model(config: Any, attention: str, seed: int = 0) -> Any:
-    """Return a float32 model on the CPU in which all parameters and buffers matter: none is 0, attention is sharp."""
+    """Return a float32 model on the CPU in which all parameters and buffers matter: none is 0, attention is sharp.
+
+    Recurrent states remember tens of tokens, so that one that leaks into the next sequence is noticed. Freshly
+    initialised ones remember a single token: what they return is often almost 0, and the norm behind them then
+    multiplies rounding errors until gradients differ by more than wrong passes would make them.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         options = {"dtype": torch.float32, "attn_implementation": attention}
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-        for tensor in model.state_dict(keep_vars=True).values():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape)
                 if tensor.dim() > 1 and isinstance(tensor, torch.nn.Parameter):
@@ -194,4 +201,6 @@ def random_model(config: Any, attention: str, seed: int = 0) -> Any:
                     tensor.mul_(1.0 + 0.1 * noise)
                 else:
                     tensor.add_(noise, alpha=0.1)
+                if DECAY.search(name):
+                    tensor.sub_(SLOWER)
     return model.eval()
