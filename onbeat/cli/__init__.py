@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack
+from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 from onbeat.contracts.errors import ApiError, OnbeatError
@@ -34,6 +34,9 @@ app.command("chat")(chat.chat)
 app.command("view")(stack.view)
 app.command("report")(look.report)
 app.command("logs")(look.logs)
+app.command("backup")(storage.backup)
+app.command("restore")(storage.restore)
+app.command("clean")(storage.clean)
 app.command("top")(look.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(service.app, name="model")

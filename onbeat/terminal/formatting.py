@@ -43,6 +43,18 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def size(num_bytes: float) -> str:
+    """Format a size.
+
+    >>> [size(num_bytes) for num_bytes in (0, 999, 12_300, 4_560_000, 2_400_000_000)]
+    ['0 B', '999 B', '12.3 kB', '4.6 MB', '2.4 GB']
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def number(value: float | None, spec: str) -> str:
     return format(value, spec) if value is not None else "-"
 
