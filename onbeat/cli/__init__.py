@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage
+from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage, sweep
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 from onbeat.contracts.errors import ApiError, OnbeatError
@@ -27,6 +27,7 @@ app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("replay")(service.replay)
 app.add_typer(jobs.app, name="jobs")
+app.command("sweep")(sweep.sweep)
 app.add_typer(data.app, name="data")
 app.command("audit")(look.audit)
 app.command("doctor")(look.doctor)

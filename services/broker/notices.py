@@ -37,7 +37,7 @@ CATCH_UP_S = 3600.0  # a job that has been over for longer is left alone
 NUM_TRIES, RETRY_S = 4, 5.0  # the delay between tries doubles
 CLOSE_S = 5.0  # time for the notices of jobs that end just before this broker
 AT_ONCE = 4  # deliveries at a time
-MAX_OUTPUT_BYTES = 4_000  # of a command, for the log
+MAX_OUTPUT_BYTES = 4_000  # end of what a command prints, for the log
 FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 410, 413, 415, 422})  # trying again would not help
 KINDS = {JobState.SUCCEEDED: "job.succeeded", JobState.FAILED: "job.failed", JobState.CANCELLED: "job.cancelled"}
 
@@ -189,7 +189,7 @@ class Notifier:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=inherited_environment(),  # without this broker's settings, such as the password of Redis
+            env=inherited_environment(),  # settings, such as the password of Redis, are left out
             start_new_session=True,
         )
         try:

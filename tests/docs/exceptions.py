@@ -29,6 +29,7 @@ PARSED_ONLY = {
     "onbeat backup": "tests/unit/local/test_data_folder.py and tests/integration/trainer/test_backup.py run it",
     "onbeat restore": "the same",
     "onbeat clean": "refuses a stack that runs; tests/unit/local/test_data_folder.py runs it",
+    "onbeat sweep": "trains several jobs; tests/unit/terminal/test_sweep.py runs it",
     "onbeat view": "runs until Ctrl-C; tests/unit/terminal/test_report_page.py has its parts",
     "onbeat jobs fork": "needs a checkpoint, written after 20 iterations; tests/integration/broker/test_fork.py forks",
     "onbeat keys new": "tests/integration/broker/test_security.py runs it",

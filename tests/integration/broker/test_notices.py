@@ -83,7 +83,7 @@ async def test_end_of_a_job_reaches_command_and_webhook_once(
     job_id, epoch = await world.started_job()
     await world.run_iteration(job_id, epoch, 0, reward_mean=0.25)
     async with running_broker(ledger, tmp_path, **settings):
-        second = Notifier(ledger, Settings(data_dir=tmp_path, **settings))  # of another broker
+        second = Notifier(ledger, Settings(data_dir=tmp_path, **settings))  # another broker has it
         await ledger.jobs.move(job_id, JobState.FAILED, "the disk is gone")
         await asyncio.gather(second.look(), second.look())
         await eventually("the command has run", lambda: kept.exists() and kept.read_text("utf-8").endswith("\n"))
