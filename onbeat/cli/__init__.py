@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack
+from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage, sweep
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 from onbeat.contracts.errors import ApiError, OnbeatError
@@ -27,6 +27,7 @@ app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("replay")(service.replay)
 app.add_typer(jobs.app, name="jobs")
+app.command("sweep")(sweep.sweep)
 app.add_typer(data.app, name="data")
 app.command("audit")(look.audit)
 app.command("doctor")(look.doctor)
@@ -34,6 +35,9 @@ app.command("chat")(chat.chat)
 app.command("view")(stack.view)
 app.command("report")(look.report)
 app.command("logs")(look.logs)
+app.command("backup")(storage.backup)
+app.command("restore")(storage.restore)
+app.command("clean")(storage.clean)
 app.command("top")(look.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(service.app, name="model")

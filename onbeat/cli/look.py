@@ -56,7 +56,9 @@ def metrics(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the curves of a job, one per line, or the values of the named curves at each iteration."""
+    """Print the curves of a job in groups, one per line, or the values of the named curves at each iteration."""
+    from onbeat.terminal.metric_groups import group_metrics
+
     series = broker.ask(lambda client: client.jobs.metrics(job_id))
     if unknown := [name for name in names or [] if name not in series]:
         raise ValueError(
@@ -73,8 +75,12 @@ def metrics(
         ]
         print_table(["iteration", *names], rows)
     else:
-        values = {name: [value for _, value in points] for name, points in sorted(series.items()) if points}
-        rows = [[name, f"{curve[0]:.4g}", f"{curve[-1]:.4g}", sparkline(curve)] for name, curve in values.items()]
+        rows = []
+        for title, group in group_metrics(series).items():
+            rows.append([f"{title}:", "", "", ""])
+            for name in group:
+                curve = [value for _, value in series[name]]
+                rows.append([f"  {name}", f"{curve[0]:.4g}", f"{curve[-1]:.4g}", sparkline(curve)])
         print_table(["metric", "first", "last", "curve"], rows)
 
 

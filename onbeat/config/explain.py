@@ -16,6 +16,7 @@ PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
+NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")  # types of errors
 FOREIGN_KEYS = {  # keys of TRL, verl and prime-rl (docs/coming-from.md), where similar letters do not lead to ours
     **dict.fromkeys(("num_generations", "group_size", "n"), "rollout.num_samples_per_prompt"),
     **dict.fromkeys(("max_completion_length", "max_completion_tokens"), "rollout.max_response_tokens"),
@@ -123,8 +124,18 @@ def explain_value(error: Any, path: list[str]) -> str:
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         name, is_missing = tag_name(path), error["type"] == "union_tag_not_found"
         problem = "is not complete" if is_missing else f"has no {name} {show(error['ctx']['tag'])}"
-        return f"{problem}; set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
+        close = [] if is_missing else close_names(str(error["ctx"]["tag"]), tags_at(path), likeness=0.6)
+        question = f"; did you mean {' or '.join(close)}?" if close else ""
+        return f"{problem}{question or ';'} set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
+    if error["type"] in NOT_A_TABLE and isinstance(error.get("input"), list):
+        return explain_list(dotted(path))
     return f"{error['msg'].removeprefix('Value error, ')}, got {show(error.get('input'))}{meaning}"
+
+
+def explain_list(section: str) -> str:
+    """Say that a section is one table, where TOML's `[[section]]` or a JSON array made a list of it."""
+    several = "; several held-out sets go under [[evaluation.sets]]" if section == "evaluation" else ""
+    return f"is one section, and not a list: write [{section}] with single brackets{several}"
 
 
 def explain_unknown(path: list[str], location: Sequence[Any]) -> str:

@@ -16,6 +16,8 @@ class IllegalTransition(OnbeatError):
     """A job was asked to move along an edge that its state machine does not have. `problem`: instead of `wanted`."""
 
     def __init__(self, job_id: str, current: str, wanted: str = "", problem: str = "") -> None:
+        if (current, wanted) == ("PENDING", "PAUSED"):
+            problem = " and waits in the queue: only a running job can be paused; cancel it instead"
         super().__init__(f"job {job_id} is {current}{problem or f' and cannot become {wanted}'}")
         self.current = current
 

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.contracts.suggestions import close_names
 from onbeat.objectives.base import Objective
 
 GROUP = "onbeat.objectives"
@@ -50,9 +51,11 @@ def find_objective(name: str) -> type[Objective]:
         return objective
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in entries:
-        known = ", ".join(sorted({*BUILT_IN, *entries}))
+        known = sorted({*BUILT_IN, *entries})
+        close = close_names(name, known, likeness=0.6)
+        hint = f"did you mean {' or '.join(close)}? There" if close else "there"
         raise ValueError(
-            f"no objective {name!r} is installed here; there are: {known}; "
+            f"no objective {name!r} is installed here; {hint} are: {', '.join(known)}; "
             "for your own, install its package where the broker runs and where each trainer runs"
         )
     try:

@@ -76,6 +76,7 @@ class JobKeys:
     lengths = Key()  # hash: row of the data -> mean tokens per response, when last generated; for rows that come again
     versions = Key()  # hash: policy version -> time when the first rollout served it
     open_evaluations = Key()  # set: the numbers of evaluations that have not ended
+    notices = Key()  # set: notices to the operator that a broker has sent; only with ONBEAT_NOTIFY_*
     traces = Key()  # hash: the first iteration left to export as a trace; expires a day after a broker last looked
 
     # These are for each iteration.

@@ -1,6 +1,7 @@
 """`onbeat run` and `onbeat jobs watch`: they follow a job on the terminal until it is over."""
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -9,12 +10,19 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.contracts.records import Event
-from onbeat.terminal.formatting import printable
+from onbeat.terminal.formatting import printable, shortened, wrapped
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
 from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
 
 MAX_NOTICES_OF_A_KIND = 5
+PIPE_WIDTH = 120  # characters of a line that is not for a terminal; only a longer word makes it longer
+MAX_REPEATED = 60  # characters of a notice that comes again
+NUMBER = re.compile(r"\d+")
+# Events of these kinds are the same if only their numbers differ, as those of an iteration.
+NUMBERED_KINDS = frozenset(
+    {"checkpoint.failed", "evaluation.failed", "evaluation.missed", "group.failed", "group.stale", "tracker.failed"}
+)
 NOTICE_KINDS = frozenset(
     {"group.failed", "group.stale", "job.taken_over", "job.state", "job.warning", "job.dtype", "worker.left"}
     | {
@@ -68,11 +76,14 @@ class Printer:
     def __init__(self, console: Console, progress: JobProgress) -> None:
         self._console, self._progress = console, progress
         self._is_live = can_redraw(console)
-        self._num_notices: Counter[str] = Counter()  # counts by kind
+        self._num_notices: Counter[str] = Counter()  # counts of different ones by kind
+        self._num_repeated: Counter[tuple[str, str]] = Counter()  # counts of those that were shown, by kind and message
         self._said: set[Hashable] = set()
 
     def say(self, line: str) -> None:
-        self._console.out(printable(line))
+        text = printable(line)
+        for part in [text] if self._is_live else wrapped(text, PIPE_WIDTH):
+            self._console.out(part)
 
     def show_news(self) -> None:
         """Print what is new since the last call."""
@@ -101,11 +112,23 @@ class Printer:
         return is_new
 
     def _notice(self, event: Event) -> None:
-        """Print an event that a person should see; of each kind a bounded number, but all changes of the state."""
+        """Print an event that a person should see; of each kind a bounded number, but all changes of the state.
+
+        An event that comes again is counted: it is printed the first, second, fourth, eighth, ... time.
+        """
         if event.kind not in NOTICE_KINDS:
             return
-        self._num_notices[event.kind] += 1
-        if event.kind == "job.state" or self._num_notices[event.kind] <= MAX_NOTICES_OF_A_KIND:
+        message = NUMBER.sub("0", event.message) if event.kind in NUMBERED_KINDS else event.message
+        if event.kind == "job.state":
             self.say(f"{event.kind}: {event.message}")
-        elif self._num_notices[event.kind] == MAX_NOTICES_OF_A_KIND + 1:
+        elif num_times := self._num_repeated[event.kind, message]:
+            self._num_repeated[event.kind, message] = num_times = num_times + 1
+            if num_times.bit_count() == 1:
+                self.say(f"{event.kind}: {shortened(printable(event.message), MAX_REPEATED)} ({num_times} times)")
+        elif (num_shown := self._num_notices[event.kind]) < MAX_NOTICES_OF_A_KIND:
+            self.say(f"{event.kind}: {event.message}")
+            self._num_repeated[event.kind, message] = 1
+            self._num_notices[event.kind] += 1
+        elif num_shown == MAX_NOTICES_OF_A_KIND:
             self.say(f"{event.kind}: more of these are counted, not shown")
+            self._num_notices[event.kind] += 1

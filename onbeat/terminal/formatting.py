@@ -1,6 +1,7 @@
 """Numbers, durations, curves and tables as text, for people as well as for `grep` and `awk`."""
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+INDENT = "    "  # before the rest of a line that is broken
 EMOJI = r"[\u2190-\u21ff\u2600-\u27bf\u2b00-\u2bff\U0001f300-\U0001faff]"
 EMOJI_JOINER = re.compile(rf"(?:(?<={EMOJI})|(?<={EMOJI}\ufe0f))\u200d(?={EMOJI})")
 
@@ -43,6 +45,18 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def size(num_bytes: float) -> str:
+    """Format a size.
+
+    >>> [size(num_bytes) for num_bytes in (0, 999, 12_300, 4_560_000, 2_400_000_000)]
+    ['0 B', '999 B', '12.3 kB', '4.6 MB', '2.4 GB']
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def number(value: float | None, spec: str) -> str:
     return format(value, spec) if value is not None else "-"
 
@@ -73,6 +87,25 @@ def shortened(text: str, width: int) -> str:
     ('abc', 'ab…', '日 …')
     """
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break a line that is longer than `width`, between its parts (two spaces) where it has some; words stay whole.
+
+    >>> wrapped("reward 0.5  12 tokens/s  3 s", 20), wrapped("a sentence that is long", 20), wrapped("short", 20)
+    (['reward 0.5', '    12 tokens/s  3 s'], ['a sentence that is', '    long'], ['short'])
+    """
+    if len(text) <= width:
+        return [text]
+    lines = [""]
+    for part in text.split("  "):
+        longer = f"{lines[-1]}  {part}" if lines[-1].strip() else f"{lines[-1]}{part}"
+        if len(longer) > width and lines[-1].strip():
+            lines.append(f"{INDENT}{part}")
+        else:
+            lines[-1] = longer
+    options = {"subsequent_indent": INDENT, "break_long_words": False, "break_on_hyphens": False}
+    return [piece for line in lines for piece in textwrap.wrap(line, width, **options)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate
+from services.broker.notices import Notifier
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.uploads import Uploads
@@ -106,7 +107,7 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
 
 
 class BackgroundWork:
-    """The work beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
+    """The work beside the requests: the conductor, the removal of old jobs and, where they are on, notices and tracing.
 
     `on_end` is called when one of the first two gives up.
     """
@@ -116,6 +117,8 @@ class BackgroundWork:
         self._conductor = Conductor(ledger, self._data, settings.redis_retry_s)
         self._retention = Retention(ledger, settings.job_retention_days)
         self._tracer = create_tracer(settings, ledger, meters)
+        has_notices = bool(settings.notify_command or settings.notify_url) and not settings.is_read_only
+        self._notifier = Notifier(ledger, settings) if has_notices else None
         self._on_end = on_end
         self._is_read_only = settings.is_read_only
         self._tasks: list[asyncio.Task[None]] = []  # the conductor first
@@ -127,6 +130,8 @@ class BackgroundWork:
             asyncio.create_task(self._conductor.run(), name="conductor"),
             asyncio.create_task(self._retention.run(), name="retention"),
         ]
+        if self._notifier:
+            self._tasks.append(asyncio.create_task(self._notifier.run(), name="notices"))
         for task in self._tasks:
             task.add_done_callback(lambda ended: report_end(ended, self._on_end))
         if self._tracer:
@@ -139,6 +144,8 @@ class BackgroundWork:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._notifier:
+            await self._notifier.close()
         if self._tracer:
             await self._tracer.close()
         await self._data.close()

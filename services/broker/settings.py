@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -76,6 +78,15 @@ class Settings(RedisSettings, BaseSettings):
     )
     otlp_timeout_s: float = Field(10.0, gt=0, le=20, description="time limit for one request to the collector")
     trace_every_iterations: int = Field(1, ge=1, description="trace every n-th iteration of a job: 0, n, 2n, ...")
+    notify_command: str = Field(
+        "",
+        description="command that gets a notice, as JSON on its standard input, when a job ends or has its first "
+        "problem; its words are split as in a shell, which does not run it",
+    )
+    notify_url: str = Field(
+        "", repr=False, description="URL that the same notices are posted to; its path is not logged"
+    )
+    notify_timeout_s: float = Field(10.0, gt=0, le=300, description="time limit for delivering a notice, of each try")
     chat_queue: int = Field(
         16, ge=1, description="chats of a job that may wait for a rollout; further ones are answered 429"
     )
@@ -123,6 +134,20 @@ class Settings(RedisSettings, BaseSettings):
     def otlp_headers(self) -> dict[str, str]:
         """Read the headers for the collector. Raises ValueError for a file that is missing or broken."""
         return {} if self.otlp_headers_file is None else read_headers(self.otlp_headers_file)
+
+    @model_validator(mode="after")
+    def check_notices(self) -> Self:
+        """Check at the start what would fail at the end of the first job."""
+        if self.notify_command:
+            try:
+                program = [*shlex.split(self.notify_command), ""][0]
+            except ValueError as error:
+                raise ValueError(f"ONBEAT_NOTIFY_COMMAND: {error}; quote its words as for a shell") from error
+            if shutil.which(program) is None:
+                raise ValueError(f"ONBEAT_NOTIFY_COMMAND: there is no program {program!r} here; give its path")
+        if self.notify_url and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", self.notify_url):
+            raise ValueError("ONBEAT_NOTIFY_URL is no address with http:// or https:// and a host")
+        return self
 
     @model_validator(mode="after")
     def check_openness(self) -> Self:

@@ -26,6 +26,10 @@ MADE_PATHS = {
 PARSED_ONLY = {
     "onbeat up": "the stack that the tests watch is up already; tests/unit/local and tests/e2e start it",
     "onbeat down": "would end the stack that the tests watch",
+    "onbeat backup": "tests/unit/local/test_data_folder.py and tests/integration/trainer/test_backup.py run it",
+    "onbeat restore": "the same",
+    "onbeat clean": "refuses a stack that runs; tests/unit/local/test_data_folder.py runs it",
+    "onbeat sweep": "trains several jobs; tests/unit/terminal/test_sweep.py runs it",
     "onbeat view": "runs until Ctrl-C; tests/unit/terminal/test_report_page.py has its parts",
     "onbeat jobs fork": "needs a checkpoint, written after 20 iterations; tests/integration/broker/test_fork.py forks",
     "onbeat keys new": "tests/integration/broker/test_security.py runs it",

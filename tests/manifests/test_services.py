@@ -221,7 +221,8 @@ def test_the_environment_is_that_of_compose(cpu: Manifests, compose: dict[str, A
         "ONBEAT_REDIS_URL",
         "ONBEAT_WEIGHTS_ADVERTISE",
     }
-    own_of_compose = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "HF_TOKEN"}  # unset, or a component of Kubernetes
+    # These are unset, or set by a component of Kubernetes.
+    own_of_compose = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "ONBEAT_NOTIFY_URL", "HF_TOKEN"}
     theirs = {name: str(value) for name, value in compose[service]["environment"].items()}
     ours = cpu.environment(service)
     assert {k: v for k, v in ours.items() if k not in own_of_kubernetes} == {

@@ -222,6 +222,8 @@ def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iter
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
         ("evaluation", {"data": {"task": 1}}, "evaluation.data", "set evaluation.data.type to one of: hf, jsonl, "),
         ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
+        ("rollout", {"top_p": 0.9}, "rollout.top_p", "training samples from the whole distribution, because"),
+        ("data", {"type": "json"}, "data", "has no type 'json'; did you mean jsonl? set data.type to one of: hf, "),
     ],
 )
 def test_validation_error_names_field_value_and_remedy(section, change, field, message):
@@ -303,3 +305,18 @@ def test_messages_that_json_cannot_hold_leave_their_group_shown(value):
 def test_key_of_another_framework_leads_to_a_key_of_a_job(place):
     *above, key = place.split(".")
     assert key in named_by(above, [])
+
+
+def test_list_in_place_of_a_section_is_explained():
+    body = job_body(evaluation=[{"name": "easy"}], schedule=[{"num_iterations": 3}], objective=[{"type": "grpo"}])
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate(body)
+    explained = dict(
+        explain_errors([{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()], body)
+    )
+    assert explained == {
+        "evaluation": "is one section, and not a list: write [evaluation] with single brackets; several held-out sets "
+        "go under [[evaluation.sets]]",
+        "schedule": "is one section, and not a list: write [schedule] with single brackets",
+        "objective": "is one section, and not a list: write [objective] with single brackets",
+    }

@@ -122,7 +122,11 @@ def refusal(**sections):
 @pytest.mark.parametrize(
     ("objective", "field", "message"),
     [
-        ({"type": "leniemt"}, "objective.type", "no objective 'leniemt' is installed here; there are: broken, cispo, "),
+        (
+            {"type": "leniemt"},
+            "objective.type",
+            "'leniemt' is installed here; did you mean lenient? There are: broken, ",
+        ),
         ({"type": "gone"}, "objective.type", "cannot be imported here: ModuleNotFoundError: No module named 'not_"),
         ({"type": "broken"}, "objective.type", "(broken:Broken) cannot be imported here: RuntimeError: no driver"),
         ({"type": "function"}, "objective.type", "(half:function) is no class derived from Objective"),

@@ -18,7 +18,7 @@ from onbeat.contracts.records import (
     WorkerRecord,
 )
 from onbeat.contracts.states import JobState
-from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, Printer
+from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, PIPE_WIDTH, Printer
 from onbeat.terminal.formatting import Column, printable, table_lines
 from onbeat.terminal.job_progress import JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, is_silent, plain_line
@@ -214,7 +214,9 @@ async def test_each_look_asks_for_what_is_new_also_after_a_lost_answer() -> None
     assert client.iterations_after == [-1, -1, 1, 2]
     lines = [line.split("  ") for line in out.getvalue().splitlines()]
     shown = ["job.warning: loading 1", *(f"iteration {i}/12" for i in (1, 2, 3, 4)), "evaluation 0"]
-    assert [line[0] for line in lines] == shown  # every line once; the evaluation was asked for again while it was open
+    assert [
+        line[0] for line in lines if line[0]
+    ] == shown  # every line once; the evaluation was asked for again while it was open
 
 
 @pytest.fixture
@@ -236,17 +238,49 @@ async def test_broker_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert waited[-1] > 0.05
 
 
-def event_of(kind: str, **data: object) -> Event:
-    return Event(id="1", time=0, kind=kind, message="m", data=data)
+def event_of(kind: str, message: str = "m", **data: object) -> Event:
+    return Event(id="1", time=0, kind=kind, message=message, data=data)
 
 
 def test_notices_are_shown_a_bounded_number_of_each_kind() -> None:
     progress, out = progress_of(0), io.StringIO()
-    progress.news = [event_of(kind) for kind in ("checkpoint.failed", "x", *["group.failed"] * 100, "job.warning")]
+    failed = [event_of("group.failed", f"reward {chr(97 + number % 26)} raised") for number in range(100)]
+    progress.news = [event_of("checkpoint.failed"), event_of("x"), *failed, event_of("job.warning")]
     Printer(Console(file=out, width=300), progress).show_news()
+    lines = [line for line in out.getvalue().splitlines() if not line.endswith("times)")]
     more = "group.failed: more of these are counted, not shown"
-    shown = ["checkpoint.failed: m", *["group.failed: m"] * MAX_NOTICES_OF_A_KIND, more, "job.warning: m"]
-    assert out.getvalue().splitlines() == shown
+    shown = ["checkpoint.failed: m", *(f"group.failed: reward {name} raised" for name in "abcde"), more]
+    assert lines == [*shown, "job.warning: m"]
+    assert MAX_NOTICES_OF_A_KIND == 5
+
+
+def test_notice_that_comes_again_is_counted() -> None:
+    progress, out = progress_of(0), io.StringIO()
+    printer = Printer(Console(file=out, width=300), progress)
+    message = "/data/jobs/job-1/checkpoints/iteration-{:06d} cannot be written: no space left; training goes on"
+    for number in range(1, 6):
+        progress.news = [event_of("checkpoint.failed", message.format(number)), event_of("job.state", "RUNNING")]
+        printer.show_news()
+    start = "checkpoint.failed: /data/jobs/job-1/checkpoints/iteration-{:06d} cannot be wri…"
+    lines = [line for line in out.getvalue().splitlines() if not line.startswith("job.state")]
+    assert lines == [
+        f"checkpoint.failed: {message.format(1)}",
+        f"{start.format(2)} (2 times)",
+        f"{start.format(4)} (4 times)",
+    ]
+    assert out.getvalue().count("job.state: RUNNING") == 5
+
+
+def test_lines_in_a_pipe_have_120_characters_at_most() -> None:
+    progress, out = progress_of(4, **MEASURED), io.StringIO()
+    progress.news = [event_of("job.warning", "a sentence that goes on and on; " * 12)]
+    Printer(Console(file=out, width=300), progress).show_news()
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= PIPE_WIDTH == 120
+    assert sum(line.startswith("iteration ") for line in lines) == 4
+    whole = " ".join(line.strip() for line in lines)
+    assert "10% truncated" in whole
+    assert whole.count("a sentence that goes on and on;") == 12
 
 
 def test_all_kinds_of_notices_are_emitted_somewhere() -> None:

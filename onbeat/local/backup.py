@@ -1,0 +1,269 @@
+"""`onbeat backup`: the ledger, the checkpoints and the data of a local stack in one file, a tar.
+
+    backup.json                   format, version of Onbeat, the data folder, its jobs
+    redis/...                     the ledger: a snapshot of Redis as the base of an append-only file
+    jobs/... datasets/... ...     the other files of the data folder, without logs, caches and unfinished checkpoints
+    digests.json                  the SHA-256 of each file before it; without it the file is cut off
+
+Ledger and checkpoints are of one moment: while Redis holds back all writes, it forks for its snapshot and the
+checkpoints get hard links, which stay when the trainer drops a checkpoint. So the file has what a stack would find that
+was killed in that moment, and goes on in the same way.
+"""
+
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from onbeat.contracts.data_folder import REDIS_FOLDER, STATE_DRAFT, STATE_FILE
+from onbeat.contracts.errors import OnbeatError
+from onbeat.local.checkpoint_folders import JOBS, NAME, checkpoints_of, files_in
+from onbeat.local.redis_choice import FILE_OF_6, FOLDER_OF_7, RECORD, read_record
+from onbeat.local.resting import RecordedJob, open_redis, read_jobs
+from onbeat.local.state import CHILDREN_LOCK, OWNER_LOCK, running_stack
+from onbeat.machine.disk_space import shortage
+
+FORMAT = 1
+HEADER, DIGESTS = "backup.json", "digests.json"
+DRAFTS = ".backup-"
+# These folders and files in the root of a data folder are made again, or belong to processes.
+LEFT_OUT = frozenset({"logs", "torchinductor", OWNER_LOCK, CHILDREN_LOCK, STATE_FILE, STATE_DRAFT, REDIS_FOLDER})
+FREEZE_S = 10.0  # Redis lets writes through again after this time, even if this process dies
+SNAPSHOT_DEADLINE_S = 600.0
+POLL_S = 0.05
+NUM_TRIES = 20  # looks at a job whose trainer drops checkpoints meanwhile
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class Contents:
+    """The files of a backup by their names in it."""
+
+    jobs: list[RecordedJob]
+    files: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.values() if path.exists())
+
+
+def write_backup(data_dir: Path, file: Path) -> Contents:
+    """Write the backup of a running or stopped stack, and return what is in it. Raise OnbeatError.
+
+    Nothing appears under the file's name before all of it is on disk.
+    """
+    if not (data_dir / REDIS_FOLDER).is_dir():
+        raise OnbeatError(f"{data_dir} has no jobs: there is nothing to back up; name a folder with --data-dir")
+    if file.exists():
+        raise OnbeatError(f"{file} exists already; give another name, a backup overwrites nothing")
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        with open_redis(data_dir) as redis, take_contents(redis, data_dir) as contents:
+            if problem := shortage(file.parent, contents.num_bytes, "the files of the backup"):
+                raise OnbeatError(f"{problem}; free disk space, or write it to another disk")
+            with os.fdopen(
+                os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as output:  # has prompts
+                write_tar(output, data_dir, contents)
+                output.flush()
+                os.fsync(output.fileno())
+            partial.rename(file)
+            return contents
+    except FileExistsError as error:
+        raise OnbeatError(f"{partial} exists: another backup is writing it, or was killed; remove it") from error
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OnbeatError(f"the backup {file} cannot be written: {error}") from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def take_contents(redis: Any, data_dir: Path) -> Iterator[Contents]:
+    """Yield the files of one moment; the snapshot and the links to checkpoints are removed in the end."""
+    settings = redis.config_get("dir") | redis.config_get("dbfilename")
+    snapshot, drafts = Path(settings["dir"], settings["dbfilename"]), data_dir / f"{DRAFTS}{secrets.token_hex(4)}"
+    is_linked = running_stack(data_dir) is not None  # nothing changes the checkpoints of a stopped one
+    try:
+        drafts.mkdir()
+        contents = freeze(redis, data_dir, drafts if is_linked else None)
+        if redis.info("persistence")["rdb_last_bgsave_status"] != "ok":
+            raise OnbeatError(f"Redis could not write its snapshot {snapshot}; is the disk full? See logs/redis.log")
+        contents.files |= {name_in(path, data_dir): path for path in other_files(data_dir, is_linked)}
+        contents.files |= ledger_files(data_dir / REDIS_FOLDER, snapshot, drafts)
+        yield contents
+    finally:
+        shutil.rmtree(drafts, ignore_errors=True)
+        snapshot.unlink(missing_ok=True)
+
+
+def freeze(redis: Any, data_dir: Path, links: Path | None) -> Contents:
+    """Take the ledger and the checkpoints of one moment, and wait for the end of the snapshot.
+
+    Return the jobs, and the links to the checkpoints if `links` is a folder for them.
+    """
+    from redis.exceptions import ResponseError
+
+    deadline = time.monotonic() + SNAPSHOT_DEADLINE_S
+    while True:
+        wait_for_children(redis, deadline)
+        try:
+            with frozen(redis):
+                redis.bgsave(schedule=False)
+                contents = Contents(read_jobs(redis), {} if links is None else link_checkpoints(data_dir, links))
+                check_checkpoints(contents.jobs, links or data_dir)
+            break
+        except ResponseError as error:  # it has just begun to rewrite its append-only file
+            if "in progress" not in str(error) and "child process" not in str(error):
+                raise
+    wait_for_children(redis, deadline)
+    return contents
+
+
+@contextmanager
+def frozen(redis: Any) -> Iterator[None]:
+    """Hold back every write to Redis for the block. Raise OnbeatError if that took too long to be sure of."""
+    began = time.monotonic()
+    redis.execute_command("CLIENT", "PAUSE", int(FREEZE_S * 1000), "WRITE")
+    try:
+        yield
+    finally:
+        redis.execute_command("CLIENT", "UNPAUSE")
+    if time.monotonic() - began > 0.9 * FREEZE_S:
+        raise OnbeatError(f"a snapshot was not begun within {FREEZE_S:.0f} s; try again when the machine is less busy")
+
+
+def wait_for_children(redis: Any, deadline: float) -> None:
+    """Wait until Redis writes neither a snapshot nor a new append-only file. Raise OnbeatError at the deadline."""
+    while (info := redis.info("persistence"))["rdb_bgsave_in_progress"] or info["aof_rewrite_in_progress"]:
+        if time.monotonic() > deadline:
+            raise OnbeatError(f"Redis wrote for longer than {SNAPSHOT_DEADLINE_S:.0f} s; is its disk slow?")
+        time.sleep(POLL_S)
+
+
+def link_checkpoints(data_dir: Path, links: Path) -> dict[str, Path]:
+    """Link the files of all complete checkpoints. Return the links by the names of the files."""
+    files: dict[str, Path] = {}
+    for job in sorted((data_dir / JOBS).glob("*")):
+        for _ in range(NUM_TRIES):
+            folders = [link_folder(folder, data_dir, links) for folder in checkpoints_of(data_dir, job.name).values()]
+            if all(folders):  # else a trainer has just dropped one, and may have written another
+                break
+        for folder in folders:
+            files |= folder
+    return files
+
+
+def link_folder(folder: Path, data_dir: Path, links: Path) -> dict[str, Path]:
+    """Link the files of a checkpoint. Return the links by the names of the files, none if it is being dropped."""
+    files = {}
+    shutil.rmtree(links / name_in(folder, data_dir), ignore_errors=True)
+    for path in files_in(folder):
+        name = name_in(path, data_dir)
+        (links / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, links / name)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            remedy = "stop the stack (`onbeat down`), and try again: then they are copied from their place"
+            raise OnbeatError(f"the disk of {data_dir} has no hard links ({error.strerror}); {remedy}") from error
+        files[name] = links / name
+    return files if f"{name_in(folder, data_dir)}/state.json" in files else {}
+
+
+def check_checkpoints(jobs: list[RecordedJob], data_dir: Path) -> None:
+    """Raise OnbeatError for an unfinished job that would go on from a checkpoint that is not in the folder."""
+    for job in jobs:
+        newest = max(checkpoints_of(data_dir, job.id), default=0)
+        if not job.state.is_final and newest < job.checkpoint_iteration:
+            raise OnbeatError(
+                f"job {job.id} goes on from its checkpoint after {job.checkpoint_iteration} iterations, which is not "
+                f"in jobs/{job.id}/checkpoints; put it back, or cancel the job"
+            )
+
+
+def ledger_files(folder: Path, snapshot: Path, drafts: Path) -> dict[str, Path]:
+    """Return the files that make the snapshot the base of an append-only file: with one, Redis ignores a snapshot."""
+    release = read_record(folder)
+    files = {f"{REDIS_FOLDER}/{RECORD}": folder / RECORD} if release is not None else {}
+    if release is not None and release.version < (7, 0):
+        return files | {f"{REDIS_FOLDER}/{FILE_OF_6}": snapshot}
+    manifest, base = drafts / "manifest", f"{FILE_OF_6}.1.base.rdb"
+    manifest.write_text(f"file {base} seq 1 type b\n", "utf-8")
+    in_folder = f"{REDIS_FOLDER}/{FOLDER_OF_7}"
+    return files | {f"{in_folder}/{base}": snapshot, f"{in_folder}/{FILE_OF_6}.manifest": manifest}
+
+
+def other_files(data_dir: Path, is_linked: bool) -> Iterator[Path]:
+    """Yield the files beside the ledger, without the checkpoints if they are linked."""
+    for root in sorted(data_dir.iterdir()):
+        if root.name in LEFT_OUT or root.name.startswith(DRAFTS):
+            continue
+        for path in [root] if root.is_file() else files_in(root):
+            parts = path.relative_to(data_dir).parts
+            is_checkpoint = parts[0] == JOBS and len(parts) > 3 and parts[2] == "checkpoints"
+            if not (is_checkpoint and (parts[3].endswith(".partial") or (is_linked and NAME.fullmatch(parts[3])))):
+                yield path
+
+
+def name_in(path: Path, data_dir: Path) -> str:
+    return path.relative_to(data_dir).as_posix()
+
+
+def write_tar(output: IO[bytes], data_dir: Path, contents: Contents) -> None:
+    """Write header, files and digests, one after the other: no file is held in memory."""
+    from onbeat import __version__
+
+    states = [{"id": job.id, "name": job.name, "state": job.state.value} for job in contents.jobs]
+    header = {"format": FORMAT, "onbeat": __version__, "data_dir": str(data_dir), "jobs": states}
+    digests: dict[str, str] = {}
+    with tarfile.open(fileobj=output, mode="w|", bufsize=CHUNK_BYTES, format=tarfile.PAX_FORMAT) as archive:
+        add_text(archive, HEADER, json.dumps(header, indent=2))
+        for name, path in contents.files.items():
+            try:
+                source = path.open("rb")
+            except FileNotFoundError:  # a service has removed it meanwhile
+                continue
+            with source:
+                digests[name] = add_file(archive, name, source)
+        add_text(archive, DIGESTS, json.dumps(digests, indent=2))
+
+
+class DigestingFile:
+    """A file whose digest grows with what is read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        chunk = self._file.read(size)
+        self.digest.update(chunk)
+        return chunk
+
+
+def add_file(archive: tarfile.TarFile, name: str, source: IO[bytes]) -> str:
+    """Add an open file with the size that it has now, as it may grow. Return its digest."""
+    status = os.fstat(source.fileno())
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = status.st_size, int(status.st_mtime), status.st_mode & 0o777
+    reader = DigestingFile(source)
+    archive.addfile(entry, reader)
+    return reader.digest.hexdigest()
+
+
+def add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
+    content = text.encode()
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(content), int(time.time())
+    archive.addfile(entry, io.BytesIO(content))
