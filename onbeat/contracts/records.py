@@ -43,6 +43,8 @@ class JobRecord(Record):
     num_opened: int = 0  # iterations whose prompts are or were out, counted from 0
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
+    # Engine and trainer share this: "cores" | "accelerators" | "nothing"; None: not known (yet).
+    sharing: str | None = None
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
     num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
     num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported
@@ -83,6 +85,9 @@ class IterationRecord(Record):
     weight_sync_s: float | None = None  # commit that published this version -> first engine ready on it
     rollout_idle_frac: float | None = None
     trainer_idle_frac: float | None = None
+    # Share of the seconds of generation in which the trainer ran a micro-batch, too. None: nothing was generated, the
+    # trainer was replaced meanwhile, or the record is of an older release.
+    overlap_frac: float | None = None
     staleness_max: int | None = None  # policy version trained minus the oldest version of any token
     mismatch_mean: float | None = None  # |trainer_logprobs - rollout_logprobs| per token
     mismatch_max: float | None = None
@@ -302,6 +307,7 @@ class ProcessRecord(Record):
     state: str
     last_seen_at: float = 0.0  # Redis time at which the record was written
     host: HostMemory | None = None
+    devices: list[str] | None = None  # devices that it computes on, such as `core 0` or `cuda 1`; None: not known
 
     def silence_s(self, now: float) -> float:
         """Return the seconds since the heartbeat. `now` is by the Redis clock."""
@@ -396,6 +402,8 @@ class Timeline(Record):
     iterations: list[int]
     lanes: list[Lane]  # the trainer first
     spans: list[Span] = Field(repr=False)  # spans in the order of their starts
+    both_work: list[tuple[float, float]] = Field(default=[], repr=False)  # times of generation and a micro-batch
+    overlap: str | None = None  # overlap of generation and training, and the reason, in words; None: not measured
     advice: str | None = None  # sides that should have more or fewer devices; None: too few measurements
 
 

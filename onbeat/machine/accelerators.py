@@ -3,10 +3,13 @@
 The first device is the trainer's, which is one process; the rollouts share the rest. A single device is shared by all.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from onbeat.machine.cores import available_cores
 
 # The order is that of ONBEAT_DEVICE=auto. Values: the variable that makes devices visible, the names of their files.
 KINDS = {
@@ -35,6 +38,16 @@ def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")
         if names:
             return variable, names
     return "", []
+
+
+def devices_of_this_process(kind: str, environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """Return what this process computes on: `cuda 1`, ... or, without an accelerator, the cores that the calling thread
+    may use: `core 0`, ... None for accelerators that no variable names.
+    """
+    if kind not in KINDS:
+        return [f"core {core}" for core in available_cores()]
+    names = parse_devices(environment.get(KINDS[kind][0], ""))
+    return [f"{kind} {name}" for name in names] or None
 
 
 def may_use_cuda() -> bool:

@@ -5,10 +5,11 @@ The broker's REST API and the trainer's trackers show the same numbers. Nothing 
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.intervals import Interval, share_of
 from onbeat.contracts.records import EvaluationRecord, IterationRecord
 from onbeat.streams.inspection import IterationHashes, iteration_hashes
 from onbeat.streams.ledger import Ledger
@@ -18,18 +19,22 @@ Fields = dict[str, str]
 # The trainer's metrics may have these fields of the record, by their plain names.
 INT_METRICS = ("num_responses", "prompt_tokens", "response_tokens", "staleness_max")
 FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "mismatch_max")
-DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
+DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "overlap_frac", "tpspd")
 SERIES_OF_RECORD = (*INT_METRICS, *FLOAT_METRICS, *DERIVED)
 SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac")
 
 
 def iteration_record(
-    hashes: IterationHashes, ready_at: float | None, published_at: float | None, previous_commit_at: float
+    hashes: IterationHashes,
+    ready_at: float | None,
+    published_at: float | None,
+    previous_commit_at: float,
+    earlier: Sequence[Fields] = (),
 ) -> IterationRecord:
     """Combine times of the trainer, the rollouts and the ledger; None where something has not happened yet.
 
     `ready_at`: when an engine was open on its version. `published_at`: when that was published, by an earlier commit
-    (the first one: by the first opening).
+    (the first one: by the first opening). `earlier`: the iterations before it that were trained while it was generated.
     """
     fields = hashes.fields
     record = IterationRecord.model_validate({**fields, "metrics": {}})
@@ -45,6 +50,7 @@ def iteration_record(
         record.wall_s = max(1e-6, record.committed_at - previous_commit_at)
     add_metrics(record, fields.get("metrics", "{}"))
     add_shares(record, hashes.busy_s)
+    record.overlap_frac = overlap_frac(fields, earlier)
     return record
 
 
@@ -76,6 +82,30 @@ def add_shares(record: IterationRecord, busy_s: dict[str, float]) -> None:
         record.tpspd = (record.prompt_tokens + record.response_tokens) / wall_s / max(1, num_devices)
 
 
+def overlap_frac(fields: Fields, earlier: Sequence[Fields] = ()) -> float | None:
+    """Return the share of the seconds in which an iteration was generated during which a micro-batch ran, too: one of
+    its own, or of `earlier` iterations that the trainer still worked on.
+
+    None before the commit, if nothing was generated, and if the trainer was replaced since the opening: the work of the
+    one before is not recorded, and was done again.
+    """
+    generated = json.loads(fields.get("generated", "[]"))
+    if "committed_epoch" not in fields or fields["committed_epoch"] != fields.get("opened_epoch"):
+        return None
+    return share_of([batch for trained in (*earlier, fields) for batch in micro_batches(trained)], generated)
+
+
+def micro_batches(fields: Fields) -> list[Interval]:
+    """Return when the trainer ran micro-batches of an iteration, as its commit reported them."""
+    spans = json.loads(fields.get("metrics", "{}")).get("spans", [])
+    batches: list[Interval] = []
+    for span in spans if isinstance(spans, list) else []:
+        match span:  # other trainers may report anything
+            case ["micro_batch", int() | float() as start, int() | float() as took_s]:
+                batches.append((start, start + took_s))
+    return batches
+
+
 def clip_fraction(value: float) -> float:
     return min(1.0, max(0.0, value))
 
@@ -90,18 +120,21 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
         return []
     ready_times = await ledger.versions.ready_times(job_id)
     # The commit of this one may have published the version of the first that is wanted.
-    first = max(start, wanted[0] - 1 - int(job["max_staleness"]))
+    staleness = int(job["max_staleness"])
+    first = max(start, wanted[0] - 1 - staleness)
     hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
     if not all(stored.fields for stored in hashes):
         raise JobNotFound(job_id)  # the job was deleted meanwhile
     iterations = {number: stored.fields for number, stored in enumerate(hashes, start=first)}
     records = []
-    for iteration_hash in hashes[wanted[0] - first :]:
+    for place, iteration_hash in enumerate(hashes[wanted[0] - first :], start=wanted[0] - first):
         fields = iteration_hash.fields
+        earlier = [stored.fields for stored in hashes[max(0, place - staleness) : place]]
         version = int(fields["policy_version"])
         previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
         published = published_at(version, iterations)
-        records.append(iteration_record(iteration_hash, ready_times.get(version), published, float(previous)))
+        ready_at = ready_times.get(version)
+        records.append(iteration_record(iteration_hash, ready_at, published, float(previous), earlier))
     return records
 
 

@@ -11,6 +11,7 @@ from onbeat.client import AsyncClient
 from onbeat.contracts.advice import advice_for
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
+from onbeat.contracts.sharing import overlap_sentence
 from onbeat.contracts.states import EvaluationState, IterationState
 
 
@@ -36,6 +37,7 @@ def make_report(
         "error": job.error,
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),
+        "overlap": overlap_sentence(job, committed),
         "advice": advice_for(committed, job.config.get("schedule", {}).get("mode")),
         "iterations": [record.model_dump(mode="json") for record in committed],
         "evaluations": [

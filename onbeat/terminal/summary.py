@@ -76,6 +76,8 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "time", duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])
     yield "tokens", f"{totals['tokens']} ({totals['response_tokens']} generated)"
     yield "TPSPD", f"{number(totals['tpspd'], '.1f')} tokens per second per device"
+    if report["overlap"]:
+        yield "overlap", report["overlap"]
     if report["advice"]:
         yield "advice", report["advice"]
     if totals["weight_bytes_full"]:

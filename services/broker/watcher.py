@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
 from onbeat.contracts.errors import IllegalTransition, StreamLost
+from onbeat.contracts.sharing import sharing_of
 from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
@@ -130,6 +131,7 @@ class JobWatcher:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
             return
         logger.info("job %s: iteration %d is open on version %d", self._job_id, iteration, version)
+        await record_sharing(self._ledger, fields)
         self._prepare(config, iteration + 1)
 
     def _prepare(self, config: JobConfig, iteration: int) -> None:
@@ -216,6 +218,16 @@ async def fail_with_findings(ledger: Ledger, job_id: str, reason: str, seen: Job
     findings = [finding for finding in about_work if finding.next != JOB_FAILS]
     sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
     await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]), seen)
+
+
+async def record_sharing(ledger: Ledger, fields: Fields) -> None:
+    """Record what the processes of a job share, as soon as it is known and when it has changed."""
+    job_id, pool = fields["id"], fields["pool"]
+    workers = [worker for worker in await ledger.workers.live(pool) if worker.job_id == job_id]
+    trainers = [trainer for trainer in await ledger.trainers.live(pool) if trainer.job_id == job_id]
+    sharing = sharing_of(workers, trainers)
+    if sharing not in (None, fields.get("sharing")):
+        await ledger.jobs.record_sharing(job_id, str(sharing))
 
 
 async def try_move(

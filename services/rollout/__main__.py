@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.engines import Engine
+from onbeat.machine.accelerators import devices_of_this_process
 from onbeat.machine.cores import run_on_cores
 from onbeat.process.logging import configure
 from onbeat.process.settings import read_settings, warn_of_misspelt
@@ -86,7 +87,7 @@ async def supervise(settings: Settings) -> int:
     factories = Factories(
         engine_of, lambda address, job_id: WeightsClient(address, job_id, security), create_chat_server
     )
-    worker = Worker(settings, ledger, find_hardware(device), factories)
+    worker = Worker(settings, ledger, find_hardware(device), factories, devices_of_this_process(device))
     watching = asyncio.create_task(health.watch(ledger.redis))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)

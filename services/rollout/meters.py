@@ -2,15 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from onbeat.contracts.intervals import Interval, union_of
 from onbeat.contracts.records import WeightUpdate
-
-Interval = tuple[float, float]  # start and end, seconds
 
 WEIGHT_BUCKETS_S = (0.03, 0.1, 0.3, 1, 3, 10, 60)
 
@@ -117,17 +116,6 @@ class TokenRate:
         while self._finished and self._finished[0][0] < oldest:
             self._finished.popleft()
         return sum(num_tokens for _, num_tokens in self._finished) / RATE_WINDOW_S
-
-
-def union_of(intervals: Iterable[Interval], gap_s: float = 0.0) -> list[Interval]:
-    """Return the intervals in order. Those that overlap, or have a gap of at most `gap_s` between them, are one."""
-    union: list[Interval] = []
-    for start, end in sorted(intervals):
-        if union and start - union[-1][1] <= gap_s:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
 
 
 def marks_of(union: Sequence[Interval], max_number: int = MAX_INTERVALS) -> list[Interval]:

@@ -2,13 +2,14 @@
 
 import time
 
+from onbeat.contracts.intervals import Interval, total_s, union_of
 from onbeat.engines import GeneratedResponse, Sampling
 from onbeat.streams.codec import RolloutGroup
 from services.rollout import meters
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.generation import Generation
 from services.rollout.inflight import Flight, Stage
-from services.rollout.meters import Interval, marks_of, union_of
+from services.rollout.meters import marks_of
 
 
 class Player:
@@ -44,7 +45,7 @@ class Player:
         group.prompt_token_ids.extend(played.prompt_token_ids)
         group.responses.extend(played.responses)
         calls = union_of(in_engine)
-        group.timings.generate_s = sum(end - start for start, end in calls)
+        group.timings.generate_s = total_s(calls)
         group.timings.score_s = max(0.0, played.played_s - group.timings.generate_s)
         for start, end in marks_of(calls):
             group.timings.in_engine.add(start_s=max(0.0, start - began_at), end_s=max(0.0, end - began_at))

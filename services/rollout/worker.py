@@ -34,8 +34,16 @@ MOVE_CHECK_S = 15.0  # a move has to be due at two checks in a row
 
 
 class Worker:
-    def __init__(self, settings: Settings, ledger: Ledger, hardware: Hardware, factories: Factories) -> None:
-        self._settings, self._ledger, self._hardware = settings, ledger, hardware
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        hardware: Hardware,
+        factories: Factories,
+        devices: list[str] | None = None,
+    ) -> None:
+        """Take the jobs of one pool. `devices`: those that the engine computes on, for heartbeats; None: not known."""
+        self._settings, self._ledger, self._hardware, self._devices = settings, ledger, hardware, devices
         self._factories = factories
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
@@ -194,6 +202,7 @@ class Worker:
             unsuited_for=self._unsuited_for,
             engine_failures=dict(self._engine_failures),
             host=read_memory(),
+            devices=self._devices,
         )
         return record if self._session is None else record.model_copy(update=self._session.report())
 

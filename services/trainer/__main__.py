@@ -31,6 +31,7 @@ from onbeat.config import JobConfig
 from onbeat.config.explain import first_wrong
 from onbeat.contracts.errors import GroupsTrimmed, IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.contracts.states import JobState
+from onbeat.machine.accelerators import devices_of_this_process
 from onbeat.machine.cores import run_on_cores
 from onbeat.machine.malloc import give_back_freed
 from onbeat.machine.processor import Hardware
@@ -85,7 +86,9 @@ def main() -> int:
             run_on_cores(settings.cpu_cores)
         world = World.from_environment(device, settings.peer_timeout_s)
         place = (settings.pool, settings.trainer_id)
-        heartbeat = closing(Presence(background, ledger, *place, installed_trackers())) if world.is_main else None
+        devices = devices_of_this_process(device.type)
+        about = (place, installed_trackers(), devices)
+        heartbeat = closing(Presence(background, ledger, *about)) if world.is_main else None
         with heartbeat or nullcontext() as presence:
             serve(settings, background, ledger, stop, world, presence)
         world.close()

@@ -198,27 +198,6 @@ async def test_span_under_the_pointer_is_found(modules: Page) -> None:
     assert await call(modules, "spans.js", nothing, spans) is None
 
 
-async def test_overlap_of_both_sides_equals_a_count_of_moments(modules: Page) -> None:
-    dice = random.Random(3)
-    starts = sorted(dice.sample(range(900), 60))
-    spans = [
-        {"lane": "w", "kind": "generate", "start": s, "end": s + dice.randrange(1, 30), "iteration": 0} for s in starts
-    ]
-    spans += [
-        {"lane": "trainer", "kind": "micro_batch", "start": s, "end": s + 7, "iteration": 0} for s in range(0, 900, 20)
-    ]
-    spans += [
-        {"lane": "trainer", "kind": "wait", "start": s + 7, "end": s + 20, "iteration": 0} for s in range(0, 900, 20)
-    ]
-
-    def runs(kind: str, moment: float) -> bool:
-        return any(span["kind"] == kind and span["start"] <= moment < span["end"] for span in spans)
-
-    both = sum(runs("generate", t + 0.5) and runs("micro_batch", t + 0.5) for t in range(1000))
-    assert 0 < both < 900
-    assert await call(modules, "spans.js", "(m, a) => m.covered(m.overlap(a))", spans) == both
-
-
 async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> None:
     times = [("trainer", 4, 7), ("trainer", 4, 9), ("trainer", 5, 21), ("w", 5, 25), ("w", 6, 28)]
     spans = [{"lane": lane, "iteration": iteration, "end": end} for lane, iteration, end in times]

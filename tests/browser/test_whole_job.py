@@ -58,6 +58,9 @@ async def shows_both_sides_of_the_pipeline(page: Page) -> None:
         await expect(slider).to_have_attribute("aria-valuetext", description)
         await expect(page.get_by_test_id("timeline-readout")).to_have_text(description)
     await expect(page.get_by_test_id("timeline-summary")).to_contain_text("the trainer was idle")
+    await expect(page.get_by_test_id("timeline-summary")).to_contain_text(
+        re.compile("Engine and trainer share|During ")
+    )
 
 
 async def shows_responses_token_by_token(page: Page) -> None:

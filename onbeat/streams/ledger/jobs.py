@@ -92,6 +92,10 @@ class Jobs(LedgerPart):
             await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
             await self.redis.zrem(keys.WAITING_JOBS, job_id)
 
+    async def record_sharing(self, job_id: str, sharing: str) -> None:
+        """Record what engine and trainer of a job share: "cores", "accelerators" or "nothing"."""
+        await self._run("record_sharing", JobKeys(job_id), [], sharing)
+
     async def fields(self, job_id: str) -> dict[str, str]:
         """Return the job hash as text. Raise JobNotFound."""
         fields = await self._texts(JobKeys(job_id).job)

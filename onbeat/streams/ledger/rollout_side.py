@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from onbeat.contracts.errors import StreamLost
+from onbeat.contracts.intervals import Interval
 from onbeat.contracts.states import Verdict
 from onbeat.streams.codec import (
     PromptTask,
@@ -21,6 +22,8 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import LedgerPart, load_script
+
+MAX_INTERVALS = 64  # intervals in the engine, of one group; rollouts send fewer
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,31 @@ class RolloutSide(LedgerPart):
         payload = encode_group(group)
         args: list[Any] = [entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload]
         args += [versions, failure_text(group), group.timings.worker_busy_s, kind]
-        args += [payload_digest(payload), *length_of(group), int(do_rewards_differ(group))]
+        args += [
+            payload_digest(payload),
+            *length_of(group),
+            int(do_rewards_differ(group)),
+            json.dumps(generated_ago(group)),
+        ]
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())
 
 
 def failure_text(group: RolloutGroup) -> str:
     return f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else ""
+
+
+def generated_ago(group: RolloutGroup) -> list[Interval]:
+    """Return when the group was in the engine: the seconds from the start of each interval, and from its end, to now.
+
+    A group that was generated in 3 s and then scored in 1 s: [(4.0, 1.0)].
+    """
+    timings = group.timings
+    taken_s = timings.generate_s + timings.score_s
+    if timings.in_engine:
+        intervals = timings.in_engine[:MAX_INTERVALS]
+        return [(taken_s - interval.start_s, max(0.0, taken_s - interval.end_s)) for interval in intervals]
+    return [(taken_s, timings.score_s)] if timings.generate_s > 0 else []
 
 
 def length_of(group: RolloutGroup) -> tuple[int | str, int]:

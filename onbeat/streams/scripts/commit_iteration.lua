@@ -24,7 +24,7 @@ elseif tonumber(field('policy_version')) < next_iteration - tonumber(field('max_
 end
 local time = now()
 redis.call('HSET', unit, 'state', 'COMMITTED', 'committed_at', time, 'metrics', metrics, 'weights_digest', digest,
-  'previous_commit_at', field('last_commit_at') or redis.call('HGET', unit, 'opened_at'))
+  'committed_epoch', epoch, 'previous_commit_at', field('last_commit_at') or redis.call('HGET', unit, 'opened_at'))
 for i = 1, #reported, 2 do redis.call('HSET', advantages, reported[i], reported[i + 1]) end
 redis.call('HSET', job, 'next_iteration', next_iteration, 'last_commit_at', time, 'progress_at', time)
 record('committed', iteration, version, is_published, digest, used)

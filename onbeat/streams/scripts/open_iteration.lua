@@ -15,6 +15,7 @@ if tonumber(version) < oldest then return 'needs version ' .. oldest .. ' or new
 local is_older = tonumber(version) < tonumber(iteration)
 if is_older and num_unclaimed(prompts, consumers) > 0 then return 'prompts are still unclaimed' end
 dispatch('iteration', iteration, version, unit, groups, prompts, tasks, num_groups)
+redis.call('HSET', unit, 'opened_epoch', field('epoch') or '')
 for i = 2 * num_groups + 1, #tasks do redis.call('RPUSH', spares, tasks[i]) end
 if redis.call('EXISTS', spares) == 1 then redis.call('HSET', unit, 'num_replaced', 0) end
 redis.call('HSET', job, 'num_opened', tonumber(iteration) + 1)

@@ -3,14 +3,41 @@
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
 --       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
---       response, whether its rewards differ ('1'/'0').
+--       response, whether its rewards differ ('1'/'0'), when it was generated (JSON: [seconds before now, until] pairs).
 -- The one place where a group is accepted. If the iteration has spare prompts, a group whose rewards do not differ is
 -- replaced in the same move, by the next of them. Returns accepted | stale | duplicate | lost | closed.
 local unit, groups, busy, prompts, results, lengths = KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local spares, lost_rollouts = KEYS[9], KEYS[10]
 local entry, worker, consumers, number, group_id, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local span_versions, failure, busy_s, kind, digest, row = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-local num_tokens, do_rewards_differ = ARGV[13], ARGV[14]
+local num_tokens, do_rewards_differ, generated = ARGV[13], ARGV[14], ARGV[15]
+
+-- Adds a group's intervals to those in which the iteration was generated. They are kept in order, apart from each other
+-- and few: of too many, the two with the shortest gap become one.
+local function add_generated(ago, time)
+  local opened_at = tonumber(redis.call('HGET', unit, 'opened_at'))
+  local intervals, union = cjson.decode(redis.call('HGET', unit, 'generated') or '[]'), {}
+  for _, interval in ipairs(ago) do
+    local first, last = math.max(opened_at, time - interval[1]), time - interval[2]
+    if last > first then intervals[#intervals + 1] = {first, last} end
+  end
+  table.sort(intervals, function(one, other) return one[1] < other[1] end)
+  for _, interval in ipairs(intervals) do
+    local before = union[#union]
+    if before and interval[1] <= before[2] then before[2] = math.max(before[2], interval[2])
+    else union[#union + 1] = interval end
+  end
+  while #union > 64 do
+    local shortest = 1
+    for i = 2, #union - 1 do
+      if union[i + 1][1] - union[i][2] < union[shortest + 1][1] - union[shortest][2] then shortest = i end
+    end
+    union[shortest][2] = union[shortest + 1][2]
+    table.remove(union, shortest + 1)
+  end
+  if union[1] then redis.call('HSET', unit, 'generated', cjson.encode(union)) end
+end
+
 local state = field('state')
 if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
 local ledger = redis.call('HGET', groups, group_id)
@@ -50,6 +77,7 @@ redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', unit, 'first_accepted_at', time)
 if kind == 'iteration' then -- not of an evaluation: the iteration of its number may be over
   redis.call('HSET', busy, worker, busy_s)
+  add_generated(cjson.decode(generated), tonumber(time))
   record('accepted', number, group_id, span_versions, worker, accepted_entry, digest, string.match(failure, '^[^:]*'))
 end
 if failure ~= '' then

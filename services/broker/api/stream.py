@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from onbeat.contracts.advice import NUM_RECENT, advice_for
 from onbeat.contracts.records import Timeline
+from onbeat.contracts.sharing import overlap_sentence
 from onbeat.contracts.states import IterationState
 from onbeat.streams.records import read_iterations
 from services.broker.api.context import Broker
@@ -65,9 +66,12 @@ async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int,
     """
     timeline = await broker.timelines.read(job_id, iterations)
     job = await read_job(broker.ledger, job_id)
-    first = max(0, job.next_iteration - NUM_RECENT - 1)  # the first one of what it is given is left out
-    records = await read_iterations(broker.ledger, job_id, first - 1, NUM_RECENT + 1)
+    num_read = max(iterations, NUM_RECENT) + 1  # the adviser leaves out the first one
+    records = await read_iterations(broker.ledger, job_id, max(0, job.next_iteration - num_read) - 1, num_read)
     committed = [record for record in records if record.state is IterationState.COMMITTED]
+    timeline.overlap = overlap_sentence(
+        job, [record for record in committed if record.iteration in timeline.iterations]
+    )
     timeline.advice = advice_for(committed, job.config.get("schedule", {}).get("mode"))
     # There may be tens of thousands of spans, and others wait for this thread.
     return Response(await asyncio.to_thread(timeline.model_dump_json), media_type="application/json")

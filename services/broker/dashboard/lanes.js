@@ -5,7 +5,7 @@ import { colourOf, Plot } from "./charts.js";
 import { clock, duration, percent } from "./format.js";
 import { createRef, html, moved } from "./parts.js";
 import { nearest } from "./series.js";
-import { bands, itemAt, overlap, packLane } from "./spans.js";
+import { bands, itemAt, packLane } from "./spans.js";
 
 export const KINDS = {
   generate: { name: "generate", series: 1, pattern: "solid" },
@@ -70,7 +70,6 @@ export class Lanes extends Plot {
 
   layOut({ timeline, isLarge }) {
     this.bands = bands(timeline);
-    this.both = overlap(timeline.spans);
     const byLane = new Map(timeline.lanes.map(({ id }) => [id, []]));
     for (const span of timeline.spans) byLane.get(span.lane)?.push(span);
     let top = TOP + OVERLAP;
@@ -148,7 +147,7 @@ export class Lanes extends Plot {
     const isSeen = ({ start: from, end }) => end - start > min && from - start < max;
     drawBands(context, this.bands.filter(isSeen), { x, width, height: bbox.height / ratio });
     context.fillStyle = colourOf("--text");
-    for (const [from, end] of this.both) context.fillRect(x(from), TOP + 3, Math.max(0.5, x(end) - x(from)), OVERLAP - 6);
+    for (const [from, end] of this.props.timeline.both_work) context.fillRect(x(from), TOP + 3, Math.max(0.5, x(end) - x(from)), OVERLAP - 6);
     const paints = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, paintOf(context, kind)]));
     for (const lane of this.lanes) drawLane(context, lane, { x, isSeen, width, paints });
     if (this.chosen) outline(context, this.chosen, x);

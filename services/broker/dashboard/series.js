@@ -98,6 +98,11 @@ export const CHARTS = [
     lines: [["trainer", "iteration/trainer_idle_frac"], ["rollouts", "iteration/rollout_idle_frac"]],
   },
   {
+    id: "overlap", title: "Overlap", isPercent: true, domain: [0, 1],
+    description: "Share of the time of generation in which the trainer ran a micro-batch, too.",
+    lines: [["share", "iteration/overlap_frac"]],
+  },
+  {
     id: "time", title: "Time of an iteration", unit: "s", domain: [0, 0],
     description: "Generating and training overlap: the whole is less than their sum.",
     lines: [

@@ -30,27 +30,6 @@ export function packLane(spans) {
 
 const isOver = ({ kind }) => kind === "pull" || kind === "load";
 
-export const covered = (intervals) => intervals.reduce((sum, [start, end]) => sum + end - start, 0);
-
-/** [[start, end], ...]: when at least one rollout generates and the trainer works on micro-batches. */
-export function overlap(spans) {
-  const running = { generate: 0, micro_batch: 0 };
-  const moves = spans
-    .filter(({ kind }) => kind in running)
-    .flatMap(({ kind, start, end }) => [{ kind, at: start, by: 1 }, { kind, at: end, by: -1 }])
-    .sort((a, b) => a.at - b.at || a.by - b.by);
-  const both = [];
-  let wereBoth = false;
-  for (const { kind, at, by } of moves) {
-    running[kind] += by;
-    const areBoth = running.generate > 0 && running.micro_batch > 0;
-    if (areBoth && !wereBoth) both.push([at, at]);
-    else if (wereBoth && !areBoth) both.at(-1)[1] = at;
-    wereBoth = areBoth;
-  }
-  return both;
-}
-
 /**
  * [{iteration, start, end}]: where each iteration lies. From the end of the one before to the trainer's last span, which
  * comes with the commit. With several open at a time the bands overlap by their prompts, but not by their commits.

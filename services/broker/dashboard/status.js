@@ -17,6 +17,7 @@ const VALUES = [
   ["TPSPD", "iteration/tpspd", "tokens/s per device"],
   ["Trainer idle", "iteration/trainer_idle_frac", "of the iteration", percent],
   ["Rollouts idle", "iteration/rollout_idle_frac", "of the iteration", percent],
+  ["Overlap", "iteration/overlap_frac", "of the time of generation", percent],
 ];
 const BEFORE = {
   PENDING: "The job begins when a trainer takes it.",

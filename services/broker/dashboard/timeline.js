@@ -4,7 +4,7 @@ import { get, isRefusal, pause, poll, stream } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { describe, KINDS, Lanes } from "./lanes.js";
 import { addressOf, Component, createRef, Fold, html, JobHead, pathOf, render, Table, title } from "./parts.js";
-import { covered, overlap, totals, TRAINER } from "./spans.js";
+import { totals, TRAINER } from "./spans.js";
 
 const CHOICES = [1, 2, 3, 5, 10, 20];
 const SMALL = 3; // iterations on the job's page
@@ -160,23 +160,22 @@ export class TimelinePanel extends Component {
 
 // ---- words and tables ----------------------------------------------------------------------------------------------
 
-/** Idle shares of both sides, how much of the time both work, and what the adviser says. */
+/** Idle shares of both sides, how much of the generation overlapped, and what the adviser says. */
 function summarise(timeline) {
   const whole = timeline.end - timeline.start;
   if (!timeline.lanes.length || whole <= 0) return "No iteration has been opened yet.";
   const [first, last] = [timeline.iterations[0], timeline.iterations.at(-1)];
   const idle = timeline.lanes.filter(({ id, idle_frac: share }) => id !== TRAINER && share !== null).map((lane) => lane.idle_frac);
   const trainer = timeline.lanes.find(({ id }) => id === TRAINER)?.idle_frac ?? null;
-  const both = percent(covered(overlap(timeline.spans)) / whole);
   const parts = [
     trainer === null ? "what the trainer did is reported at the commit" : `the trainer was idle ${percent(trainer)} of the time`,
     idle.length === 1 && `the rollout ${percent(idle[0])}`,
     idle.length > 1 && `${idle.length} rollouts were idle ${percent(idle.reduce((sum, each) => sum + each, 0) / idle.length)} on average`,
-    trainer !== null && `generation and micro-batches ran side by side for ${both}`,
   ].filter(Boolean);
   const which = first === last ? `Iteration ${first}` : `Iterations ${first} to ${last}`;
+  const overlap = timeline.overlap ? ` ${title(timeline.overlap)}.` : "";
   const advice = timeline.advice ? ` ${title(timeline.advice)} (predicted from the last iterations).` : "";
-  return `${which}, ${duration(whole)}: ${parts.join("; ")}.${advice}`;
+  return `${which}, ${duration(whole)}: ${parts.join("; ")}.${overlap}${advice}`;
 }
 
 function lanesTable({ lanes, spans }) {

@@ -17,13 +17,12 @@ from onbeat.contracts.records import Event, Record, Span
 from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.rollout_side import failure_text
+from onbeat.streams.ledger.rollout_side import MAX_INTERVALS, failure_text
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before, order, time_of
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
-MAX_INTERVALS = 64  # intervals in the engine, of one group; rollouts send fewer
 MAX_GROUPS = 1000  # per iteration: those accepted first
 
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from onbeat.contracts.errors import JobNotFound
+from onbeat.contracts.intervals import Interval, common_to, share_of
 from onbeat.contracts.records import Lane, Span, Timeline
 from onbeat.streams.inspection import iteration_hashes, newest_events
 from onbeat.streams.ledger import Ledger
@@ -50,7 +51,7 @@ class Timelines:
         updates = [event for event in events if event.kind == "worker.updated" and event.time > start]
         held = await read_held(self._ledger, job_id, sorted({int(event.data["policy_version"]) for event in updates}))
         spans = weight_spans(updates, held)
-        busy: list[tuple[float, float]] = []  # times that the trainer has reported
+        busy: list[Interval] = []  # times that the trainer has reported
         for number, fields in zip(read, hashes, strict=True):
             async with self._reading:
                 spans += await self._group_spans(job_id, number, float(fields["opened_at"]))
@@ -70,28 +71,22 @@ class Timelines:
 
 
 def put_together(
-    start: float, end: float, iterations: list[int], spans: Sequence[Span], busy: Sequence[tuple[float, float]]
+    start: float, end: float, iterations: list[int], spans: Sequence[Span], busy: Sequence[Interval]
 ) -> Timeline:
     """Build the timeline. `busy`: the times that the trainer's spans cover."""
+    shown: list[Interval] = [(start, end)]
     seen = sorted((s for s in spans if s.end > start and s.start < end), key=lambda span: (span.start, span.lane))
     rollouts = sorted({span.lane for span in seen} - {TRAINER})
-    trainer_s = covered_s(busy, start, end)
-    work = covered_s([(s.start, s.end) for s in seen if s.lane == TRAINER and s.kind != "wait"], start, end)
-    lanes = [Lane(id=TRAINER, idle_frac=max(0.0, 1 - work / trainer_s) if trainer_s else None)]
+    working = intervals_of(span for span in seen if span.lane == TRAINER and span.kind != "wait")
+    work = share_of(working, common_to(busy, shown))
+    lanes = [Lane(id=TRAINER, idle_frac=None if work is None else 1 - work)]
     for worker in rollouts:
-        generating = [(s.start, s.end) for s in seen if s.lane == worker and s.kind == "generate"]
-        lanes.append(Lane(id=worker, idle_frac=1 - covered_s(generating, start, end) / (end - start)))
-    return Timeline(start=start, end=end, iterations=iterations, lanes=lanes, spans=seen)
+        generating = intervals_of(span for span in seen if span.lane == worker and span.kind == "generate")
+        lanes.append(Lane(id=worker, idle_frac=1 - (share_of(generating, shown) or 0.0)))
+    generating, training = (intervals_of(s for s in seen if s.kind == kind) for kind in ("generate", "micro_batch"))
+    both_work = common_to(common_to(generating, training), shown)
+    return Timeline(start=start, end=end, iterations=iterations, lanes=lanes, spans=seen, both_work=both_work)
 
 
-def covered_s(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    """Return the seconds of a window in which at least one of the spans runs.
-
-    >>> covered_s([(0, 2), (1, 3), (5, 9)], start=1, end=6)
-    3.0
-    """
-    total, until = 0.0, start
-    for since, to in sorted(spans):
-        total += max(0.0, min(to, end) - max(since, until))
-        until = max(until, to)
-    return total
+def intervals_of(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans]

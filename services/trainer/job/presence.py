@@ -18,14 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 class Presence:
-    """A heartbeat from construction to `close`. Set `job_id` while a job is trained. `trackers`: those installed."""
+    """A heartbeat from construction to `close`. Set `job_id` while a job is trained. `trackers`: those installed;
+    `devices`: what the trainer computes on, None if that is not known."""
 
     def __init__(
-        self, background: LoopThread, ledger: Ledger, pool: str, trainer_id: str, trackers: Sequence[str] = ()
+        self,
+        background: LoopThread,
+        ledger: Ledger,
+        place: tuple[str, str],
+        trackers: Sequence[str] = (),
+        devices: list[str] | None = None,
     ) -> None:
+        """Begin the heartbeat. `place`: pool and id of the trainer."""
         self.job_id: str | None = None
+        self._devices = devices
         self._trackers = list(trackers)
-        self._background, self._ledger, self._pool, self._trainer_id = background, ledger, pool, trainer_id
+        self._background, self._ledger, (self._pool, self._trainer_id) = background, ledger, place
         self._heartbeats = background.start(self._send_heartbeats())
 
     async def _send_heartbeats(self) -> None:
@@ -47,6 +55,7 @@ class Presence:
             state=state,
             trackers=self._trackers,
             host=read_memory(),
+            devices=self._devices,
         )
         await self._ledger.trainers.heartbeat(self._pool, record)
 

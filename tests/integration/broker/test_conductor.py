@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.config import JobConfig, ReasoningGymData
 from onbeat.contracts.errors import StreamLost
-from onbeat.contracts.records import Event, TrainerRecord, WorkerRecord
+from onbeat.contracts.records import Event, HostMemory, TrainerRecord, WorkerRecord
 from onbeat.contracts.states import EvaluationState, IterationState, JobState, Verdict
 from onbeat.machine.processor import Hardware
 from onbeat.streams.codec import PromptTask
@@ -34,6 +34,7 @@ from services.broker.deadlines import num_lost_trainers
 from services.broker.doctor.explain import explain_job
 from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
+from services.broker.views.records import job_record
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
 from tests.broker_fixtures import broker_process, start_service, write_prompts
@@ -98,6 +99,22 @@ async def test_whole_job_every_iteration_opened_exactly_once(ledger, world):
     opened = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.opened"]
     assert [event.data["iteration"] for event in opened] == [0, 1, 2]
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_opening_records_what_engine_and_trainer_share(ledger, world, pool):
+    """Heartbeats say it, and the job keeps it when they are gone."""
+    job_id, epoch = await world.started_job(pool=pool)
+    await world.wait_open(job_id, 0)
+    assert (await ledger.jobs.fields(job_id)).get("sharing") is None  # nobody has reported
+    host = HostMemory(name="here", available_bytes=1, total_bytes=2)
+    beat = {"job_id": job_id, "host": host, "devices": ["core 0"]}
+    await world.beat(pool, WorkerRecord(id="w1", state="generating", **beat))
+    await world.beat(pool, TrainerRecord(id="trainer-a", state="training", **beat))
+    await world.drain(job_id)
+    await world.commit(job_id, epoch, 0)
+    await eventually("it is recorded", lambda: ledger.redis.hget(JobKeys(job_id).job, "sharing"))
+    assert job_record(await ledger.jobs.fields(job_id)).sharing == "cores"
 
 
 @pytest.mark.usefixtures("conductors")

@@ -528,7 +528,7 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger, worl
     await world.beat(pool, TrainerRecord(id="trainer-old", state="idle"), ago_s=2 * 86400)
     background = LoopThread("trainer")
     ledger_of_thread = background.run(connect_to(redis_url))
-    presence = Presence(background, ledger_of_thread, pool, "trainer-a")
+    presence = Presence(background, ledger_of_thread, (pool, "trainer-a"))
 
     async def trainers():
         return [(trainer.id, trainer.state) for trainer in await ledger.trainers.records(pool)]

@@ -577,6 +577,10 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker, le
     (record,) = [r for r in (await records(broker, job_id)) if r["iteration"] == 0]
     assert record["metrics"] == {}  # spans are no metric
     assert (record["reward_mean"], record["state"]) == (0.5, "COMMITTED")
+    both_s = sum(end - start for start, end in timeline.both_work)
+    assert both_s == pytest.approx(record["overlap_frac"] * 0.3, abs=2e-3)
+    assert 0.0 <= record["overlap_frac"] <= 0.67  # two micro-batches of 0.1 s at most
+    assert timeline.overlap.startswith("during ")
 
 
 async def test_timeline_shows_the_pull_of_the_next_weights(broker, ledger, world):

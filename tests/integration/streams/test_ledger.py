@@ -4,6 +4,7 @@ What holds in any order of calls (fences, leases, once) is checked in tests/mode
 """
 
 import asyncio
+import json
 import secrets
 import time
 
@@ -20,6 +21,7 @@ from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import group_states
+from onbeat.streams.records import read_iterations
 from tests.world import World, failed_group, make_group, tasks_for
 
 # ---- the trainer's lease -----------------------------------------------------------------------------------------
@@ -316,6 +318,52 @@ async def test_groups_are_read_a_few_at_a_time(ledger: Ledger, world: World, mon
     assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 0)] == ["0-0", "0-1"]
     assert [group.group_id for group in await ledger.evaluations.groups(job_id, 0)] == ["0-0", "0-1"]
     assert await num_commands(ledger, "xrange") - before == 2 + 3
+
+
+async def test_times_of_generation_are_kept_apart_and_few(ledger: Ledger, world: World) -> None:
+    """Each group reports when it was in the engine, before its acceptance; an iteration keeps the union."""
+    job_id, _ = await world.open_job(num_groups=4)
+    await ledger.redis.hset(JobKeys(job_id).iteration(0), "opened_at", await ledger.now() - 1000)
+    claims = await world.claim_all(job_id)
+    begun = await ledger.now()
+
+    async def submit(
+        generate_s: float, score_s: float, in_engine: list[tuple[float, float]]
+    ) -> list[tuple[float, float]]:
+        claim = claims.pop()
+        group = make_group(claim.task)
+        group.timings.generate_s, group.timings.score_s = generate_s, score_s
+        for start_s, end_s in in_engine:
+            group.timings.in_engine.add(start_s=start_s, end_s=end_s)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
+        kept = json.loads((await ledger.iterations.fields(job_id, 0)).get("generated", "[]"))
+        return [(round(start - begun), round(end - begun)) for start, end in kept]
+
+    assert await submit(0.0, 5.0, []) == []
+    assert await submit(30.0, 10.0, []) == [(-40, -10)]
+    assert await submit(20.0, 30.0, [(0.0, 20.0)]) == [(-50, -10)]  # 50 to 30 s ago
+    many = await submit(500.0, 400.0, [(10.0 * place, 10.0 * place + 2 + place / 100) for place in range(64)])
+    assert len(many) == 64
+    assert many[0] == (-900, -898)  # the shortest gap, which is closed, is a later one
+    assert many[-1][1] == -10
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_replaced_trainer_leaves_no_overlap(ledger: Ledger, world: World, is_replaced: bool) -> None:
+    job_id, epoch = await world.open_job()
+    await ledger.redis.hset(JobKeys(job_id).iteration(0), "opened_at", await ledger.now() - 1000)
+    await world.drain(job_id)
+    if is_replaced:
+        await ledger.trainer.renew_job(job_id, epoch, 0.0)
+        epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30) or ""
+    spans = [("micro_batch", await ledger.now() - 0.15, 0.1)]
+    await world.commit(job_id, epoch, 0, spans=spans)
+    (record,) = await read_iterations(ledger, job_id, -1, 9)
+    if is_replaced:
+        assert record.overlap_frac is None
+    else:
+        assert record.overlap_frac is not None
+        assert 0 < record.overlap_frac <= 1
 
 
 async def test_granted_micro_batch_is_progress_of_the_job(ledger: Ledger, world: World) -> None:

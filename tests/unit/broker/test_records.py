@@ -68,6 +68,41 @@ def test_weight_sync_counts_from_the_commit_of_the_version():
     assert record_of(COMMITTED, published_at=None).weight_sync_s is None
 
 
+# Generated from second 101 to 105 and from 106 to 107, that is for 5 s.
+GENERATED = {"generated": "[[101.0, 105.0], [106.0, 107.0]]", "opened_epoch": "1", "committed_epoch": "1"}
+
+
+def trained(*spans: Any) -> dict[str, str]:
+    return COMMITTED | GENERATED | {"metrics": json.dumps({"spans": spans})}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (trained(("micro_batch", 104.0, 2.5), ("optimizer", 106.5, 1.0)), 0.3),  # 104-105 and 106-106.5
+        (trained(("micro_batch", 101.0, 1.0), ("micro_batch", 101.5, 1.0), ("wait", 103.0, 1.0)), 0.3),
+        (trained(("micro_batch", 108.0, 1.0)), 0.0),  # one after the other
+        (trained(("micro_batch", "then", 1.0), ("micro_batch", 104.0), 7, ("micro_batch", 104.0, 1.0)), 0.2),
+        (trained() | {"metrics": '{"spans": 5}'}, 0.0),
+        (trained(("micro_batch", 104.0, 2.5)) | {"committed_epoch": "2"}, None),  # done again by another trainer
+        (trained(("micro_batch", 104.0, 2.5)) | {"generated": "[]"}, None),
+        (COMMITTED, None),  # a record of an older release
+        ({name: value for name, value in trained().items() if name != "committed_epoch"}, None),  # not committed
+    ],
+)
+def test_overlap_is_a_share_of_the_generation(fields, expected):
+    record = record_of(fields)
+    assert record.overlap_frac == (None if expected is None else pytest.approx(expected))
+    points = metric_series([record]).get("iteration/overlap_frac")
+    assert points == (None if expected is None else [(3, record.overlap_frac)])
+
+
+def test_work_on_an_earlier_iteration_overlaps_as_well():
+    before = trained(("micro_batch", 100.0, 3.0)) | {"iteration": "2"}
+    record = record_of(trained(("micro_batch", 104.0, 1.0)), earlier=[before])
+    assert record.overlap_frac == pytest.approx(0.6)  # 101-103 and 104-105, of 5 s
+
+
 def test_shares_stay_between_zero_and_one():
     record = record_of(COMMITTED, busy_s={"a": 99.0}, ready_at=99.0)
     assert (record.rollout_idle_frac, record.weight_sync_s, record.generate_s) == (0.0, 0.0, 5.5)

@@ -3,7 +3,8 @@
 import pytest
 
 from onbeat.streams.codec import RolloutGroup, Timings
-from services.broker.views.spans import MAX_INTERVALS, accepted_group, group_spans
+from onbeat.streams.ledger.rollout_side import MAX_INTERVALS
+from services.broker.views.spans import accepted_group, group_spans
 
 
 def parts_of(timings: Timings) -> list[tuple[str, float, float]]:

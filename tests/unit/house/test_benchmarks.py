@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,23 @@ def test_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 9.0, 9.0))
     harness.start(harness.command_line("help"))
     assert capsys.readouterr().err == ""
+
+
+def test_overlap_is_measured_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine was twice as slow in the second round, which changes no ratio."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import overlap
+
+    def iterations(wall_s: float, overlap_frac: float | None) -> list[dict[str, Any]]:
+        times = dict.fromkeys(overlap.TIMES, 0.0) | {"wall_s": wall_s, "generate_s": 4.0, "first_group_s": 1.0}
+        return [times | {"num_groups": 8, "overlap_frac": overlap_frac, "metrics": {"train/micro_batches_s": 8.0}}]
+
+    rounds = [
+        {"sync": iterations(14.0, 0.0), "periodic": iterations(10.0, 0.75)},
+        {"sync": iterations(28.0, 0.0), "periodic": iterations(20.0, 0.5) + iterations(20.0, None)},
+    ]
+    summary = overlap.summary_of(rounds)
+    assert (summary["ratio"], summary["overlap_frac"], summary["is_met"]) == (1.4, 0.625, True)
+    assert summary["num_iterations"] == {"sync": 2, "periodic": 3}
+    assert summary["parts_of_sync_s"]["barrier"] == 21.0 - 4.0 - 8.0
+    assert overlap.bound_of(overlap.parts_of(rounds[0]["sync"])) == 14.0 / (9.0 + 2.0)  # training, and the first group

@@ -6,7 +6,14 @@ import pytest
 
 from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
 from onbeat.machine import accelerators
-from onbeat.machine.accelerators import KINDS, available_devices, device_environments, rollout_devices
+from onbeat.machine.accelerators import (
+    KINDS,
+    available_devices,
+    device_environments,
+    devices_of_this_process,
+    rollout_devices,
+)
+from onbeat.machine.cores import available_cores
 from services.trainer.device import VISIBLE_DEVICES
 
 CUDA, ASCEND, MEMORY = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ONBEAT_GPU_MEMORY_UTILIZATION"
@@ -25,6 +32,12 @@ def machine(folder: Path, *files: str) -> Path:
 
 def test_variables_are_those_of_the_services() -> None:
     assert {kind: variable for kind, (variable, _) in KINDS.items()} == VISIBLE_DEVICES
+
+
+def test_process_names_what_it_computes_on() -> None:
+    assert devices_of_this_process("cuda", {CUDA: "2,GPU-8932f937"}) == ["cuda 2", "cuda GPU-8932f937"]
+    assert devices_of_this_process("npu", {CUDA: "2"}) is None
+    assert devices_of_this_process("cpu", {CUDA: "2"}) == [f"core {core}" for core in available_cores()]
 
 
 # ---- which there are -------------------------------------------------------------------------------------------

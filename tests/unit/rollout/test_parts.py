@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.config import JobConfig
+from onbeat.contracts.intervals import union_of
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
@@ -17,7 +18,7 @@ from services.rollout.attach import write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, RoundSize, Stage, num_claimable
-from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of, union_of
+from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate, marks_of
 from services.rollout.settings import Settings
 
 
@@ -195,14 +196,16 @@ async def test_engine_is_prepared_before_there_is_a_job_with_settings(monkeypatc
     steps, options = [], {}
 
     class Jobless:
-        def __init__(self, settings, ledger, hardware, factories) -> None:
+        def __init__(self, settings, ledger, hardware, factories, devices) -> None:
             self.stop = None
+            assert devices == ["npu 3"]
             factories.create_engine(JobConfig.from_file(quickstart))
 
         async def run(self) -> None:
             steps.append("wait for a job")
 
     monkeypatch.setattr(rollout, "check_engine", lambda *_: "npu")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(rollout, "find_hardware", lambda device: device)
     monkeypatch.setattr(rollout, "prepare_engine", lambda name, **place: steps.append((name, place)))
     monkeypatch.setattr(rollout, "create_engine", lambda name, **given: options.update(given))

@@ -89,6 +89,14 @@ def test_report_and_summary_say_which_side_is_short_of_devices() -> None:
     assert make_report(JOB, records(3))["advice"] is None
 
 
+def test_report_and_summary_say_how_much_overlapped() -> None:
+    report = make_report(JOB, records(3, overlap_frac=0.4))
+    assert report["overlap"].startswith("during 40% of the time of generation, ")
+    assert dict(total_rows(report))["overlap"] == report["overlap"]
+    assert report["iterations"][0]["overlap_frac"] == 0.4
+    assert make_report(JOB, records(3))["overlap"] is None
+
+
 @pytest.mark.parametrize(
     ("num_iterations", "text"),
     [
