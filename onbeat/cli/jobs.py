@@ -14,6 +14,7 @@ from onbeat.terminal.formatting import duration, number
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
     from onbeat.contracts.records import EvaluationRecord, IterationRecord, JobRecord, Sample
+    from onbeat.terminal.before_after import BeforeAfter
 
 INTERRUPTED = 130
 
@@ -178,10 +179,20 @@ def samples(
     is_decoded: Annotated[
         bool, typer.Option("--decoded", help="Show prompts as the model saw them, with special tokens.")
     ] = False,
+    is_before_after: Annotated[
+        bool,
+        typer.Option("--before-after", help="Show answers to the same held-out prompts before and after training."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show responses with their rewards."""
     from onbeat.terminal.summary import print_examples
+
+    if is_before_after:
+        if iteration is not None or evaluation is not None or is_decoded:
+            raise ValueError("--before-after shows the first and the last answers; leave out the other options")
+        show_before_after(broker, job_id, limit, as_json)
+        return
 
     def ask_for(client: "AsyncClient") -> "Awaitable[Sequence[Sample]]":
         if evaluation is not None:
@@ -196,6 +207,21 @@ def samples(
     else:
         kind = "iteration" if evaluation is None else "evaluation"
         print_examples(make_console(), f"{kind} {samples[0].iteration}", samples, is_decoded=is_decoded)
+
+
+def show_before_after(broker: Broker, job_id: str, limit: int, as_json: bool) -> None:
+    from onbeat.terminal.before_after import print_before_after, read_before_after
+
+    async def ask_for(client: "AsyncClient") -> "BeforeAfter | None":
+        return await read_before_after(client, await client.jobs.get(job_id))
+
+    before_after = broker.ask(ask_for)
+    if as_json:
+        print_json(before_after and before_after.as_json())
+    elif before_after is None:
+        typer.echo("no samples yet: the first evaluation, or two iterations, must be over")
+    else:
+        print_before_after(make_console(), before_after, limit)
 
 
 @app.command()

@@ -1,9 +1,11 @@
 """Views of jobs: `onbeat jobs iterations`, `metrics`, `events`; `audit`, `doctor`, `report`, `logs`, `top`."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -175,18 +177,50 @@ def describe_findings(diagnosis: "Diagnosis") -> str:
     return "\n".join([*lines, verdict])
 
 
+class ReportFormat(StrEnum):
+    """The forms of a report: a page to send, text for a pull request, numbers for programs."""
+
+    HTML = "html"
+    MD = "md"
+    JSON = "json"
+
+
 def report(
     broker: Broker,
     job_id: JobId,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. Default: report.html; md and json: the terminal."),
+    ] = None,
+    form: Annotated[
+        ReportFormat, typer.Option("--format", help="html: a page to send; md: text for a pull request; json: numbers.")
+    ] = ReportFormat.HTML,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a job's numbers, curves and responses into one HTML file, which can be sent to others."""
+    """Report a job to others: a verdict, curves, answers before and after, the audit, the differences from defaults."""
     from onbeat.terminal.report import check_report_path, write_whole
-    from onbeat.terminal.report_page import build_page
+    from onbeat.terminal.report_markdown import markdown_of
+    from onbeat.terminal.report_page import page_of
+    from onbeat.terminal.run_report import read_run_report
 
-    check_report_path(output)
-    write_whole(output, broker.ask(lambda client: build_page(client, job_id)))
-    typer.echo(f"{output} is written")
+    form = ReportFormat.JSON if as_json else form
+    if output is None and form is ReportFormat.HTML:
+        output = Path("report.html")
+    if output is not None:
+        check_report_path(output)
+    run = broker.ask(lambda client: read_run_report(client, job_id))
+    match form:
+        case ReportFormat.HTML:
+            text = page_of(run)
+        case ReportFormat.MD:
+            text = markdown_of(run)
+        case ReportFormat.JSON:
+            text = json.dumps(run.as_json(), indent=2) + "\n"
+    if output is None:
+        say(text.removesuffix("\n"))
+    else:
+        write_whole(output, text)
+        typer.echo(f"{output} is written")
 
 
 def logs(

@@ -8,6 +8,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from onbeat.client.asynchronous import AsyncClient
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Update
+from onbeat.client.notebook import html_of_job
+from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.records import JobRecord
 from onbeat.process.loop_thread import LoopThread
 
 P = ParamSpec("P")
@@ -39,18 +42,40 @@ async def next_of(updates: AsyncGenerator[Update]) -> Update | None:
     return await anext(updates, None)
 
 
+def drawn(
+    method: Callable[Concatenate[AsyncJobs, P], Coroutine[Any, Any, JobRecord]],
+) -> Callable[Concatenate[Blocking[AsyncJobs], P], JobRecord]:
+    """Return the method's blocking form, whose jobs a notebook shows with their curves."""
+    ask = blocking(method)
+
+    @functools.wraps(method)
+    def call(self: Blocking[AsyncJobs], /, *args: P.args, **kwargs: P.kwargs) -> JobRecord:
+        return ask(self, *args, **kwargs).drawn_by(functools.partial(draw_job, self))
+
+    return call
+
+
+def draw_job(jobs: Blocking[AsyncJobs], job: JobRecord) -> str | None:
+    """Return the job with its curves of now as HTML; None if the broker does not give them, or the client is closed."""
+    try:
+        curves = blocking(AsyncJobs.metrics)(jobs, job.id)
+    except (OnbeatError, RuntimeError):
+        return None
+    return html_of_job(job, curves)
+
+
 class Jobs(Blocking[AsyncJobs]):
     """The blocking form of AsyncJobs."""
 
-    create = blocking(AsyncJobs.create)
+    create = drawn(AsyncJobs.create)
     validate = blocking(AsyncJobs.validate)
     check = blocking(AsyncJobs.check)
-    fork = blocking(AsyncJobs.fork)
+    fork = drawn(AsyncJobs.fork)
     list = blocking(AsyncJobs.list)
-    get = blocking(AsyncJobs.get)
-    cancel = blocking(AsyncJobs.cancel)
-    pause = blocking(AsyncJobs.pause)
-    resume = blocking(AsyncJobs.resume)
+    get = drawn(AsyncJobs.get)
+    cancel = drawn(AsyncJobs.cancel)
+    pause = drawn(AsyncJobs.pause)
+    resume = drawn(AsyncJobs.resume)
     delete = blocking(AsyncJobs.delete)
     iterations = blocking(AsyncJobs.iterations)
     evaluations = blocking(AsyncJobs.evaluations)
@@ -63,7 +88,7 @@ class Jobs(Blocking[AsyncJobs]):
     group = blocking(AsyncJobs.group)
     events = blocking(AsyncJobs.events)
     timeline = blocking(AsyncJobs.timeline)
-    wait = blocking(AsyncJobs.wait)
+    wait = drawn(AsyncJobs.wait)
 
     def stream(self, job_id: str, after: str = "0") -> Iterator[Update]:
         """Yield what AsyncJobs.stream yields, blocking: a loop over it ends with the job."""

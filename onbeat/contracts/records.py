@@ -1,10 +1,10 @@
 """The records that cross process boundaries as JSON: of jobs, iterations, groups, workers and what is shown of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from onbeat.contracts.deadlines import SILENT_S, STARTING_S
 from onbeat.contracts.states import EvaluationState, IterationState, JobState
@@ -24,6 +24,19 @@ class Record(BaseModel):
         for name, value in super().__repr_args__():
             if value is not None and value != {}:
                 yield name, value.value if isinstance(value, StrEnum) else value
+
+
+class Picture:
+    """The way from a job to its picture in a notebook. It is no part of the record's value, nor of copies of it."""
+
+    def __init__(self, draw: Callable[["JobRecord"], str | None] = lambda job: None) -> None:
+        self.draw = draw
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Picture)
+
+    def __reduce__(self) -> tuple[type["Picture"], tuple[()]]:
+        return Picture, ()
 
 
 class JobRecord(Record):
@@ -51,6 +64,15 @@ class JobRecord(Record):
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
     config: dict[str, Any] = Field(repr=False)
+    _picture: Picture = PrivateAttr(default_factory=Picture)
+
+    def drawn_by(self, draw: Callable[["JobRecord"], str | None]) -> Self:
+        """Have notebooks show the HTML that `draw` returns for the job; None: they show it as text."""
+        self._picture = Picture(draw)
+        return self
+
+    def _repr_html_(self) -> str | None:
+        return self._picture.draw(self)
 
 
 class IterationRecord(Record):

@@ -12,6 +12,7 @@ from onbeat.client import AsyncClient
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import Sample
 from onbeat.contracts.rewards import recorded_rules
+from onbeat.terminal.answers import text_of
 from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
@@ -162,17 +163,3 @@ def prompt_of(sample: Sample, is_decoded: bool) -> str:
     if sample.decoded_prompt is None:
         return f"(not recorded; the row has: {clip(sample.prompt)})"
     return "\n".join(map(printable, sample.decoded_prompt.splitlines()))
-
-
-def text_of(sample: Sample) -> str:
-    """Return the response; of an episode its conversation behind the prompt. Each message is cut if it is long."""
-    if not sample.turns:
-        return clip(sample.response)
-    lines = []
-    for turn in sample.turns:
-        if turn.is_fork:
-            lines.append("-- the history was rewritten --")
-        lines += [clip(f"{message.get('role', '?')}: {message.get('content') or ''}") for message in turn.messages]
-        earned = "" if turn.reward is None else f" (reward {turn.reward:g})"
-        lines.append(clip(f"policy{earned}: {turn.text.strip()}"))
-    return "\n".join(lines)

@@ -17,6 +17,8 @@ from tests.world import World
 
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 
+HELD_OUT = ("What is 6 + 3?", "What is 2 - 8?", "What is 4 + 4?", "What is 9 - 1?")
+
 
 @dataclass(frozen=True)
 class Gallery:
@@ -31,7 +33,7 @@ class Gallery:
 @asynccontextmanager
 async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     ids = {
-        "learned": await seed_job(ledger, "learned", num_iterations=30),
+        "learned": await seed_job(ledger, "learned", num_iterations=30, content=Content(held_out=HELD_OUT)),
         "episodes": await seed_job(ledger, "episodes", num_iterations=2, content=Content(is_episode=True)),
         "slower": await seed_job(ledger, "slower", num_iterations=20),
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),

@@ -8,7 +8,7 @@ import math
 import random
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.config import JobConfig
@@ -16,6 +16,8 @@ from onbeat.contracts.records import PublishedWeights, WeightUpdate
 from onbeat.contracts.states import JobState
 from onbeat.streams.codec import PromptPart, PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
+from services.broker.evaluations import score
+from services.broker.samples import sample_groups
 from tests.world import LEASE_S, job_body
 
 WORKERS = ("rollout-0", "rollout-1")
@@ -31,6 +33,7 @@ class Content:
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
     is_episode: bool = False  # responses have three turns; the third rewrites the history
+    held_out: tuple[str, ...] = ()  # prompts of an evaluation at the start and one at the end
 
 
 async def seed_job(
@@ -46,20 +49,28 @@ async def seed_job(
     The default of `num_done` is all iterations. Any name is accepted, also one that the broker would refuse.
     """
     rollout = {"num_prompts_per_iteration": len(content.prompts), "num_samples_per_prompt": content.num_samples}
-    config = JobConfig.model_validate(job_body(rollout=rollout, schedule={"num_iterations": num_iterations}))
+    body = job_body(rollout=rollout, schedule={"num_iterations": num_iterations})
+    if content.held_out:
+        body["evaluation"] = {"data": body["data"], "num_prompts": len(content.held_out), "every_iterations": 1000}
+    config = JobConfig.model_validate(body)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     assert await ledger.jobs.create(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-0", A_DAY_S)
     assert epoch is not None
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
-    for iteration in range(num_iterations if num_done is None else num_done):
+    num_done = num_iterations if num_done is None else num_done
+    await seed_evaluation(ledger, job_id, 0, num_iterations, content)
+    for iteration in range(num_done):
         await seed_iteration(ledger, job_id, epoch, iteration, content)
+    if num_done == num_iterations:
+        await seed_evaluation(ledger, job_id, num_iterations, num_iterations + 1, content)
     if state is not JobState.RUNNING:
         await ledger.jobs.move(job_id, state, "the machine went away" if state is JobState.FAILED else "")
     return job_id
 
 
 PUBLISHED: dict[str, Any] = {"full_bytes": 269_000_000, "delta_bytes": 3_100_000, "encode_s": 0.2, "publish_s": 0.3}
+UPDATE = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, load_s=0.001, held_s=0.001)
 
 
 async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, content: Content) -> None:
@@ -69,9 +80,8 @@ async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int
         for row, prompt in enumerate(content.prompts)
     ]
     assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
-    update = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, load_s=0.001, held_s=0.001)
     for worker in WORKERS:
-        await ledger.versions.engine_ready(job_id, iteration, worker, update)
+        await ledger.versions.engine_ready(job_id, iteration, worker, UPDATE)
     advantages: dict[str, list[float | None]] = {}
     for turn in range(len(tasks)):
         worker = WORKERS[turn % len(WORKERS)]
@@ -85,6 +95,25 @@ async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int
     await ledger.trainer.commit(job_id, epoch, iteration, version, digest, metrics, "used", True, advantages)
 
 
+async def seed_evaluation(ledger: Ledger, job_id: str, version: int, following: int, content: Content) -> None:
+    """Answer the held-out prompts, if there are any, with this policy version."""
+    if not content.held_out:
+        return
+    dice = random.Random(version)
+    tasks = [
+        PromptTask(group_id=f"eval-{version}-{row}", iteration=version, text=prompt, data_row=row, is_evaluation=True)
+        for row, prompt in enumerate(content.held_out)
+    ]
+    assert await ledger.evaluations.open(job_id, version, version, following, tasks) == ""
+    await ledger.versions.engine_ready(job_id, version, WORKERS[0], UPDATE)
+    for claim in await ledger.rollout.claim(job_id, WORKERS[0], len(tasks), LEASE_S):
+        group = group_of(claim.task, WORKERS[0], replace(content, num_samples=1), dice)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
+    groups = await ledger.evaluations.groups(job_id, version)
+    scores, samples = score(groups), sample_groups(groups, len(groups))
+    assert await ledger.evaluations.finish(job_id, version, "scored", scores, samples)
+
+
 def advantages_of(group: RolloutGroup) -> list[float | None]:
     """Reward minus the mean of the group."""
     rewards = [response.reward for response in group.responses]
@@ -96,6 +125,7 @@ def group_of(task: PromptTask, worker: str, content: Content, dice: random.Rando
         group_id=task.group_id,
         iteration=task.iteration,
         policy_version=task.policy_version,
+        is_evaluation=task.is_evaluation,
         prompt_token_ids=list(range(12)),
         prompt_text=task.text,
         prompt_parts=[

@@ -16,10 +16,10 @@ from playwright.async_api import Browser, Page, Route, expect
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import MAX_LISTED_ITERATIONS
+from services.broker.api.dashboard import MEDIA_TYPES, SHARED
 
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"
-TYPES = {".js": "text/javascript", ".css": "text/css"}
 STYLES = "".join(f'<link rel="stylesheet" href="{name}">' for name in ("vendor/uPlot.min.css", "style.css"))
 PAGE = f"<!doctype html>{STYLES}<main></main>"
 
@@ -29,7 +29,8 @@ async def serve(route: Route) -> None:
     if not name:
         await route.fulfill(body=PAGE, content_type="text/html")
     else:
-        await route.fulfill(body=(DASHBOARD / name).read_bytes(), content_type=TYPES[Path(name).suffix])
+        path = SHARED.get(name, DASHBOARD / name)
+        await route.fulfill(body=path.read_bytes(), content_type=MEDIA_TYPES[path.suffix])
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -210,15 +211,16 @@ async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> N
 
 
 async def test_series_accept_points_in_any_order_and_keep_the_newest(modules: Page) -> None:
-    script = """(m) => {
+    script = """async (m) => {
+        const { CHARTS } = await import(location.origin + "/table.js");
         const series = new m.Series();
         series.addAll({ "train/kl": [[0, 1], [2, 3]] });
         series.add(4, { "train/kl": 5 });
         series.add(3, { "train/kl": 4 });
         const tokens = { "iteration/prompt_tokens": 30, "iteration/response_tokens": 10 };
         series.add(4, { "train/kl": 6, ...tokens, "iteration/wall_s": 2 });
-        const [kl] = series.lines(m.CHARTS.find(({ id }) => id === "kl"));
-        const shown = m.CHARTS.filter((chart) => series.lines(chart).length).map(({ id }) => id);
+        const [kl] = series.lines(CHARTS.find(({ id }) => id === "kl"));
+        const shown = CHARTS.filter((chart) => series.lines(chart).length).map(({ id }) => id);
         return [kl.points, series.of("iteration/tokens_per_s"), shown];
     }"""
     points, rates, shown = await call(modules, "series.js", script)
@@ -228,13 +230,14 @@ async def test_series_accept_points_in_any_order_and_keep_the_newest(modules: Pa
 
 
 async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> None:
-    script = """(m) => {
+    script = """async (m) => {
+        const { CHARTS } = await import(location.origin + "/table.js");
         const series = new m.Series();
         const names = ["reward/right_mean", "reward/right_std", "reward/short_mean", "train/odd"];
         names.push("eval/reward_mean", "eval/pass_at_k", "eval/reward/right_mean");
         series.addAll(Object.fromEntries(names.map((name) => [name, [[0, 1]]])));
         const linesOf = (chart) => series.lines(chart).map(({ name }) => name);
-        const charts = () => Object.fromEntries(m.CHARTS.map((chart) => [chart.id, linesOf(chart)]));
+        const charts = () => Object.fromEntries(CHARTS.map((chart) => [chart.id, linesOf(chart)]));
         const single = charts();
         series.add(0, { "eval/hard/reward_mean": 1, "eval/easy/reward_mean": 1, "eval/easy/reward/right_mean": 1 });
         return [single, charts(), series.others()];

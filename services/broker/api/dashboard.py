@@ -12,18 +12,21 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
+from onbeat.charts.table import TABLE_FILE
 from onbeat.config import JobConfig
 
 router = APIRouter()
 
 FOLDER = Path(__file__).parents[1] / "dashboard"
 INDEX = "index.html"
+SHARED = {"charts.json": TABLE_FILE}  # assets that lie elsewhere in the package
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
     ".toml": "application/toml",
+    ".json": "application/json",
 }
 # Scripts and styles of this broker only, none within the page; no other host is asked or sent anything.
 CONTENT_SECURITY_POLICY = (
@@ -52,9 +55,10 @@ class Asset:
 @cache
 def assets() -> dict[str, Asset]:
     """Read the assets by name, INDEX among them. Files that an editor or a system leaves there are not read."""
+    paths = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*")} | SHARED
     return {
-        path.relative_to(FOLDER).as_posix(): Asset(path.read_bytes(), MEDIA_TYPES[path.suffix])
-        for path in FOLDER.rglob("*")
+        name: Asset(path.read_bytes(), MEDIA_TYPES[path.suffix])
+        for name, path in paths.items()
         if path.suffix in MEDIA_TYPES and path.is_file()
     }
 

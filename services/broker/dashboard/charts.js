@@ -4,9 +4,9 @@
 import { number, percent } from "./format.js";
 import { Component, createRef, Fold, html, moved, Table } from "./parts.js";
 import { nearest } from "./series.js";
+import { DASHES } from "./table.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2], [1, 2], [8, 2, 1, 2]]; // not by colour alone
 const colourName = (index) => `--series-${(index % 8) + 1}`;
 const SMOOTHED = 50; // a smoothed line is the mean over one of so many parts of its points
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });

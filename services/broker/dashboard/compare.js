@@ -4,7 +4,8 @@ import { ApiError, get, isRefusal, poll } from "./api.js";
 import { Chart, Pointer, Swatch } from "./charts.js";
 import { duration, number } from "./format.js";
 import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge, Table } from "./parts.js";
-import { CHARTS, Series } from "./series.js";
+import { Series } from "./series.js";
+import { CHARTS } from "./table.js";
 
 const MOST = 8; // jobs: as many as there are colours
 const REFRESH_MS = 5000;

@@ -7,8 +7,9 @@ import { number, toToml } from "./format.js";
 import {
   announce, Component, confirmed, createRef, Fold, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
 } from "./parts.js";
-import { CHARTS, Series } from "./series.js";
+import { Series } from "./series.js";
 import { aboutOf, Beat, Doctor, Headline } from "./status.js";
+import { CHARTS } from "./table.js";
 import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first

@@ -21,8 +21,10 @@ from tests.integration.broker.test_security import broker_with
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "services" / "broker" / "dashboard"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
-NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # the files that are served
+SERVED = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]
+NAMES = [*SERVED, *dashboard.SHARED]  # the files that are served
 ASSETS = [name for name in NAMES if name != "index.html"]
+STYLES_AND_TABLES = ("onbeat/charts/table.json", "onbeat/charts/chart.css", "onbeat/terminal/report.css")
 COMMENT = re.compile(r"/\*.*?\*/|<!--.*?-->|(?<![:\"'])//[^\n]*", re.DOTALL)
 
 
@@ -37,8 +39,12 @@ async def broker(keys: Keys, ledger: Ledger) -> AsyncIterator[httpx.AsyncClient]
         yield client
 
 
+def path_of(name: str) -> Path:
+    return dashboard.SHARED.get(name, FOLDER / name)
+
+
 def text_of(name: str) -> str:
-    return (FOLDER / name).read_text(encoding="utf-8")
+    return path_of(name).read_text(encoding="utf-8")
 
 
 # ---- what is served ----------------------------------------------------------------------------------------------
@@ -52,7 +58,7 @@ async def test_page_and_assets_need_no_key_and_have_their_type(broker):
         answer = await broker.get(f"/assets/{name}")
         assert answer.status_code == 200, name
         assert answer.headers["content-type"] == dashboard.MEDIA_TYPES[PurePath(name).suffix]
-        assert answer.content == (FOLDER / name).read_bytes()
+        assert answer.content == path_of(name).read_bytes()
 
 
 async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker):
@@ -87,7 +93,7 @@ async def test_unchanged_file_is_answered_without_a_body(broker):
     for sent in ('"other"', tag.strip('"'), tag[:-2] + '"'):
         assert (await broker.get("/assets/app.js", headers={"If-None-Match": sent})).status_code == 200
     tags = {(await broker.get(f"/assets/{name}")).headers["etag"] for name in ASSETS}
-    assert len(tags) == len({(FOLDER / name).read_bytes() for name in ASSETS})
+    assert len(tags) == len({path_of(name).read_bytes() for name in ASSETS})
 
 
 async def test_head_has_the_headers_of_get(broker):
@@ -137,7 +143,7 @@ def test_what_is_left_behind_in_the_folder_is_no_asset(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     (tmp_path / ".#page.js").symlink_to("nobody@nowhere")  # an editor's lock
     monkeypatch.setattr(dashboard, "FOLDER", tmp_path)
-    assert sorted(dashboard.assets.__wrapped__()) == ["app.js", "vendor/a.js"]
+    assert sorted(dashboard.assets.__wrapped__()) == ["app.js", "charts.json", "vendor/a.js"]
 
 
 async def test_schema_of_a_job_needs_a_key_and_is_that_of_the_door(broker, keys):
@@ -199,7 +205,9 @@ def test_file_has_nothing_that_the_policy_refuses(name):
 def test_files_are_in_the_wheel(tmp_path):
     def copy_of_package(folder: Path) -> Path:
         """Copy the package without the rest of the repository: a build leaves folders behind."""
-        for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
+        packages = [f"{name}/__init__.py" for name in ("services", "services/broker", "onbeat", "onbeat/charts")]
+        packages.append("onbeat/terminal/__init__.py")
+        for name in ("pyproject.toml", "README.md", *packages, *STYLES_AND_TABLES):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
         (folder / "services/broker/dashboard/vendor").mkdir(parents=True)
@@ -211,8 +219,10 @@ def test_files_are_in_the_wheel(tmp_path):
     build = [sys.executable, "-c", "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"]
     subprocess.run([*build, str(tmp_path)], cwd=copy_of_package(tmp_path / "source"), check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("services/broker/dashboard/")}
+    names = zipfile.ZipFile(wheel).namelist()
+    shipped = {name for name in names if name.startswith("services/broker/dashboard/")}
     assert shipped == {f"services/broker/dashboard/{name}" for name in FILES}
+    assert set(names) >= set(STYLES_AND_TABLES)
 
 
 def test_quick_start_of_the_editor_is_the_example():
