@@ -1,10 +1,13 @@
 """OpenAI's chat completions, as far as they are offered: the requests, answers and errors of broker and rollouts."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 SEEDS = 2**31
+VERSION_HEADER = "Onbeat-Policy-Version"
+MAX_REASONS = 5  # reasons that a refusal lists
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
@@ -129,6 +132,22 @@ class ChatFailed(Exception):
         param = without_halves(self.param) if self.param else None
         details = ErrorDetails(message=without_halves(str(self)), type=kind, param=param, code=self.code)
         return ErrorBody(error=details)
+
+
+def wrong_fields(errors: Sequence[Mapping[str, Any]]) -> ChatFailed:
+    """Return an error that names the first wrong fields and the remedy, from pydantic's errors of a request."""
+    if any(details["type"] == "json_invalid" for details in errors):
+        reason = str(errors[0].get("ctx", {}).get("error", "syntax error"))
+        return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
+    paths = [".".join(map(str, details["loc"]))[:100] for details in errors[:MAX_REASONS]]
+    reasons = [
+        f"{path} is not supported here, leave it out"
+        if details["type"] == "extra_forbidden"
+        else f"{path or 'the body'}: {details['msg']}"
+        for path, details in zip(paths, errors, strict=False)
+    ]
+    code = "unsupported_parameter" if errors[0]["type"] == "extra_forbidden" else "invalid_value"
+    return ChatFailed(400, code, "; ".join(reasons), paths[0] or None)
 
 
 def without_halves(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,8 @@ from onbeat.config import JobConfig
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import JobRecord
 from onbeat.contracts.states import JobState
+from onbeat.local.checkpoints import checkpoints_of
+from onbeat.local.next_steps import next_steps
 from onbeat.local.stack import StackOptions, describe_places, local_stack
 from onbeat.local.state import create_data_dir, running_stack
 from onbeat.terminal.follow import follow
@@ -55,6 +56,7 @@ class JobRun:
             job = self.job = await self._submit(client, is_fresh)
             self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
             progress = await follow(client, job.id, self._console, tick)
+            self.job = progress.job
             await print_summary(client, progress, self._console)
             if self._report_path is not None:
                 write_report(self._report_path, await build_report(client, job.id))
@@ -123,11 +125,20 @@ def run_job(
             goes_on = "continues where the job stands" if is_submitted else "starts the services again"
             console.out(f"stopped; the same command {goes_on}")
             return INTERRUPTED
-    if exit_code != INTERRUPTED and running_stack(options.data_dir) is None:
-        console.out(f"see it again: onbeat view {shlex.quote(str(options.data_dir))}")
-    if exit_code == INTERRUPTED and run is not None and run.job is not None:
-        console.out(describe_stop(run.job, options.data_dir))
+    if run.job is not None:
+        say_what_now(run.job, options.data_dir, console, is_stopped=exit_code == INTERRUPTED)
     return exit_code
+
+
+def say_what_now(job: JobRecord, data_dir: Path, console: Console, *, is_stopped: bool) -> None:
+    """Say how a stopped job goes on, or what to do with one that is over."""
+    if is_stopped:
+        console.out(describe_stop(job, data_dir))
+        return
+    stack = running_stack(data_dir)  # a stack of `onbeat up`
+    console.out()
+    for label, line in next_steps(job, data_dir, stack.url if stack is not None else None):
+        console.out(f"{label:<12} {line}")
 
 
 def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
@@ -155,9 +166,7 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
     if running_stack(data_dir) is not None:  # this is the stack of `onbeat up`: its trainer keeps the job
         text = f"job {job.id} is {job.state} after {job.next_iteration} of {job.num_iterations} iterations: the same "
         return text + f"command continues it, `onbeat jobs cancel {job.id}` ends it"
-    written = (data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json")
-    numbers = {path.parent.name.removeprefix("iteration-"): path.parent for path in written}
-    checkpoints = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}  # no user's copies
+    checkpoints = checkpoints_of(data_dir, job.id)
     num_written = max(checkpoints, default=0)
     done = max(job.next_iteration, num_written)  # it may have committed one more before it stopped
     text = f"job {job.id} is {job.state} after {done} of {job.num_iterations} iterations: "

@@ -20,6 +20,7 @@ from onbeat.process.network import is_loopback
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
 from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, is_upload, required_role
 from services.broker.metrics import Meters, known_method
+from services.broker.settings import READ_ONLY
 
 access_log = logging.getLogger("onbeat.access")
 
@@ -51,8 +52,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ProblemResponse | None:
         if self._is_read_only and scope["method"] not in READING:
-            detail = "this broker is read-only (`onbeat view`); run `onbeat up` in the same folder to continue"
-            return problem(403, "Forbidden", detail)
+            return problem(403, "Forbidden", READ_ONLY)
         if size_of_headers(scope) > MAX_HEADER_BYTES:
             detail = f"URL and headers together may have at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)

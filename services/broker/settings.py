@@ -15,6 +15,7 @@ from onbeat.process.api_keys import read_keys
 from onbeat.process.network import check_certificate, is_loopback, trust
 from onbeat.streams.connection import RedisSettings
 
+READ_ONLY = "read-only view; `onbeat up` here continues the jobs, `onbeat chat JOB` works"
 HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 
 

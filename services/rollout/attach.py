@@ -146,7 +146,7 @@ class Attachment:
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
-        if added := add_end_of_turn(encoder, self._config, model_dir):
+        if added := add_end_of_turn(encoder, self._config.data, model_dir):
             await self._ledger.event_log.emit(self.job_id, "rollout.stop_added", f"{self._settings.worker_id}: {added}")
         settings = self._settings
         limits = GateLimits(settings.engine_load_s, settings.chat_grace_s)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from onbeat.config import JobConfig
+from onbeat.config.templates import TemplateArguments
 from services.rollout.engines.stops import read_end_ids
 from services.rollout.episodes.templates import PROBE, ChatTemplate
 from services.rollout.prompts import PromptEncoder
@@ -20,10 +20,10 @@ def end_of_turn(encoder: PromptEncoder) -> int | None:
     return special[max(marks, key=len)] if marks else None
 
 
-def add_end_of_turn(encoder: PromptEncoder, config: JobConfig, model_dir: Path) -> str:
+def add_end_of_turn(encoder: PromptEncoder, data: TemplateArguments, model_dir: Path) -> str:
     """Let the template's end of an answer end responses, too, if the model does not stop at it by itself. Return a
     sentence about it; '' if nothing is added."""
-    if not getattr(config.data, "as_chat", True) or (token_id := end_of_turn(encoder)) is None:
+    if not getattr(data, "as_chat", True) or (token_id := end_of_turn(encoder)) is None:
         return ""
     end_ids = read_end_ids(model_dir) | {encoder.tokenizer.eos_token_id}
     if token_id in end_ids:

@@ -1,6 +1,7 @@
 """The session of one job on this trainer: load or resume, serve weights, train."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from onbeat.config import JobConfig
+from onbeat.contracts.data_folder import JOB_FILE
 from onbeat.machine.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import check_installed
 from services.trainer.chat_template import check_chat_template
@@ -84,13 +86,20 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         logger.warning("job %s: %s", job.job_id, problem)
         job.emit("job.warning", problem)
     state = restored or begin(settings.data_dir, job.job_id, config, policy)
-    policy.files = model_files(source, policy.compute_dtype, config.model.chat_template)
-    job.serve_weights(policy.files, settings, policy.holders)
+    files = model_files(source, policy.compute_dtype, config.model.chat_template)
+    job.serve_weights(files, settings, policy.holders)
+    policy.files = files | {JOB_FILE: describe_job(job.job_id, config)}
     try:
         with tracking(folder) if world.is_main else nullcontext():
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
+
+
+def describe_job(job_id: str, config: JobConfig) -> bytes:
+    """Return what a checkpoint says about its job. Prompts can then be made from the folder alone, as the job made
+    them."""
+    return json.dumps({"id": job_id, "config": config.model_dump(mode="json")}).encode()
 
 
 def check_prompts(source: str, job: JobSession, *, is_main: bool) -> None:

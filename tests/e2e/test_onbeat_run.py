@@ -66,6 +66,15 @@ def test_the_checkpoint_is_an_ordinary_model(finished):
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
 
 
+def test_finished_job_answers_a_question(finished):
+    data_dir, output, report = finished
+    job_id = report["job_id"]
+    assert f"onbeat chat {job_id} --data-dir " in output
+    command = [sys.executable, "-m", "onbeat.cli", "chat", job_id, "Calculate 1 + 1.", "--data-dir", str(data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stdout + done.stderr
+
+
 def test_nothing_is_left_running(finished):
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's

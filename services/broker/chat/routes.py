@@ -11,7 +11,14 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
-from onbeat.contracts.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
+from onbeat.contracts.completions import (
+    VERSION_HEADER,
+    ChatFailed,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    wrong_fields,
+)
 from onbeat.contracts.errors import JobNotFound
 from onbeat.process.hangup import unless_left
 from onbeat.streams.chat import Reply
@@ -19,9 +26,7 @@ from services.broker.api.problems import CLIENT_LEFT, documented, explain_redis
 from services.broker.api.stream import EventStream
 from services.broker.chat.desk import ChatDesk
 
-VERSION_HEADER = "Onbeat-Policy-Version"
 RETRY_AFTER_S = 5
-MAX_REASONS = 5  # reasons that a refusal lists
 
 
 class ModelCard(BaseModel):
@@ -58,29 +63,12 @@ class OpenAIRoute(APIRoute):
 def to_reply(error: Exception) -> Reply:
     """Convert an error of a chat to the reply that the client gets."""
     if isinstance(error, RequestValidationError):
-        error = explain_fields(error)
+        error = wrong_fields([{**details, "loc": details["loc"][1:]} for details in error.errors()])
     elif isinstance(error, RedisError):
         error = ChatFailed(503, "redis_failed", ": ".join(explain_redis(error)))
     elif not isinstance(error, ChatFailed):  # the job was deleted just now
         error = ChatFailed(404, "model_not_found", str(error), "model")
     return Reply.of_error(error)
-
-
-def explain_fields(error: RequestValidationError) -> ChatFailed:
-    """Return an error that names the first wrong fields and the remedy."""
-    errors = error.errors()
-    if any(details["type"] == "json_invalid" for details in errors):
-        reason = str(errors[0].get("ctx", {}).get("error", "syntax error"))
-        return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
-    paths = [".".join(map(str, details["loc"][1:]))[:100] for details in errors[:MAX_REASONS]]
-    reasons = [
-        f"{path} is not supported here, leave it out"
-        if details["type"] == "extra_forbidden"
-        else f"{path or 'the body'}: {details['msg']}"
-        for path, details in zip(paths, errors, strict=False)
-    ]
-    code = "unsupported_parameter" if errors[0]["type"] == "extra_forbidden" else "invalid_value"
-    return ChatFailed(400, code, "; ".join(reasons), paths[0] or None)
 
 
 def respond(reply: Reply) -> Response:

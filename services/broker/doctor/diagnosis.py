@@ -19,6 +19,7 @@ from onbeat.streams.unreadable import MISREAD, find_unreadable
 from services.broker.deadlines import RECENT_S
 from services.broker.doctor.explain import count, explain_job, explain_refused_read, explain_starting
 from services.broker.doctor.memory import explain_memory
+from services.broker.settings import READ_ONLY
 
 DEADLINE_S = 10.0  # limit for the whole diagnosis
 REFUSAL_S = 2.0  # additional time to find out whether the password is wrong
@@ -67,7 +68,7 @@ def diagnosis(findings: list[Finding]) -> Diagnosis:
 
 def explain_broker(is_conducting: bool, is_read_only: bool) -> Finding:
     if is_read_only:
-        return Finding(sentence="the broker answers, and only shows what was recorded", who="broker")
+        return Finding(sentence=READ_ONLY, who="broker")
     if is_conducting:
         return Finding(sentence="the broker answers, and its control loop runs", who="broker")
     sentence = "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"

@@ -13,12 +13,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import replace
-from typing import Any
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
+from onbeat.config import JobConfig
 from onbeat.contracts.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
 from onbeat.contracts.errors import WeightsError
 from onbeat.engines import ChatSampling, Engine, FinishReason, StreamingEngine, TextPiece, VersionMismatch
@@ -49,7 +50,7 @@ def create_chat_server(
     """Create the server of a job's chats; None where the settings allow no chats."""
     if not (num_slots := job.settings.chat_slots):
         return None
-    speaker = Speaker(engine, gate, encoder, num_slots, job.config.rollout.max_response_tokens)
+    speaker = Speaker(engine, gate, encoder, num_slots, ChatRules.of(job.config))
     return ChatServer(Chats(job.ledger.redis, job.job_id), job.settings.worker_id, speaker, num_slots, ending)
 
 
@@ -160,16 +161,42 @@ class ChatAnswer:
         await self._say(Reply(policy_version=self.version, body=body, is_last=is_last))
 
 
-class Speaker:
-    """The generation of answers. `num_slots`: responses of chats in the engine at a time. `max_tokens`: of a request
-    that names none."""
+@dataclass(frozen=True)
+class ChatRules:
+    """The rules by which a conversation becomes a prompt: those by which the job made its own."""
 
-    def __init__(
-        self, engine: Engine, gate: VersionGate, encoder: PromptEncoder, num_slots: int, max_tokens: int
-    ) -> None:
+    max_tokens: int  # longest answer to a request that names none
+    system_prompt: str | None = None  # system message of conversations that have none
+    is_plain: bool = False  # prompts are texts that the policy continues, without a chat template
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "ChatRules":
+        is_plain = not getattr(config.data, "as_chat", True)
+        return cls(config.rollout.max_response_tokens, config.data.system_prompt, is_plain)
+
+    def to_task(self, request: CompletionRequest) -> PromptTask:
+        messages = [Message(role=message.role, content=message.text) for message in request.messages]
+        if self.is_plain:
+            return PromptTask(text="".join(message.content for message in messages), max_response_tokens=0)
+        if self.system_prompt is not None and all(message.role != "system" for message in messages):
+            messages.insert(0, Message(role="system", content=self.system_prompt))
+        return PromptTask(messages=messages, max_response_tokens=0)
+
+
+class Gate(Protocol):
+    """The part of a version gate that chats use."""
+
+    def visit(self) -> AbstractAsyncContextManager[int]:
+        """Yield the version that is served until this context ends."""
+
+
+class Speaker:
+    """The generation of answers. `num_slots`: responses of chats in the engine at a time."""
+
+    def __init__(self, engine: Engine, gate: Gate, encoder: PromptEncoder, num_slots: int, rules: ChatRules) -> None:
         self._engine, self._gate, self._encoder = engine, gate, encoder
         self._responses = asyncio.Semaphore(num_slots)
-        self._max_tokens = max_tokens
+        self._rules = rules
 
     async def speak(self, answer: ChatAnswer) -> None:
         """Generate all choices, again if the policy moves before text is shown. Raises ChatFailed, what the gate raises
@@ -194,12 +221,11 @@ class Speaker:
 
     def _encode(self, request: CompletionRequest) -> list[int]:
         limit = self._encoder.max_context_tokens
-        messages = [Message(role=message.role, content=message.text) for message in request.messages]
-        num_chars = sum(len(message.content) for message in messages)
+        num_chars = sum(len(message.text) for message in request.messages)
         if limit is not None and num_chars > limit * MAX_CHARS_PER_TOKEN:
             raise too_long(f"the messages have {num_chars} characters", limit)
         try:
-            return self._encoder.encode(PromptTask(messages=messages, max_response_tokens=0))
+            return self._encoder.encode(self._rules.to_task(request))
         except GroupFailed as failure:
             if failure.kind == "prompt_too_long" and limit is not None:
                 raise too_long("the messages have more tokens than that", limit) from failure
@@ -209,9 +235,9 @@ class Speaker:
         """Return the most tokens that each choice may have. Raises ChatFailed when the context is too short."""
         limit = self._encoder.max_context_tokens
         if limit is None:
-            return wanted or self._max_tokens
+            return wanted or self._rules.max_tokens
         room = limit - num_prompt_tokens
-        num_tokens = wanted or max(1, min(self._max_tokens, room))
+        num_tokens = wanted or max(1, min(self._rules.max_tokens, room))
         if num_tokens > room:
             raise too_long(f"{num_prompt_tokens} tokens of messages and {num_tokens} of the answer are too many", limit)
         return num_tokens

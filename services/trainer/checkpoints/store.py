@@ -1,6 +1,7 @@
 """Checkpoints at iteration boundaries: a Hugging Face model folder plus what training needs to go on. No pickle.
 
     checkpoints/iteration-000040/
+      onbeat_job.json                              the job that wrote it
       model.safetensors config.json tokenizer...   loads anywhere with from_pretrained; of a sharded model one file for
                                                    each rank, and model.safetensors.index.json
       optimizer/rank-00000-of-00002.safetensors    that rank's rows: float32 masters, both moments, GAC's last gradient

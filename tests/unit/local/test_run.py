@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_run_succeeds_writes_its_report_and_leaves_nothing(
     assert "iteration 4/4" in out
     assert "\x1b" not in out
     assert CHECKPOINT in out
+    assert re.search(r"\nsee the run +\S*onbeat view\n", out)
     assert len(json.loads(report.read_text())["iterations"]) == 4
     assert {path.name for path in (data_dir / "logs").iterdir()} == {
         f"{name}.log" for name in ("redis", "broker", "trainer", "rollout-0", "rollout-1")

@@ -126,7 +126,7 @@ CHAT = JobConfig.model_validate(job_body())
 
 def test_end_of_the_templates_turn_is_a_stop_and_is_named(tmp_path: Path) -> None:
     encoder = PromptEncoder(tokenizer_with(), None)
-    sentence = add_end_of_turn(encoder, CHAT, model_with(tmp_path))
+    sentence = add_end_of_turn(encoder, CHAT.data, model_with(tmp_path))
     assert encoder.turn_end_ids == (258,)
     assert "ends an answer with <|im_end|> (token 258)" in sentence
     assert "eos_token_id: 256" in sentence
@@ -146,19 +146,19 @@ def test_end_of_the_templates_turn_is_a_stop_and_is_named(tmp_path: Path) -> Non
 )
 def test_nothing_is_added_to_a_model_that_stops_by_itself(tokenizer, files: dict, tmp_path: Path) -> None:
     encoder = PromptEncoder(tokenizer, None)
-    assert add_end_of_turn(encoder, CHAT, model_with(tmp_path, **files)) == ""
+    assert add_end_of_turn(encoder, CHAT.data, model_with(tmp_path, **files)) == ""
     assert encoder.turn_end_ids == ()
 
 
 def test_plain_prompts_do_not_end_with_a_turn(tmp_path: Path) -> None:
     data = {"type": "jsonl", "path": "rows.jsonl", "as_chat": False}
     plain = JobConfig.model_validate(job_body(data=data))
-    assert add_end_of_turn(PromptEncoder(tokenizer_with(), None), plain, model_with(tmp_path)) == ""
+    assert add_end_of_turn(PromptEncoder(tokenizer_with(), None), plain.data, model_with(tmp_path)) == ""
 
 
 def test_bundled_model_needs_no_other_end(smollm2, tmp_path: Path) -> None:
     encoder = PromptEncoder(smollm2, None)
-    assert add_end_of_turn(encoder, CHAT, model_with(tmp_path, config=smollm2.eos_token_id)) == ""
+    assert add_end_of_turn(encoder, CHAT.data, model_with(tmp_path, config=smollm2.eos_token_id)) == ""
 
 
 def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:

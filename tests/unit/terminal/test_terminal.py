@@ -192,16 +192,16 @@ async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
             assert broker.wire.requests.count(("GET", "/v1/jobs")) == num_questions
 
 
-def test_ctrl_d_ends_a_chat_with_a_whole_line() -> None:
-    with Terminal("chat", "job-1") as terminal:
+def test_ctrl_d_ends_a_chat_with_a_whole_line(job_id: str) -> None:
+    with Terminal("chat", job_id) as terminal:
         terminal.wait_for("> ")
         terminal.press(b"\x04")
         assert terminal.wait_for_end() == 0
     assert terminal.screen.lines == ["> ", ""]
 
 
-def test_ctrl_c_ends_a_chat_that_waits_for_a_line() -> None:
-    with Terminal("chat", "job-1") as terminal:
+def test_ctrl_c_ends_a_chat_that_waits_for_a_line(job_id: str) -> None:
+    with Terminal("chat", job_id) as terminal:
         terminal.wait_for("> ")
         time.sleep(0.5)  # Python loses a signal between the prompt and the reading
         terminal.press(b"\x03")
