@@ -37,7 +37,7 @@ def chat(
         options["max_tokens"] = max_tokens
 
     def say(messages: list[dict[str, str]]) -> str:
-        return broker.ask(lambda client: answer(client, options | {"messages": messages}))
+        return broker.change(lambda client: answer(client, options | {"messages": messages}))
 
     if message is not None:
         typer.echo(say([{"role": "user", "content": message}]))
