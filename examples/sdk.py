@@ -1,6 +1,6 @@
 """Train from Python: submit two jobs, follow them, look at responses, compare the rewards.
 
-Needs a broker (`onbeat up`):
+Needs a stack in this folder (`onbeat up`), or a broker in ONBEAT_URL:
 
     python examples/sdk.py [num_iterations]
 """
@@ -35,7 +35,7 @@ def train(client: Client, learning_rate: float, num_iterations: int) -> str:
 
 def main() -> None:
     num_iterations = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    with Client() as client:  # ONBEAT_URL, or the broker on this machine
+    with Client() as client:  # ONBEAT_URL, else the stack of this folder
         jobs = [train(client, learning_rate, num_iterations) for learning_rate in LEARNING_RATES]
         for sample in client.jobs.samples(jobs[0], limit=3):
             print(f"reward {sample.reward:g}: {sample.prompt!r} -> {sample.response!r}")

@@ -56,7 +56,8 @@ ENV PATH=/opt/onbeat/bin:$PATH \
 EXPOSE 8800
 ENV ONBEAT_HOST=0.0.0.0 \
     ONBEAT_PORT=8800 \
-    ONBEAT_HAS_MODEL_FOLDERS=false
+    ONBEAT_HAS_MODEL_FOLDERS=false \
+    ONBEAT_URL=http://127.0.0.1:8800
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=6 CMD ["python", "-I", "-c", \
     "import http.client as h, os, ssl, sys; p = int(os.environ['ONBEAT_PORT']); c = h.HTTPSConnection('127.0.0.1', p, timeout=4, context=ssl._create_unverified_context()) if os.environ.get('ONBEAT_TLS_CERT') else h.HTTPConnection('127.0.0.1', p, timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.broker"]

@@ -9,7 +9,7 @@ import typer
 from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage, sweep
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
-from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
 
 MAX_NAME = 200  # characters of a path that an error shows
 
@@ -71,10 +71,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a response may have characters that this terminal cannot show
     try:
         app()
-    except ApiError as error:
-        fail(str(error), 2 if error.status == 422 else 1)
     except OnbeatError as error:
-        fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 1)
+        is_wrong = isinstance(error, UnnamedBroker) or (isinstance(error, ApiError) and error.status == 422)
+        fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 2 if is_wrong else 1)
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:  # such as an unreadable file or a full disk

@@ -14,8 +14,9 @@ import typer
 
 from onbeat.cli import output
 from onbeat.cli.options import Broker, Engine
-from onbeat.contracts.errors import ApiError, OnbeatError
-from onbeat.local.state import resolve_data_dir
+from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
+from onbeat.process.brokers import find_broker, refuse_change
+from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import clip
 
 if TYPE_CHECKING:
@@ -92,16 +93,16 @@ def chat(
         if is_served or is_compared:
             remedy = "the broker itself has OpenAI's interface, at /v1/chat/completions" if is_served else "wait for it"
             raise OnbeatError(f"--serve and --compare need a job that is over, and {job} is not; {remedy}")
-        return converse([Partner(job, broker.ask, options)], message)
+        return converse([Partner(job, broker.change, options)], message)
     from onbeat.local.chat_engine import EngineOptions
-    from onbeat.local.redis_server import choose_port, free_port
+    from onbeat.local.redis_server import checked_port, free_port
     from onbeat.local.stack import check_engine_name
     from onbeat.process.extras import require_extra
 
     require_extra("rollout", user="an engine on this machine", install="local")
     check_engine_name(engine)
     if is_served:
-        port = free_port(preferred=SERVE_PORT) if port is None else choose_port(port)
+        port = free_port(preferred=SERVE_PORT) if port is None else checked_port(port)
     with started_engine(broker, checkpoint, EngineOptions(engine, is_compared, port)) as running:
         if is_served:
             serve_until_interrupted(running)
@@ -156,7 +157,6 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
 
     Raises OnbeatError, with what to do, when there is neither.
     """
-    from onbeat.client import DEFAULT_URL, BrokerUnreachable
     from onbeat.local.checkpoints import is_model, newest_checkpoint, read_checkpoint
 
     folder = Path(target).expanduser()
@@ -164,20 +164,19 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
         return read_checkpoint(folder.resolve())
     if "/" in target:
         raise OnbeatError(f"{folder} is no folder with a model: config.json and *.safetensors are to be in it")
-    data_dir, stack = resolve_data_dir(broker.data_dir), broker.find_stack()
-    is_named = broker.url is not None or (stack is not None and stack.command != "view")
-    if not is_named and (checkpoint := newest_checkpoint(data_dir, target)) is not None:
-        return checkpoint
-    absent = f"no job {target!r} with a checkpoint is in {data_dir}"
-    if not is_named and (stack is not None or broker.data_dir is not None):
-        raise OnbeatError(f"{absent}; `onbeat jobs list` shows the jobs of a stack or a view that runs")
+    data_dir, place = resolve_data_dir(broker.data_dir), find_broker(broker.url, broker.data_dir)
+    if place.is_read_only:
+        if (checkpoint := newest_checkpoint(data_dir, target)) is not None:
+            return checkpoint
+        absent = f"no job {target!r} with a checkpoint is in {data_dir}"
+        if place.is_recorded:
+            raise OnbeatError(f"{absent}; `onbeat jobs list` shows the jobs there")
+        try:
+            refuse_change(place)
+        except UnnamedBroker as error:
+            raise UnnamedBroker(f"{absent}, and {error}") from None
     try:
         job = broker.ask(lambda client: find_over(client, target))
-    except BrokerUnreachable as error:
-        if is_named:
-            raise
-        remedy = "name the data folder with --data-dir, or a broker with --url"
-        raise OnbeatError(f"{absent}, and no broker answers at {DEFAULT_URL}; {remedy}") from error
     except ApiError as error:
         by_name = newest_checkpoint(data_dir, target) if error.status == 404 and broker.url is None else None
         if by_name is None:

@@ -20,7 +20,7 @@ def push(
     name: Annotated[str | None, typer.Option(help="Name at the broker. Default: its own, with its digest.")] = None,
 ) -> None:
     """Upload a file, unless the broker already has it, and print the path to set as data.path of a job."""
-    typer.echo(broker.ask(lambda client: client.datasets.push(file, name)).path)
+    typer.echo(broker.change(lambda client: client.datasets.push(file, name)).path)
 
 
 @app.command("list")
@@ -45,7 +45,7 @@ def delete(
     """Remove a file that no unfinished job reads."""
     short = name.removeprefix("datasets/")
     try:
-        broker.ask(lambda client: client.datasets.delete(short))
+        broker.change(lambda client: client.datasets.delete(short))
     except ApiError as refusal:
         if refusal.status != HTTPStatus.NOT_FOUND:
             raise

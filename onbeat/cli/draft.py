@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from onbeat.client import AsyncClient
     from onbeat.contracts.records import Validation
 
+NOT_ASKED = "no broker was asked about model, data and reward"
+
 TEMPLATE = """\
 # A job of Onbeat. It runs as it is: `onbeat run {name}`. All keys: docs/reference/job.md.
 name = "{stem}"
@@ -73,12 +75,12 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
 
 
 def validate(broker: Broker, job: Job, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a job without creating it, here and, if a broker can be reached, at the broker.
+    """Check a job without creating it, here and, if an address was named or a stack runs in the data folder, there.
 
     A broker also checks the model, the reward and every row of the data. Files beside the job file are uploaded to it.
     --json prints how many rows are accepted, changed and refused, and why.
     """
-    from onbeat.client import DEFAULT_URL, ApiError, BrokerUnreachable
+    from onbeat.client import ApiError, UnnamedBroker
     from onbeat.client.datasets import take_local_files
     from onbeat.config import JobConfig, read_job_file
 
@@ -95,21 +97,19 @@ def validate(broker: Broker, job: Job, overrides: Overrides = None, as_json: AsJ
         return client.base_url, await client.jobs.check(fields)
 
     try:
-        address, validation = broker.ask(ask_broker)
+        address, validation = broker.change(ask_broker)
     except ApiError as error:
         if as_json:
             print_json({"is_accepted": False, "detail": error.detail, "errors": error.errors, "rows": error.rows})
             raise typer.Exit(1) from error
         raise
-    except BrokerUnreachable as error:
+    except UnnamedBroker as reason:
         if wrong is not None:
-            raise wrong from error
-        if error.url != DEFAULT_URL or error.status is not None:
-            raise
+            raise wrong from reason
         if as_json:
-            print_json({"is_accepted": None, "notes": ["no broker was asked about model, data and reward"], "rows": []})
+            print_json({"is_accepted": None, "notes": [f"{NOT_ASKED}: {reason}"], "rows": []})
         else:
-            typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")
+            say(f"{job}: its keys and values are right. {NOT_ASKED.capitalize()}: {reason}")
         return
     if as_json:
         print_json({"is_accepted": True, **validation.model_dump(mode="json")})

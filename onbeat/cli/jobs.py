@@ -9,6 +9,7 @@ import typer
 
 from onbeat.cli.options import App, AsJson, Broker, Job, JobId, Overrides, make_console
 from onbeat.cli.output import print_json, print_records, print_table, when
+from onbeat.contracts.errors import OnbeatError
 from onbeat.terminal.formatting import duration, number
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def create(
             typer.echo(f"{file.source} is {file.path} of the broker", err=True)
         return (await client.jobs.create(config, idempotency_key)).id
 
-    job_id = broker.ask(submit)
+    job_id = broker.change(submit)
     typer.echo(job_id)
     if is_watched:
         watch(broker, job_id)
@@ -62,7 +63,7 @@ def fork(
     is_watched: Annotated[bool, typer.Option("--watch", help="Follow the new job until it ends.")] = False,
 ) -> None:
     """Submit a job that starts from a checkpoint of another one. `--set` changes its settings."""
-    new_id = broker.ask(lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
+    new_id = broker.change(lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
     typer.echo(new_id)
     if is_watched:
         watch(broker, new_id)
@@ -112,6 +113,7 @@ def watch(broker: Broker, job_id: JobId) -> None:
     console = make_console()
 
     async def show(client: "AsyncClient") -> JobState:
+        await check_that_it_moves(client, job_id)
         progress = await follow(client, job_id, console)
         await print_summary(client, progress, console)
         return progress.job.state
@@ -127,16 +129,24 @@ def watch(broker: Broker, job_id: JobId) -> None:
     raise typer.Exit(0 if state == JobState.SUCCEEDED else 1)
 
 
+async def check_that_it_moves(client: "AsyncClient", job_id: str) -> None:
+    """Raise OnbeatError for an unfinished job in records: watching it would never end."""
+    if client.place.is_recorded and not (job := await client.jobs.get(job_id)).state.is_final:
+        done = f"{job.next_iteration} of {job.num_iterations} iterations"
+        start = f"`onbeat up{client.place.option}` starts a stack for it"
+        raise OnbeatError(f"job {job_id} is {job.state} after {done}, and nothing runs here: {start}")
+
+
 @app.command()
 def cancel(broker: Broker, job_id: JobId) -> None:
     """Cancel a job. Its committed iterations are kept."""
-    print_state(broker.ask(lambda client: client.jobs.cancel(job_id)))
+    print_state(broker.change(lambda client: client.jobs.cancel(job_id)))
 
 
 @app.command()
 def pause(broker: Broker, job_id: JobId) -> None:
     """Pause a job until it is resumed."""
-    print_state(broker.ask(lambda client: client.jobs.pause(job_id)))
+    print_state(broker.change(lambda client: client.jobs.pause(job_id)))
 
 
 @app.command()
@@ -149,7 +159,7 @@ def resume(
     ] = None,
 ) -> None:
     """Resume a job that is paused, FAILED or CANCELLED, or one that SUCCEEDED, for more iterations."""
-    print_state(broker.ask(lambda client: client.jobs.resume(job_id, num_iterations)))
+    print_state(broker.change(lambda client: client.jobs.resume(job_id, num_iterations)))
 
 
 @app.command()
@@ -161,7 +171,7 @@ def delete(broker: Broker, job_id: JobId) -> None:
         await client.jobs.delete(job_id)
         return checkpoint
 
-    checkpoint = broker.ask(remove)
+    checkpoint = broker.change(remove)
     typer.echo(f"{job_id} deleted" + (f"; its newest checkpoint is still at {checkpoint}" if checkpoint else ""))
 
 

@@ -14,7 +14,7 @@ import typer
 from onbeat.cli.jobs import app
 from onbeat.cli.options import AsJson, Broker, DataDir, JobId, make_console
 from onbeat.cli.output import print_json, print_records, print_table, say, when
-from onbeat.local.state import resolve_data_dir
+from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import number, printable, sparkline
 
 if TYPE_CHECKING:

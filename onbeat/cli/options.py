@@ -5,28 +5,31 @@ import inspect
 import os
 import shlex
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import wraps
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from onbeat.contracts.errors import OnbeatError
-from onbeat.local.state import StackState, resolve_data_dir, running_stack, why_ended
+from onbeat.cli.output import say
+from onbeat.process.brokers import NAMING, BrokerPlace, Source, describe_reading, find_broker, refuse_change
+from onbeat.process.stacks import has_processes, wait_until, why_ended
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from onbeat.client import AsyncClient
 
+ENDING_S = 15.0  # records that another command had opened
+
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., None])
 Url = Annotated[
     str | None,
-    typer.Option(
-        envvar="ONBEAT_URL", help="URL of the broker. Default: the data folder's stack, else http://127.0.0.1:8800."
-    ),
+    typer.Option(help="URL of the broker. Default: ONBEAT_URL, else the stack of the data folder, else its records."),
 ]
 ApiKey = Annotated[
     str | None,
@@ -73,45 +76,75 @@ TrainerCores = Annotated[
 
 @dataclass(frozen=True)
 class Broker:
-    """The broker that a command asks: that of --url, else of the data folder's stack, else of the default address."""
+    """The broker that a command asks, by the rule of `onbeat.process.brokers`."""
 
     url: str | None
     api_key: str | None
-    data_dir: Path | None  # as given; ONBEAT_DATA_DIR, which services have too, may have no stack
+    data_dir: Path | None  # as given
 
     @property
     def options(self) -> str:
         """The options that lead another command to this broker; it has the environment, too."""
-        given = {"--url": self.url if self.url != os.environ.get("ONBEAT_URL") else None, "--data-dir": self.data_dir}
+        given = {"--url": self.url, "--data-dir": self.data_dir}
         return "".join(f" {name} {shlex.quote(str(value))}" for name, value in given.items() if value)
 
-    def find_stack(self) -> StackState | None:
-        """Return the running stack of the data folder, unless another broker is named."""
-        return None if self.url else running_stack(resolve_data_dir(self.data_dir))
-
     def ask(self, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
-        """Put a question to the broker, and return its answer. Raise OnbeatError if no stack runs in a given folder.
+        """Put a question to the broker that changes nothing, and return its answer. Records are opened for it.
+
+        Raise OnbeatError for a given folder with neither a stack nor records.
+        """
+        from onbeat.client import BrokerUnreachable
+
+        place = find_broker(self.url, self.data_dir)
+        if reading := describe_reading(place):
+            say(reading, is_error=True)
+        if place.source is Source.RECORDS:
+            return self._ask_records(place, question)
+        try:
+            return self._put(place, question)
+        except BrokerUnreachable:
+            # Another command had opened the records, and has ended.
+            is_over = place.source is Source.STACK and place.is_read_only
+            if is_over and wait_until(lambda: not has_processes(place.folder), ENDING_S):
+                return self._ask_records(place, question)
+            raise
+
+    def change(self, change: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
+        """Have the broker change something, and return its answer. Raise UnnamedBroker where it may only be read."""
+        place = find_broker(self.url, self.data_dir)
+        refuse_change(place)
+        return self._put(place, change)
+
+    def _ask_records(self, place: BrokerPlace, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
+        from onbeat.process.records import OpenRecords
+
+        with closing(OpenRecords(place.folder)) as records:
+            return self._put(replace(place, url=records.url), question)
+
+    def _put(self, place: BrokerPlace, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
+        """Put a question to the broker at an address. The key of the environment is not sent to the default address.
 
         The client trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
         """
-        from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
+        from onbeat.client import ApiError, AsyncClient, BrokerUnreachable
 
-        folder, stack = resolve_data_dir(self.data_dir), self.find_stack()
-        if self.data_dir and not self.url and stack is None:
-            given = shlex.quote(str(self.data_dir))
-            remedy = f"start one with `onbeat up --data-dir {given}`, or name a broker with --url"
-            raise OnbeatError(why_ended(folder) or f"no stack runs in {folder}; {remedy}")
-        url = self.url or (stack.url if stack else DEFAULT_URL)
+        is_default, environment_key = place.source is Source.DEFAULT, os.environ.get("ONBEAT_API_KEY")
+        is_held_back = is_default and self.api_key is not None and self.api_key == environment_key
+        api_key = None if is_held_back else self.api_key
 
         async def call() -> Answer:
-            async with AsyncClient(url, self.api_key, ca_file=os.environ.get("ONBEAT_CA_FILE")) as client:
+            async with AsyncClient(place, api_key, ca_file=os.environ.get("ONBEAT_CA_FILE")) as client:
                 return await question(client)
 
         try:
             return asyncio.run(call())
         except BrokerUnreachable as error:
-            if not self.url and (reason := why_ended(folder)):
+            if place.source is not Source.NAMED and (reason := why_ended(place.folder)):
                 error.add_note(reason)
+            raise
+        except ApiError as error:
+            if is_held_back and error.status == HTTPStatus.UNAUTHORIZED:
+                error.add_note(f"ONBEAT_API_KEY is sent only to an address that was named:\n  {NAMING}")
             raise
 
 

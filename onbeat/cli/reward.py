@@ -12,7 +12,7 @@ from onbeat.cli.options import App, Broker, Job, Overrides
 from onbeat.cli.output import say
 from onbeat.cli.service import DEADLINE_S, run_service
 from onbeat.contracts.answers import PROMPT_SUFFIX
-from onbeat.local.state import resolve_data_dir
+from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import clip, printable
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from onbeat.cli.options import App, DataDir, JobId
-from onbeat.local.state import resolve_data_dir, running_stack
 from onbeat.process.children import command_of, last_words
 from onbeat.process.extras import require_extra
+from onbeat.process.stacks import resolve_data_dir, running_stack
 
 app = App("Manage models on this machine.")
 
@@ -57,7 +57,8 @@ def replay(
     ] = "",
     data_dir: DataDir = None,
 ) -> None:
-    """Replay an iteration from its stream. The exit code is 0 only if the weights agree bit for bit."""
+    """Replay an iteration from its stream, on a running stack. The exit code is 0 only if the weights agree bit for
+    bit."""
     from onbeat.local.supervisor import inherited_environment
 
     require_extra("trainer", user="a replay")
@@ -68,7 +69,7 @@ def replay(
         environment = inherited_environment() | {"ONBEAT_REDIS_URL": stack.redis_url}
     elif "ONBEAT_REDIS_URL" not in environment:
         remedy = f"start it with `onbeat up --data-dir {shlex.quote(str(folder))}`, or set ONBEAT_REDIS_URL"
-        raise ValueError(f"no stack runs in {folder}: {remedy}")
+        raise ValueError(f"no stack runs in {folder}, and a replay reads from one: {remedy}")
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
     command = command_of("services.trainer.replay", job_id, str(iteration))
     raise typer.Exit(subprocess.call(command, env=environment))

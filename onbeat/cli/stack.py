@@ -1,5 +1,6 @@
 """`onbeat run`, `up`, `down` and `view`: the local stack."""
 
+import os
 import shlex
 import time
 from pathlib import Path
@@ -9,8 +10,7 @@ import typer
 
 from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
 from onbeat.contracts.data_folder import REDIS_FOLDER
-from onbeat.contracts.errors import OnbeatError
-from onbeat.local.state import resolve_data_dir, running_stack
+from onbeat.process.stacks import VIEW, resolve_data_dir, running_stack
 
 if TYPE_CHECKING:
     from onbeat.local.stack import StackOptions
@@ -60,7 +60,7 @@ def up(
 
     from onbeat.local.daemon import start_in_background
     from onbeat.local.redis_choice import choose_server
-    from onbeat.local.redis_server import choose_port, free_port
+    from onbeat.local.redis_server import checked_port
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     state = running_stack(options.data_dir)
@@ -76,15 +76,13 @@ def up(
             f"port: to change them, stop it first (`onbeat down{where}`)"
         )
         return
-    options = replace(options, port=choose_port(port))
+    if port is not None:
+        options = replace(options, port=checked_port(port))
     typer.echo(f"using {choose_server(options.data_dir / REDIS_FOLDER)}")
-    try:
-        state = start_in_background(options)
-    except OnbeatError:
-        if port is not None or free_port(preferred=options.port) == options.port:
-            raise
-        state = start_in_background(replace(options, port=free_port()))  # another process was faster at the port
+    state = start_in_background(options)
     typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down{where}` stops it")
+    if (named := os.environ.get("ONBEAT_URL")) and named.rstrip("/") != state.url:
+        typer.echo(f"commands ask ONBEAT_URL={named} all the same: unset it, and they ask this stack")
 
 
 def down(data_dir: DataDir = None) -> None:
@@ -102,9 +100,9 @@ def view(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8800 if it is free.")] = None,
 ) -> None:
     """Show the dashboard for the jobs of a data folder, read-only, until Ctrl-C."""
-    from onbeat.local.redis_server import choose_port
+    from onbeat.local.redis_server import checked_port
     from onbeat.local.run import terminations_as_interrupts
-    from onbeat.local.stack import StackOptions, local_stack
+    from onbeat.local.stack import StackOptions, stack_at_usual_port
     from onbeat.process.extras import require_extra
 
     folder = resolve_data_dir(folder)
@@ -115,10 +113,10 @@ def view(
     if not (folder / "redis").is_dir():
         raise ValueError(f"{folder} is no data folder of a run: it has no folder redis")
     require_extra("broker", user="the dashboard")
-    options = StackOptions(folder, port=choose_port(port), is_view=True)
+    options = StackOptions(folder, port=checked_port(port) if port else None, is_view=True)
     with terminations_as_interrupts():
         try:
-            with local_stack(options, command="view", report=typer.echo) as (url, supervisor):
+            with stack_at_usual_port(options, VIEW, report=typer.echo) as (url, supervisor):
                 typer.echo(f"open {url}; Ctrl-C ends it")
                 while True:
                     supervisor.check()

@@ -9,7 +9,7 @@ import typer
 
 from onbeat.cli.options import AsJson, DataDir
 from onbeat.cli.output import print_json, print_table
-from onbeat.local.state import resolve_data_dir
+from onbeat.process.stacks import resolve_data_dir
 
 
 def backup(

@@ -9,8 +9,9 @@ from onbeat.client.asynchronous import AsyncClient
 from onbeat.client.blocking import Client, Datasets, Jobs
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Series, Update
-from onbeat.client.transport import DEFAULT_URL, BrokerUnreachable
-from onbeat.contracts.errors import ApiError
+from onbeat.client.transport import BrokerUnreachable
+from onbeat.contracts.errors import ApiError, UnnamedBroker
+from onbeat.process.brokers import DEFAULT_URL
 
 __all__ = [
     "DEFAULT_URL",
@@ -23,5 +24,6 @@ __all__ = [
     "Datasets",
     "Jobs",
     "Series",
+    "UnnamedBroker",
     "Update",
 ]

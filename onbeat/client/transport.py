@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from onbeat.contracts.deadlines import STREAM_SILENCE_S
 from onbeat.contracts.errors import ApiError, OnbeatError
 from onbeat.contracts.records import Record
+from onbeat.process.brokers import DEFAULT_URL, BrokerPlace, Source, describe_reading, find_broker, refuse_change
 from onbeat.process.network import trust
+from onbeat.process.records import OpenRecords
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
 BUSY_STATUSES = frozenset({429, 502, 503, 504})  # temporary: too many requests, no broker behind a proxy, Redis is away
 
@@ -48,23 +49,33 @@ class BrokerUnreachable(OnbeatError):
 
 
 class Transport:
-    """A connection to one broker, by default that of the environment: ONBEAT_URL, ONBEAT_API_KEY, ONBEAT_CA_FILE.
+    """A connection to one broker, by default the one that commands ask, too: ONBEAT_URL, else the stack of the data
+    folder, else its records, else the default address; the last two can only be read.
 
-    The key of the environment is sent to that broker only. An invalid URL, key or CA raises ValueError.
+    ONBEAT_API_KEY and ONBEAT_CA_FILE are for the broker in ONBEAT_URL alone. An invalid URL, key or CA raises
+    ValueError; records that cannot be opened raise OnbeatError.
     """
 
     def __init__(
         self,
-        base_url: str | None = None,
+        base_url: str | BrokerPlace | None = None,
         api_key: str | None = None,
         timeout_s: float = 15.0,
         ca_file: str | Path | None = None,  # PEM authority of the broker's certificate; default: those of the system
     ) -> None:
+        self._records: OpenRecords | None = None
         if base_url is None:
-            base_url = os.environ.get("ONBEAT_URL") or DEFAULT_URL
-            api_key = api_key or os.environ.get("ONBEAT_API_KEY")
-            ca_file = ca_file or os.environ.get("ONBEAT_CA_FILE")
-        self.base_url = base_url.rstrip("/")
+            base_url = find_broker()
+            if base_url.source is Source.NAMED:
+                api_key = api_key or os.environ.get("ONBEAT_API_KEY")
+                ca_file = ca_file or os.environ.get("ONBEAT_CA_FILE")
+            if reading := describe_reading(base_url):
+                logger.warning("%s", reading)
+            if base_url.source is Source.RECORDS:
+                self._records = OpenRecords(base_url.folder)
+                base_url = replace(base_url, url=self._records.url)
+        self.place = BrokerPlace(Source.NAMED, base_url) if isinstance(base_url, str) else base_url
+        self.base_url = self.place.url.rstrip("/")
         self.timeout_s = timeout_s
         is_here = host_of(self.base_url) in ("127.0.0.1", "localhost", "::1")
         if api_key and not is_here and self.base_url.startswith("http:"):
@@ -85,6 +96,8 @@ class Transport:
 
     async def close(self) -> None:
         await self._http.aclose()
+        if self._records is not None:
+            await asyncio.to_thread(self._records.close)
 
     async def get(self, path: str, **params: Any) -> Any:
         """Return the JSON under a path; parameters that are None are left out."""
@@ -119,8 +132,11 @@ class Transport:
         """Make one call with bounded retries; a call that is not repeatable is only retried when nothing was sent.
         `timeout`: seconds that its answer may take; connecting always has `timeout_s`.
 
-        Raise ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy.
+        Raise ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy, and UnnamedBroker
+        for a change where nothing may be changed.
         """
+        if method != "GET":
+            refuse_change(self.place)
         silence_s = options.pop("timeout", self.timeout_s)
         timeout = httpx.Timeout(silence_s, connect=self.timeout_s)
         for delay_s in (*RETRY_DELAYS_S, None):

@@ -7,6 +7,10 @@ class OnbeatError(Exception):
     """The base of all errors that Onbeat raises on purpose."""
 
 
+class UnnamedBroker(OnbeatError):
+    """Something was to be changed at a broker that may only be read: no address was named, and no stack runs here."""
+
+
 class JobNotFound(OnbeatError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"there is no job {job_id!r}; `onbeat jobs list` shows the jobs of this broker")
@@ -20,6 +24,12 @@ class IllegalTransition(OnbeatError):
             problem = " and waits in the queue: only a running job can be paused; cancel it instead"
         super().__init__(f"job {job_id} is {current}{problem or f' and cannot become {wanted}'}")
         self.current = current
+
+
+class NotRunningYet(IllegalTransition):
+    def __init__(self, job_id: str, current: str) -> None:
+        remedy = "; only a running job can be paused: cancel it instead"
+        super().__init__(job_id, current, problem=f": it waits in the queue{remedy}")
 
 
 class JobNotFinal(IllegalTransition):

@@ -29,8 +29,8 @@ from onbeat.contracts.errors import OnbeatError
 from onbeat.local.checkpoint_folders import JOBS, NAME, checkpoints_of, files_in
 from onbeat.local.redis_choice import FILE_OF_6, FOLDER_OF_7, RECORD, read_record
 from onbeat.local.resting import RecordedJob, open_redis, read_jobs
-from onbeat.local.state import CHILDREN_LOCK, OWNER_LOCK, running_stack
 from onbeat.machine.disk_space import shortage
+from onbeat.process.stacks import CHILDREN_LOCK, OWNER_LOCK, running_stack
 
 FORMAT = 1
 HEADER, DIGESTS = "backup.json", "digests.json"

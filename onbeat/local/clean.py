@@ -18,7 +18,7 @@ from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.local.backup import DRAFTS
 from onbeat.local.checkpoint_folders import JOBS, checkpoints_of, partial_checkpoints, size_of
 from onbeat.local.resting import RecordedJob, open_redis, read_jobs, resting_redis
-from onbeat.local.state import running_stack
+from onbeat.process.stacks import running_stack
 from onbeat.streams.keys import JobKeys
 
 CHECKPOINTS = "checkpoints"

@@ -12,20 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from onbeat.contracts.errors import OnbeatError
-from onbeat.local.stack import StackOptions, local_stack
-from onbeat.local.state import (
-    LEFTOVERS_DEADLINE_S,
-    OWNER_DEADLINE_S,
-    OWNER_LOCK,
-    StackState,
-    create_data_dir,
-    has_processes,
-    running_stack,
-    take_lock,
-    this_machine,
-    wait_until,
-)
+from onbeat.local.stack import StackOptions, stack_at_usual_port
+from onbeat.local.state import LEFTOVERS_DEADLINE_S, OWNER_DEADLINE_S, create_data_dir, take_lock
 from onbeat.process.children import command_of
+from onbeat.process.stacks import OWNER_LOCK, StackState, has_processes, running_stack, this_machine, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +93,7 @@ def main() -> int:
     options = StackOptions(**{**given, "data_dir": Path(given["data_dir"])})
     signal.signal(signal.SIGTERM, raise_exit)
     try:
-        with local_stack(options, command="up") as (url, supervisor):
+        with stack_at_usual_port(options, command="up") as (url, supervisor):
             log.info("the stack is up at %s", url)
             while True:
                 supervisor.check()

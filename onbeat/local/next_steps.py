@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onbeat.contracts.records import JobRecord
 from onbeat.local.checkpoints import checkpoints_of
-from onbeat.local.state import resolve_data_dir
+from onbeat.process.stacks import resolve_data_dir
 
 
 def next_steps(job: JobRecord, data_dir: Path, url: str | None = None) -> Iterator[tuple[str, str]]:

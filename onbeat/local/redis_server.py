@@ -56,13 +56,8 @@ def missing_redis(url: str) -> str:
     return ""
 
 
-def choose_port(port: int | None) -> int:
-    """Return the port that the user asks for, else 8800 if that is free, else any.
-
-    Raise ValueError for one that cannot be bound.
-    """
-    if port is None:
-        return free_port(preferred=8800)
+def checked_port(port: int) -> int:
+    """Return the port that the user asks for. Raise ValueError for one that cannot be bound."""
     try:
         return bind(port)
     except OSError as error:

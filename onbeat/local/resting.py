@@ -12,8 +12,9 @@ from onbeat.contracts.states import JobState
 from onbeat.local.redis_choice import choose_server
 from onbeat.local.redis_server import redis_service
 from onbeat.local.stack import make_scratch
-from onbeat.local.state import StackLock, create_data_dir, has_processes, running_stack
+from onbeat.local.state import StackLock, create_data_dir
 from onbeat.local.supervisor import Supervisor
+from onbeat.process.stacks import has_processes, running_stack
 from onbeat.streams.keys import ALL_JOBS, JobKeys
 
 CONNECT_S, ANSWER_S = 5.0, 60.0

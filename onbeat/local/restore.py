@@ -13,8 +13,8 @@ from onbeat.contracts.errors import OnbeatError
 from onbeat.local.backup import CHUNK_BYTES, DIGESTS, FORMAT, HEADER, check_checkpoints
 from onbeat.local.checkpoint_folders import checkpoints_of
 from onbeat.local.resting import RecordedJob, read_jobs, resting_redis
-from onbeat.local.state import CHILDREN_LOCK, OWNER_LOCK
 from onbeat.machine.disk_space import shortage
+from onbeat.process.stacks import CHILDREN_LOCK, OWNER_LOCK
 from onbeat.streams.keys import JobKeys
 
 MAX_TEXT_BYTES = 1 << 28  # largest header, and largest list of digests

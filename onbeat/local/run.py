@@ -21,8 +21,9 @@ from onbeat.contracts.records import JobRecord
 from onbeat.contracts.states import JobState
 from onbeat.local.checkpoints import checkpoints_of
 from onbeat.local.next_steps import next_steps
-from onbeat.local.stack import StackOptions, describe_places, local_stack
-from onbeat.local.state import create_data_dir, running_stack
+from onbeat.local.stack import StackOptions, describe_places, stack_at_usual_port
+from onbeat.local.state import create_data_dir
+from onbeat.process.stacks import running_stack
 from onbeat.terminal.follow import follow
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
@@ -54,7 +55,7 @@ class JobRun:
     async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
-            self._console.out(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
+            self._console.out(f"job {job.id} ({job.num_iterations} iterations): {self._url}/#/jobs/{job.id}")
             progress = await follow(client, job.id, self._console, tick)
             self.job = progress.job
             await print_summary(client, progress, self._console)
@@ -194,7 +195,7 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
     rollouts = "1 rollout" if options.num_rollouts == 1 else f"{options.num_rollouts} rollouts"
     console.out(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}")
     console.out(describe_places(options))
-    with local_stack(options, "run", console.out) as (url, supervisor):
+    with stack_at_usual_port(options, "run", console.out) as (url, supervisor):
         yield url, supervisor.check
 
 

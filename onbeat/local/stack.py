@@ -22,13 +22,15 @@ from onbeat.contracts.installed import ENGINES
 from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.local.redis_choice import choose_server
 from onbeat.local.redis_server import HOST, free_port, redis_service
-from onbeat.local.state import StackLock, StackState, create_data_dir, this_machine
-from onbeat.local.supervisor import ServiceSpec, Supervisor
+from onbeat.local.state import StackLock, create_data_dir
+from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 from onbeat.machine.accelerators import available_devices, device_environments
 from onbeat.machine.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.machine.processor import read_processor
+from onbeat.process.brokers import DEFAULT_PORT
 from onbeat.process.children import command_of
+from onbeat.process.stacks import StackState, this_machine
 from onbeat.process.temporary import PrivateFolder
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,23 @@ def local_stack(
         supervisor.start(specs)
         lock.write(StackState(os.getpid(), command, url, redis_url, time.time(), this_machine(), gethostname()))
         yield url, supervisor
+
+
+@contextmanager
+def stack_at_usual_port(
+    options: StackOptions, command: str, report: Callable[[str], None] = log.warning
+) -> Iterator[tuple[str, Supervisor]]:
+    """Run the stack with its broker at DEFAULT_PORT if that is free, else at any port, unless the options name one."""
+    port = options.port or free_port(preferred=DEFAULT_PORT)
+    with ExitStack() as held:
+        try:
+            stack = held.enter_context(local_stack(replace(options, port=port), command, report))
+        except StackFailed:
+            if options.port or free_port(preferred=port) == port:
+                raise
+            report(f"another process was faster at port {port}: starting again at another one")
+            stack = held.enter_context(local_stack(replace(options, port=free_port()), command, report))
+        yield stack
 
 
 def make_scratch(report: Callable[[str], None]) -> PrivateFolder:

@@ -83,6 +83,7 @@ def create_app(
         streams=streams,
         timelines=Timelines(ledger),
         uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
+        data_dir=settings.data_dir.resolve(),
     )
     app.state.chats = ChatDesk(ledger, settings, is_stopping)
     add_middleware(app, settings, meters)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from starlette.datastructures import Headers
+
 from onbeat.process.api_keys import ApiKey, Role, digest_of, id_of, read_keys
+from onbeat.process.network import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,14 @@ def required_role(method: str, path: str) -> Role | None:
 
 def is_upload(method: str, path: str) -> bool:
     return method == "PUT" and UPLOADING.fullmatch(path) is not None
+
+
+def is_from_here(headers: Headers) -> bool:
+    """Return whether the request is neither from another site's page nor to another site's name that points here."""
+    host = headers.get("host", "")
+    name = re.sub(r":\d*$", "", host)  # the host without the port
+    is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
+    return is_own_page and is_loopback(name.strip("[]"))
 
 
 class KeyRing:

@@ -16,9 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.process.api_keys import ApiKey
-from onbeat.process.network import is_loopback
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
-from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, is_upload, required_role
+from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, is_from_here, is_upload, required_role
 from services.broker.metrics import Meters, known_method
 from services.broker.settings import READ_ONLY
 
@@ -113,14 +112,6 @@ def refuse_haste(wait_s: float, reason: str) -> ProblemResponse:
     after_s = math.ceil(wait_s)
     detail = f"{reason}; try again in {after_s} s"
     return problem(429, "Too many requests", detail, headers={"Retry-After": str(after_s)})
-
-
-def is_from_here(headers: Headers) -> bool:
-    """Return whether the request is neither from another site's page nor to another site's name that points here."""
-    host = headers.get("host", "")
-    name = re.sub(r":\d*$", "", host)  # the host without the port
-    is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
-    return is_own_page and is_loopback(name.strip("[]"))
 
 
 def refuse_page(headers: Headers) -> ProblemResponse:

@@ -18,9 +18,9 @@ from onbeat.client import BrokerUnreachable, Client
 from onbeat.contracts.errors import ApiError
 from onbeat.contracts.records import JobRecord
 from onbeat.local.stack import StackOptions, local_stack, service_specs
-from onbeat.local.state import running_stack
 from onbeat.local.supervisor import ServiceSpec, Supervisor
 from onbeat.machine.cores import available_cores
+from onbeat.process.stacks import running_stack
 from services.trainer.replay import replay as replay_iteration
 from services.trainer.settings import Settings
 from tests.tiny_models import write_tied_model

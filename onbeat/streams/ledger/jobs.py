@@ -12,6 +12,7 @@ from onbeat.contracts.errors import (
     JobNotFinal,
     JobNotFound,
     LeaseLost,
+    NotRunningYet,
     TooManyPending,
 )
 from onbeat.contracts.states import JOB_MOVES, JobState
@@ -144,6 +145,8 @@ class Jobs(LedgerPart):
         if not before:
             raise JobNotFound(job_id)
         if not moved:
+            if (before, wanted) == (b"PENDING", JobState.PAUSED):
+                raise NotRunningYet(job_id, before.decode())
             raise IllegalTransition(job_id, before.decode(), wanted)
         if wanted.is_final or before == b"PENDING":
             await self.file(job_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -26,6 +27,7 @@ class Context:
     streams: JobStreams
     timelines: Timelines
     uploads: Uploads
+    data_dir: Path
 
 
 def context_of(request: Request) -> Context:

@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import pwd
+from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
 from onbeat.contracts.records import Diagnosis
+from onbeat.process.network import is_loopback
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented, problem
+from services.broker.auth import is_from_here
 from services.broker.doctor.diagnosis import diagnose, diagnosis, find_refusal
 from services.broker.doctor.explain import explain_job
 
@@ -27,6 +31,8 @@ class Health(BaseModel):
 
 class Readiness(Health):
     instance_id: str  # ONBEAT_INSTANCE_ID: a stack knows its own broker by it, and not another one at the same port
+    folder: str = ""  # the data folder, and the user who runs the broker: for programs of this machine alone
+    user: str = ""
 
 
 @router.get("/livez")
@@ -36,8 +42,9 @@ async def livez() -> Health:
 
 
 @router.get("/readyz", response_model=Readiness, responses=documented(503))
-async def readyz(broker: Broker) -> Response:
-    """Report whether the broker can work: Redis answers and the control loop runs."""
+async def readyz(request: Request, broker: Broker) -> Response:
+    """Report whether the broker can work: Redis answers and the control loop runs. Programs of the same machine also
+    learn whose stack it is."""
     if not broker.is_conducting():
         return problem(503, "Not ready", "the control loop has ended; the broker must be restarted")
     try:
@@ -47,7 +54,24 @@ async def readyz(broker: Broker) -> Response:
         refusal = await find_refusal(broker.ledger)
         silence = f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL"
         return problem(503, "Not ready", f"Redis: {refusal}" if refusal else silence)
-    return JSONResponse({"status": "ready", "instance_id": os.environ.get("ONBEAT_INSTANCE_ID", "")})
+    readiness = {"status": "ready", "instance_id": os.environ.get("ONBEAT_INSTANCE_ID", "")}
+    return JSONResponse(readiness | (identity(broker.data_dir) if is_local(request) else {}))
+
+
+def is_local(request: Request) -> bool:
+    """Return whether a program of this machine asks, and neither a page in a browser nor a proxy for somebody else."""
+    is_direct = not any(name in request.headers for name in ("forwarded", "x-forwarded-for", "via"))
+    is_here = request.client is not None and is_loopback(request.client.host)
+    return is_here and is_direct and is_from_here(request.headers)
+
+
+def identity(data_dir: Path) -> dict[str, str]:
+    """Return whose stack this is."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # as in a container
+        user = str(os.getuid())
+    return {"folder": str(data_dir), "user": user}
 
 
 @router.get("/metrics", response_class=Response)

@@ -1,6 +1,7 @@
 """The REST API of a whole broker on a real Redis: what it accepts, what it refuses, and how it says so."""
 
 import asyncio
+import getpass
 import json
 import tomllib
 from collections.abc import AsyncIterator
@@ -313,6 +314,13 @@ async def test_unknown_job_is_not_found_everywhere(broker):
         problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
 
 
+async def test_waiting_job_is_cancelled_instead_of_paused(broker):
+    job_id = await submit(broker)
+    detail = problem_of(await broker.post(f"/v1/jobs/{job_id}:pause"), 409)["detail"]
+    remedy = "it waits in the queue; only a running job can be paused: cancel it instead"
+    assert detail == f"job {job_id} is PENDING: {remedy}"
+
+
 # ---- what happens in a job ---------------------------------------------------------------------------------------
 
 
@@ -406,10 +414,13 @@ async def test_what_a_pool_has_to_do(broker, ledger, world):
 # ---- health ------------------------------------------------------------------------------------------------------
 
 
-async def test_health_and_prometheus(broker, ledger, world, monkeypatch):
+async def test_health_and_prometheus(broker, ledger, world, monkeypatch, tmp_path):
     assert (await broker.get("/livez")).json() == {"status": "alive"}
     monkeypatch.setenv("ONBEAT_INSTANCE_ID", "4f2a")
-    assert (await broker.get("/readyz")).json() == {"status": "ready", "instance_id": "4f2a"}
+    ready = {"status": "ready", "instance_id": "4f2a"}
+    assert (await broker.get("/readyz")).json() == ready | {"folder": str(tmp_path), "user": getpass.getuser()}
+    for header in ({"Host": "broker.example"}, {"X-Forwarded-For": "192.0.2.1"}, {"Origin": "http://evil.example"}):
+        assert (await broker.get("/readyz", headers=header)).json() == ready  # nobody elsewhere learns whose it is
     job_id = await submit(broker)
     epoch = await world.start_training(job_id)
     await world.wait_open(job_id, 0)

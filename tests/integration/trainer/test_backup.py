@@ -14,8 +14,9 @@ from onbeat.contracts.states import JobState, Verdict
 from onbeat.local.backup import write_backup
 from onbeat.local.redis_server import redis_service
 from onbeat.local.restore import restore_backup
-from onbeat.local.state import StackLock, StackState, create_data_dir
+from onbeat.local.state import StackLock, create_data_dir
 from onbeat.process.loop_thread import LoopThread
+from onbeat.process.stacks import StackState
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.lease import ClaimedJob, Lease

@@ -21,7 +21,8 @@ from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, Reason
 from onbeat.contracts.answers import IS_NUMBER
 from onbeat.local.redis_choice import embedded_server
 from onbeat.local.redis_server import redis_service
-from onbeat.local.state import StackLock, StackState
+from onbeat.local.state import StackLock
+from onbeat.process.stacks import StackState
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.child import ReadRequest, answer_request, open_dataset
 from services.broker.datasets.files import epoch_order

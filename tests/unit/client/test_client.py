@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,9 +18,11 @@ from onbeat.client.blocking import Datasets
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import StreamMessage, Transport, parse_answer
 from onbeat.config import apply_override
-from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
 from onbeat.contracts.records import Event, IterationUpdate, WorkerRecord
 from onbeat.contracts.states import JobState
+from onbeat.local.state import StackLock, create_data_dir
+from onbeat.process.stacks import StackState
 from tests.broker_thread import BrokerThread
 from tests.world import job_body
 
@@ -194,8 +197,40 @@ def test_environment_names_the_broker_and_its_key_stays_there(
     with Client(broker.url) as client:
         client.jobs.list()
     assert broker.wire.authorization is None
+
+
+def test_client_finds_the_broker_that_commands_find(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ONBEAT_URL")
+    monkeypatch.delenv("ONBEAT_DATA_DIR", raising=False)
     assert AsyncClient().base_url == "http://127.0.0.1:8800"
+    monkeypatch.setattr("onbeat.process.brokers.DEFAULT_URL", broker.url)
+    monkeypatch.setenv("ONBEAT_API_KEY", "secret")
+    with Client() as client:  # the default address
+        assert client.jobs.list() == []
+        with pytest.raises(UnnamedBroker, match=r"(?s)start one with `onbeat up`.*export ONBEAT_URL=http"):
+            client.jobs.create(CONFIG)
+    assert f"reading from {broker.url}, the stack of {broker.folder.resolve()}, run by user" in caplog.text
+    assert broker.wire.authorization is None
+    monkeypatch.setattr("onbeat.process.brokers.DEFAULT_URL", "http://127.0.0.1:1")
+    create_data_dir(tmp_path / ".onbeat")
+    lock = StackLock(tmp_path / ".onbeat")
+    lock.write(StackState(1, "up", broker.url, "", 0.0))
+    with Client() as client:  # the running stack of this folder
+        assert client.jobs.get(client.jobs.create(CONFIG).id).state == JobState.PENDING
+    lock.release()
+    is_open = [True]
+    records = SimpleNamespace(url=broker.url, close=is_open.clear)
+    monkeypatch.setattr("onbeat.client.transport.OpenRecords", lambda _: records)
+    (tmp_path / ".onbeat" / "redis").mkdir()
+    with Client() as client:  # the records of this folder
+        (job,) = client.jobs.list()
+        with pytest.raises(UnnamedBroker, match="no stack runs in"):
+            client.jobs.cancel(job.id)
+        assert is_open
+    assert not is_open
 
 
 async def test_stream_survives_breaks_and_is_given_up_after_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from onbeat.local.clean import clean
 from onbeat.local.redis_choice import Release, write_record
 from onbeat.local.resting import read_jobs, resting_redis
 from onbeat.local.restore import restore_backup
-from onbeat.local.state import StackLock, StackState
+from onbeat.local.state import StackLock
+from onbeat.process.stacks import StackState
 from onbeat.streams.keys import ALL_JOBS, JobKeys
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,8 @@ from onbeat.local.redis_choice import (
 )
 from onbeat.local.redis_server import redis_service
 from onbeat.local.stack import StackOptions, local_stack
-from onbeat.local.state import running_stack
 from onbeat.local.supervisor import Supervisor
+from onbeat.process.stacks import running_stack
 from tests.conftest import EMBEDDED, NO_NEW_SERVER
 
 Install = Callable[[str, str], Path]

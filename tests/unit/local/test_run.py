@@ -25,7 +25,7 @@ from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.states import JobState
 from onbeat.local.run import JobRun
 from onbeat.local.stack import TRAINER_GRACE_S
-from onbeat.local.state import has_processes, running_stack, state_path
+from onbeat.process.stacks import has_processes, running_stack, state_path
 from tests.broker_thread import BrokerThread
 from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
 from tests.scripted_trainer import CHECKPOINT
@@ -120,10 +120,16 @@ def test_run_succeeds_writes_its_report_and_leaves_nothing(
     assert "\x1b" not in out
     assert CHECKPOINT in out
     assert re.search(r"\nsee the run +\S*onbeat view\n", out)
-    assert len(json.loads(report.read_text())["iterations"]) == 4
+    written = json.loads(report.read_text())
+    assert len(written["iterations"]) == 4
+    assert "(4 iterations): http://127.0.0.1:" in out
+    assert f"/#/jobs/{written['job_id']}\n" in out  # the address of its page
     assert {path.name for path in (data_dir / "logs").iterdir()} == {
         f"{name}.log" for name in ("redis", "broker", "trainer", "rollout-0", "rollout-1")
     }
+    assert processes_of(data_dir) == []
+    audited = finish(start([*cli, "audit", written["job_id"]], data_dir, ONBEAT_URL=""))
+    assert audited.startswith(f"no stack runs in {data_dir}; reading its records, which takes some seconds\nclean: ")
     assert processes_of(data_dir) == []
     assert not has_processes(data_dir)
     assert list(temporary.iterdir()) == []

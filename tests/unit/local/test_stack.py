@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -24,21 +25,14 @@ from onbeat.config import JobConfig
 from onbeat.contracts.errors import OnbeatError
 from onbeat.local.daemon import start_in_background, stop_in_background
 from onbeat.local.redis_choice import RedisServer
-from onbeat.local.redis_server import choose_port, redis_service
-from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs
-from onbeat.local.state import (
-    OWNER_LOCK,
-    StackLock,
-    StackState,
-    create_data_dir,
-    has_processes,
-    is_locked,
-    running_stack,
-)
+from onbeat.local.redis_server import checked_port, free_port, redis_service
+from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs, stack_at_usual_port
+from onbeat.local.state import StackLock, create_data_dir
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor, inherited_environment
 from onbeat.machine.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.machine.processor import read_processor
+from onbeat.process.stacks import OWNER_LOCK, StackState, has_processes, is_locked, running_stack
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -277,7 +271,32 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path, monkeypatch: p
 def test_port_that_cannot_be_bound_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.redis_server.HOST", "192.0.2.1")  # as for a port below 1024, the reason varies
     with pytest.raises(ValueError, match="--port 8800: Cannot assign requested address; take another port"):
-        choose_port(8800)
+        checked_port(8800)
+
+
+def test_port_that_is_lost_is_replaced_unless_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[socket.socket] = []
+
+    @contextmanager
+    def start(options: StackOptions, *_: object) -> Iterator[tuple[str, None]]:
+        if not taken:  # another process binds it after we have looked
+            taken.append(socket.create_server(("127.0.0.1", options.port)))
+            raise StackFailed("the stack did not start")
+        yield f"http://127.0.0.1:{options.port}", None
+
+    monkeypatch.setattr("onbeat.local.stack.local_stack", start)
+    monkeypatch.setattr("onbeat.local.stack.DEFAULT_PORT", usual := free_port())
+    lines: list[str] = []
+    with stack_at_usual_port(StackOptions(tmp_path), "run", lines.append) as (url, _):
+        assert not url.endswith(f":{usual}")
+    assert lines == [f"another process was faster at port {usual}: starting again at another one"]
+    taken.pop().close()
+    asked_for = stack_at_usual_port(StackOptions(tmp_path, port=usual), "run", lines.append)
+    with pytest.raises(StackFailed, match="did not start"):
+        asked_for.__enter__()
+    taken[0].close()
+    with stack_at_usual_port(StackOptions(tmp_path), "run", lines.append) as (url, _):
+        assert url.endswith(f":{usual}")
 
 
 def test_broker_of_another_stack_does_not_pass_for_our_own(supervisor, tmp_path, broker, redis_url):

@@ -10,8 +10,8 @@ import pytest
 
 from onbeat.contracts.states import JobState
 from onbeat.local import chat_engine as engine_module
-from onbeat.local.state import StackState
 from onbeat.process.children import command_of
+from onbeat.process.stacks import StackState
 from onbeat.streams.keys import JobKeys
 from tests.broker_thread import BrokerThread
 from tests.unit.local.test_chat_engine import ROOT, write_checkpoint

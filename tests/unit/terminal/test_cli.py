@@ -14,11 +14,7 @@ import pytest
 
 from onbeat.config import JobConfig, apply_override
 from onbeat.contracts.completions import ChatFailed
-from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import Finding
-from onbeat.local.redis_choice import choose_server
-from onbeat.local.stack import StackOptions
-from onbeat.local.state import StackState
 from onbeat.streams.audit import AuditViolation
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
@@ -173,29 +169,6 @@ def test_run_refuses_what_is_wrong_before_it_starts_anything(onbeat: Command, tm
     assert not data_dir.exists()
 
 
-def test_up_tries_another_port_when_it_loses_the_first(
-    onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    taken: list[socket.socket] = []
-
-    def start(options: StackOptions) -> StackState:
-        if not taken:  # another process binds it after we have looked
-            taken.append(socket.create_server(("127.0.0.1", options.port)))
-            raise OnbeatError("the stack did not start")
-        return StackState(1, "up", f"http://127.0.0.1:{options.port}", "", 0.0)
-
-    monkeypatch.setattr("onbeat.local.daemon.start_in_background", start)
-    server, where = onbeat("up", "--data-dir", str(tmp_path)).out.splitlines()
-    port = taken[0].getsockname()[1]
-    assert server == f"using {choose_server(tmp_path)}"
-    assert where.startswith("up at http://127.0.0.1:")
-    assert f":{port} " not in where
-    taken[0].close()
-    taken.clear()
-    assert "did not start" in onbeat("up", "--port", str(port), "--data-dir", str(tmp_path), code=1).err
-    taken[0].close()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -261,7 +234,7 @@ def test_stack_that_has_ended_by_itself_says_why(
     onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("ONBEAT_URL", raising=False)
-    monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("onbeat.process.brokers.DEFAULT_URL", "http://127.0.0.1:1")
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "stack.log"
     for text, is_told in (
@@ -277,23 +250,6 @@ def test_stack_that_has_ended_by_itself_says_why(
             printed = "".join(onbeat(*command, "--data-dir", str(tmp_path), code=1))
             reason = f"the stack of {tmp_path} has ended: rollout-0 exited with code 1, after 4 restarts; {log} has"
             assert (reason in printed) == is_told, printed
-
-
-def test_given_folder_without_a_stack_is_not_the_default_broker(
-    onbeat: Command, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("ONBEAT_URL")
-    monkeypatch.delenv("ONBEAT_REDIS_URL", raising=False)
-    monkeypatch.setattr("onbeat.client.DEFAULT_URL", broker.url)
-    folder = str(tmp_path / "my data")
-    for command, code in ((["jobs", "list"], 1), (["replay", "job-1", "--iteration", "2"], 2)):
-        error = onbeat(*command, "--data-dir", folder, code=code).err
-        assert error.startswith(f"error: no stack runs in {folder}")
-        assert f"`onbeat up --data-dir '{folder}'`" in error
-    assert "no stack runs" in onbeat("down", "--data-dir", folder).out
-    onbeat("jobs", "list", "--data-dir", folder, "--url", broker.url)
-    monkeypatch.setenv("ONBEAT_DATA_DIR", folder)  # as in the broker's container
-    onbeat("jobs", "list")
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -367,8 +323,9 @@ def test_template_is_a_job_and_is_not_overwritten(
     assert not (tmp_path / "other.toml").exists()
     monkeypatch.delenv("ONBEAT_URL", raising=False)
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
-    assert "keys and values are right. No broker was asked" in onbeat("validate", str(job)).out
+    monkeypatch.setattr("onbeat.process.brokers.DEFAULT_URL", "http://127.0.0.1:1")
+    reason = "No broker was asked about model, data and reward: no stack runs in"
+    assert f"keys and values are right. {reason}" in onbeat("validate", str(job)).out
     onbeat("validate", str(job), "--set", "rollout.n=3", code=2)
 
 
