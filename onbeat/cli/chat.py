@@ -174,7 +174,7 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
         try:
             refuse_change(place)
         except UnnamedBroker as error:
-            raise UnnamedBroker(f"{absent}, and {error}") from None
+            raise UnnamedBroker(f"no job {target!r} has a checkpoint here, and {error}") from None
     try:
         job = broker.ask(lambda client: find_over(client, target))
     except ApiError as error:

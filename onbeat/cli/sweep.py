@@ -56,7 +56,7 @@ def sweep(
 
     with terminations_as_interrupts():
         try:
-            outcomes = broker.ask(run)
+            outcomes = broker.change(run)
         except KeyboardInterrupt:
             say("not waiting any more; jobs that were created go on, and the same command comes back", is_error=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -62,7 +62,7 @@ def test_view_of_the_folder_does_not_take_chats(
 ) -> None:
     write_checkpoint(data_dir, "job-1")
     view = StackState(1, "view", "http://127.0.0.1:9", "", time.time())
-    monkeypatch.setattr("onbeat.cli.options.running_stack", lambda _: view)
+    monkeypatch.setattr("onbeat.process.brokers.running_stack", lambda _: view)
     assert onbeat("chat", "job-1", "hi").out == "job-1 heard 1: hi\n"
 
 
@@ -72,9 +72,8 @@ def test_unknown_job_is_an_error_without_a_terminal(
     onbeat: Command, monkeypatch: pytest.MonkeyPatch, message: list[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    refused = onbeat("chat", "hi", *message, code=1)
-    assert "no job 'hi' with a checkpoint is in " in refused.err
-    assert "--data-dir" in refused.err
+    refused = onbeat("chat", "hi", *message, code=2)
+    assert "no job 'hi' has a checkpoint here, and no stack runs in " in refused.err
 
 
 def test_job_that_is_over_elsewhere_names_its_folder(
