@@ -15,7 +15,8 @@ import typer
 from onbeat.cli import output
 from onbeat.cli.options import Broker, Engine
 from onbeat.contracts.errors import ApiError, OnbeatError
-from onbeat.local.state import resolve_data_dir
+from onbeat.local.state import resolve_data_dir, running_stack
+from onbeat.local.supervisor import StackFailed
 from onbeat.terminal.formatting import clip
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ def chat(
 
     For a finished job, and for a folder, an engine is started on the checkpoint on this disk. It ends with the chat.
     """
+    if port is not None and not is_served:
+        raise ValueError("--port is the port of --serve; add that, or leave --port out")
+    if message is not None and is_served:
+        raise ValueError("--serve asks nothing; leave the message out")
     options: dict[str, Any] = {"temperature": temperature}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
@@ -93,16 +98,7 @@ def chat(
             remedy = "the broker itself has OpenAI's interface, at /v1/chat/completions" if is_served else "wait for it"
             raise OnbeatError(f"--serve and --compare need a job that is over, and {job} is not; {remedy}")
         return converse([Partner(job, broker.ask, options)], message)
-    from onbeat.local.chat_engine import EngineOptions
-    from onbeat.local.redis_server import choose_port, free_port
-    from onbeat.local.stack import check_engine_name
-    from onbeat.process.extras import require_extra
-
-    require_extra("rollout", user="an engine on this machine", install="local")
-    check_engine_name(engine)
-    if is_served:
-        port = free_port(preferred=SERVE_PORT) if port is None else choose_port(port)
-    with started_engine(broker, checkpoint, EngineOptions(engine, is_compared, port)) as running:
+    with started_engine(broker, checkpoint, make_options(engine, is_compared, is_served, port)) as running:
         if is_served:
             serve_until_interrupted(running)
         else:
@@ -124,6 +120,8 @@ def converse(partners: "Sequence[Partner]", message: str | None) -> None:
         for partner in partners:
             try:
                 typer.echo(partner.say(line))
+            except StackFailed:  # the engine has ended
+                raise
             except OnbeatError as error:
                 output.say(f"error: {error}", is_error=True)
                 is_complete = False
@@ -164,25 +162,25 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
         return read_checkpoint(folder.resolve())
     if "/" in target:
         raise OnbeatError(f"{folder} is no folder with a model: config.json and *.safetensors are to be in it")
-    data_dir, stack = resolve_data_dir(broker.data_dir), broker.find_stack()
-    is_named = broker.url is not None or (stack is not None and stack.command != "view")
+    data_dir = resolve_data_dir(broker.data_dir)
+    stack = running_stack(data_dir)
+    is_view = stack is not None and stack.command == "view" and broker.url in (None, stack.url)
+    is_named = not is_view and (broker.url is not None or stack is not None)
     if not is_named and (checkpoint := newest_checkpoint(data_dir, target)) is not None:
         return checkpoint
     absent = f"no job {target!r} with a checkpoint is in {data_dir}"
-    if not is_named and (stack is not None or broker.data_dir is not None):
+    if not is_named and (is_view or broker.data_dir is not None):
         raise OnbeatError(f"{absent}; `onbeat jobs list` shows the jobs of a stack or a view that runs")
     try:
         job = broker.ask(lambda client: find_over(client, target))
-    except BrokerUnreachable as error:
-        if is_named:
+    except (BrokerUnreachable, ApiError) as error:
+        is_absent = isinstance(error, BrokerUnreachable) or error.status == 404
+        if is_absent and (checkpoint := newest_checkpoint(data_dir, target)) is not None:
+            return checkpoint
+        if is_named or isinstance(error, ApiError):
             raise
         remedy = "name the data folder with --data-dir, or a broker with --url"
         raise OnbeatError(f"{absent}, and no broker answers at {DEFAULT_URL}; {remedy}") from error
-    except ApiError as error:
-        by_name = newest_checkpoint(data_dir, target) if error.status == 404 and broker.url is None else None
-        if by_name is None:
-            raise
-        return by_name
     return None if job is None else checkpoint_of(job, data_dir)
 
 
@@ -215,6 +213,20 @@ def checkpoint_of(job: "JobRecord", data_dir: Path) -> "Checkpoint":
 
 
 # ---- an engine on this machine -------------------------------------------------------------------------------------
+
+
+def make_options(engine: str, is_compared: bool, is_served: bool, port: int | None) -> "EngineOptions":
+    """Return the options of an engine here. Raises ValueError or OnbeatError for what is not installed or not free."""
+    from onbeat.local.chat_engine import EngineOptions
+    from onbeat.local.redis_server import choose_port, free_port
+    from onbeat.local.stack import check_engine_name
+    from onbeat.process.extras import require_extra
+
+    require_extra("rollout", user="an engine on this machine", install="local")
+    check_engine_name(engine)
+    if is_served:
+        port = free_port(preferred=SERVE_PORT) if port is None else choose_port(port)
+    return EngineOptions(engine, is_compared, port)
 
 
 @contextmanager
