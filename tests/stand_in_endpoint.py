@@ -19,6 +19,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["messages"][-1]["content"] == "die":
+            os._exit(3)
         content = f"{body['model']} heard {len(body['messages'])}: {body['messages'][-1]['content']}"
         self.reply(200, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
 

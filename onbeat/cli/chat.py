@@ -15,6 +15,7 @@ import typer
 from onbeat.cli import output
 from onbeat.cli.options import Broker, Engine
 from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
+from onbeat.local.supervisor import StackFailed
 from onbeat.process.brokers import find_broker, refuse_change
 from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import clip
@@ -85,6 +86,10 @@ def chat(
 
     For a finished job, and for a folder, an engine is started on the checkpoint on this disk. It ends with the chat.
     """
+    if port is not None and not is_served:
+        raise ValueError("--port is the port of --serve; add that, or leave --port out")
+    if message is not None and is_served:
+        raise ValueError("--serve asks nothing; leave the message out")
     options: dict[str, Any] = {"temperature": temperature}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
@@ -94,16 +99,7 @@ def chat(
             remedy = "the broker itself has OpenAI's interface, at /v1/chat/completions" if is_served else "wait for it"
             raise OnbeatError(f"--serve and --compare need a job that is over, and {job} is not; {remedy}")
         return converse([Partner(job, broker.change, options)], message)
-    from onbeat.local.chat_engine import EngineOptions
-    from onbeat.local.redis_server import checked_port, free_port
-    from onbeat.local.stack import check_engine_name
-    from onbeat.process.extras import require_extra
-
-    require_extra("rollout", user="an engine on this machine", install="local")
-    check_engine_name(engine)
-    if is_served:
-        port = free_port(preferred=SERVE_PORT) if port is None else checked_port(port)
-    with started_engine(broker, checkpoint, EngineOptions(engine, is_compared, port)) as running:
+    with started_engine(broker, checkpoint, make_options(engine, is_compared, is_served, port)) as running:
         if is_served:
             serve_until_interrupted(running)
         else:
@@ -125,6 +121,8 @@ def converse(partners: "Sequence[Partner]", message: str | None) -> None:
         for partner in partners:
             try:
                 typer.echo(partner.say(line))
+            except StackFailed:  # the engine has ended
+                raise
             except OnbeatError as error:
                 output.say(f"error: {error}", is_error=True)
                 is_complete = False
@@ -157,6 +155,7 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
 
     Raises OnbeatError, with what to do, when there is neither.
     """
+    from onbeat.client import BrokerUnreachable
     from onbeat.local.checkpoints import is_model, newest_checkpoint, read_checkpoint
 
     folder = Path(target).expanduser()
@@ -168,8 +167,8 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
     if place.is_read_only:
         if (checkpoint := newest_checkpoint(data_dir, target)) is not None:
             return checkpoint
-        absent = f"no job {target!r} with a checkpoint is in {data_dir}"
         if place.is_recorded:
+            absent = f"no job {target!r} with a checkpoint is in {data_dir}"
             raise OnbeatError(f"{absent}; `onbeat jobs list` shows the jobs there")
         try:
             refuse_change(place)
@@ -177,11 +176,11 @@ def find_checkpoint(broker: Broker, target: str) -> "Checkpoint | None":
             raise UnnamedBroker(f"no job {target!r} has a checkpoint here, and {error}") from None
     try:
         job = broker.ask(lambda client: find_over(client, target))
-    except ApiError as error:
-        by_name = newest_checkpoint(data_dir, target) if error.status == 404 and broker.url is None else None
-        if by_name is None:
-            raise
-        return by_name
+    except (BrokerUnreachable, ApiError) as error:
+        is_absent = isinstance(error, BrokerUnreachable) or error.status == 404
+        if is_absent and (checkpoint := newest_checkpoint(data_dir, target)) is not None:
+            return checkpoint
+        raise
     return None if job is None else checkpoint_of(job, data_dir)
 
 
@@ -214,6 +213,20 @@ def checkpoint_of(job: "JobRecord", data_dir: Path) -> "Checkpoint":
 
 
 # ---- an engine on this machine -------------------------------------------------------------------------------------
+
+
+def make_options(engine: str, is_compared: bool, is_served: bool, port: int | None) -> "EngineOptions":
+    """Return the options of an engine here. Raises ValueError or OnbeatError for what is not installed or not free."""
+    from onbeat.local.chat_engine import EngineOptions
+    from onbeat.local.redis_server import checked_port, free_port
+    from onbeat.local.stack import check_engine_name
+    from onbeat.process.extras import require_extra
+
+    require_extra("rollout", user="an engine on this machine", install="local")
+    check_engine_name(engine)
+    if is_served:
+        port = free_port(preferred=SERVE_PORT) if port is None else checked_port(port)
+    return EngineOptions(engine, is_compared, port)
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from onbeat.contracts.endpoint import EndpointOrder, ServedModel
-from onbeat.contracts.errors import OnbeatError
 from onbeat.local.checkpoints import Checkpoint, model_before
 from onbeat.local.redis_server import HOST, free_port
 from onbeat.local.stack import make_scratch, missing_answer
-from onbeat.local.supervisor import ServiceSpec, Supervisor, describe_exit
+from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor, describe_exit
 from onbeat.machine.cores import available_cores, format_cores, physical_cores
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.process.children import command_of
@@ -42,13 +41,13 @@ class ChatEngine:
 
     url: str
     models: Sequence[str]
-    check: Callable[[], None]  # raises OnbeatError, with the end of the log, once the engine has ended
+    check: Callable[[], None]  # raises StackFailed, with the end of the log, once the engine has ended
 
 
 @contextmanager
 def chat_engine(checkpoint: Checkpoint, options: EngineOptions, data_dir: Path) -> Iterator[ChatEngine]:
-    """Serve the checkpoint until this context ends; nothing is left behind. Raises OnbeatError, with the end of the
-    engine's log, when it does not start in time."""
+    """Serve the checkpoint until this context ends; nothing is left behind. Raises StackFailed, with the end of the
+    engine's log, when it does not start in time, and OnbeatError when the model before is not known."""
     models = [
         ServedModel(name=checkpoint.name, source=str(checkpoint.folder), policy_version=checkpoint.policy_version)
     ]
@@ -83,7 +82,7 @@ def chat_engine(checkpoint: Checkpoint, options: EngineOptions, data_dir: Path) 
 
         def check() -> None:
             if (exit_code := service.guard.poll()) is not None:
-                raise OnbeatError(f"the engine {describe_exit(exit_code)}; {service.tail()}")
+                raise StackFailed(f"the engine {describe_exit(exit_code)}; {service.tail()}")
 
         yield ChatEngine(url, [model.name for model in models], check)
 
@@ -105,7 +104,7 @@ def environment(options: EngineOptions, data_dir: Path) -> dict[str, str]:
 
 
 def wait_for_end(engine: ChatEngine) -> None:
-    """Wait until the engine ends by itself; then raise OnbeatError."""
+    """Wait until the engine ends by itself; then raise StackFailed."""
     while True:
         engine.check()
         time.sleep(POLL_S)

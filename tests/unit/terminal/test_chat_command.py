@@ -40,6 +40,16 @@ def test_finished_job_keeps_a_conversation_without_a_broker(
     assert not engine_processes(data_dir)
 
 
+def test_engine_that_dies_ends_the_conversation(
+    onbeat: Command, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(data_dir, "job-1")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ndie\ntwo\n"))
+    printed = onbeat("chat", "job-1", code=1)
+    assert printed.out == "job-1 heard 1: one\n"
+    assert "the engine exited with code 3; last lines of " in printed.err
+
+
 def test_comparison_asks_the_model_before_and_then_after(onbeat: Command, data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     write_checkpoint(data_dir, "job-1", model={"path": str(tmp_path / "base")})
@@ -89,6 +99,17 @@ def test_job_that_is_over_elsewhere_names_its_folder(
     write_checkpoint(data_dir, job_id)
     assert onbeat("chat", job_id, "hi").out == f"{job_id} heard 1: hi\n"
     assert "there is no job 'job-0'" in onbeat("chat", "job-0", "hi", code=1).err
+
+
+def test_local_job_is_found_where_the_named_broker_has_none(
+    onbeat: Command, broker: BrokerThread, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(data_dir, "job-1", name="adder")
+    for url in (broker.url, "http://127.0.0.1:9"):
+        monkeypatch.setenv("ONBEAT_URL", url)
+        assert onbeat("chat", "adder", "hi").out == "job-1 heard 1: hi\n"
+    assert "--port is the port of --serve" in onbeat("chat", "adder", "--port", "8801", code=2).err
+    assert "leave the message out" in onbeat("chat", "adder", "hi", "--serve", code=2).err
 
 
 def test_running_job_is_neither_served_nor_compared(onbeat: Command, broker: BrokerThread, job_id: str) -> None:
