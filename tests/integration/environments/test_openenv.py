@@ -1,7 +1,6 @@
 """Environments behind OpenEnv's own server, from its package on PyPI."""
 
 import asyncio
-import hashlib
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import InvalidStatus
 from websockets.http11 import Request, Response
@@ -18,6 +16,7 @@ from websockets.http11 import Request, Response
 from onbeat.environments import Task, openenv
 from onbeat.environments.openenv import OpenEnvGame, openenv_environment
 from tests.conftest import free_port
+from tests.installed import install_lock
 from tests.integration.environments.test_servers import is_listening
 from tests.scripted_session import ScriptedSession, says
 from tests.waiting import wait_until
@@ -25,21 +24,12 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.rare
 
 ROOT = Path(__file__).parents[3]
-LOCK = ROOT / "requirements/openenv.lock"
 TASK = Task([{"role": "user", "content": "Speak."}], "Speak.", "", seed=4)
 
 
 @pytest.fixture(scope="module")
 def packages() -> Path:
-    """Return the folder with the lock's packages, installed once for each lock, also by tests that run side by side."""
-    folder = Path(sys.prefix) / f"openenv-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
-    with FileLock(folder.with_suffix(".lock"), timeout=300):
-        if not folder.exists():
-            partial = folder.with_suffix(f".{os.getpid()}")
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
-            subprocess.run([*pip, "--requirement", str(LOCK)], check=True, timeout=240)
-            partial.rename(folder)
-    return folder
+    return install_lock(ROOT / "requirements/openenv.lock")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Trackers: every point once, whatever restarts, fails or hangs. W&B and Trackio are fakes, MLflow has to be there."""
+"""Trackers: every point once, whatever restarts, fails or hangs. Those of others are fakes here."""
 
 import math
 import sys
@@ -15,7 +15,6 @@ from onbeat.contracts.errors import JobFailed, LeaseLost
 from onbeat.contracts.records import EvaluationRecord
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.trackers import follow, points
-from services.trainer.trackers.follow import open_tracker
 from services.trainer.trackers.points import Cursor, Point
 from services.trainer.trackers.tensorboard import Run as TensorBoard
 from tests.trainer_fixtures import job_config
@@ -286,23 +285,6 @@ def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, 
 def test_job_names_no_secret_no_address_and_no_unknown_tracker(trackers, said):
     with pytest.raises(ValidationError, match=said):
         job_config_with(trackers)
-
-
-def test_real_mlflow_holds_one_run_with_every_point_once(tmp_path, monkeypatch):
-    mlflow_tracking = pytest.importorskip("mlflow.tracking")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    for first, last in ((0, 3), (3, 5)):  # two trainers in turn
-        tracker = open_tracker("mlflow", job_config_with([{"type": "mlflow"}]).tracking[0], job_config(), "job-1")
-        for iteration in range(first, last):
-            tracker.log(point(iteration))
-        tracker.finish(has_succeeded=True if first > 0 else None)
-    client = mlflow_tracking.MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("onbeat").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "iteration/reward_mean")
-    assert [(metric.step, metric.value) for metric in history] == [(step, step / 8) for step in range(5)]
-    assert run.info.status == "FINISHED"
-    assert run.data.params["schedule.num_iterations"] == "3"
 
 
 async def test_evaluation_that_ends_late_is_read_once_in_its_place(monkeypatch):
