@@ -43,9 +43,17 @@ def overlap_sentence(job: JobRecord, records: Sequence[IterationRecord]) -> str 
         return "the trainer begins when all responses are generated (schedule.mode is sync); with periodic they overlap"
     measured = f"during {share:.0%} of the time of generation, the trainer worked on groups that were complete"
     if job.sharing not in ("cores", "accelerators"):
-        return measured if share >= SOME else f"{measured}: the groups of an iteration end at nearly the same time"
+        return measured if share >= SOME else f"{measured}: {reason_of_little(records)}"
     where = "these cores" if job.sharing == "cores" else "an accelerator"
     if share >= SOME:
         return f"engine and trainer share {where}; {measured}, and each slowed the other down"
     elsewhere = f"with devices of their own they overlap, see {EXAMPLE}"
     return f"engine and trainer share {where}, so they take turns: faster here; {elsewhere}"
+
+
+def reason_of_little(records: Sequence[IterationRecord]) -> str:
+    """Return why little overlaps where each side has devices of its own."""
+    known = [record.train_s / record.generate_s for record in records if record.train_s and record.generate_s]
+    if known and median(known) < 2 * SOME:
+        return "training is short beside it"
+    return "the groups of an iteration end at nearly the same time"

@@ -4,6 +4,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
+from onbeat.contracts.intervals import total_s
 from onbeat.terminal.report import make_report
 
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
@@ -51,6 +52,21 @@ def test_rollout_generates_between_the_hand_overs_of_weights(stack, finished, ti
     busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
     reported_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(finished.id))
     assert busy_s == pytest.approx(reported_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it
+
+
+def test_overlap_is_that_of_the_spans(stack, finished, timeline):
+    """The records keep a share; the timeline shows the same seconds, from the groups themselves."""
+    records = stack.client.jobs.iterations(finished.id)
+    assert all(0 <= record.overlap_frac <= 1 for record in records)
+    seconds = 0.0
+    for record in records:
+        generated = [
+            (s.start, s.end) for s in timeline.spans if s.kind == "generate" and s.iteration == record.iteration
+        ]
+        seconds += record.overlap_frac * total_s(generated)
+    assert sum(end - start for start, end in timeline.both_work) == pytest.approx(seconds, abs=0.1)
+    assert stack.job(finished.id).sharing in ("cores", "nothing")
+    assert timeline.overlap
 
 
 def test_the_adviser_speaks_by_the_report_of_the_same_run(stack, finished, timeline):

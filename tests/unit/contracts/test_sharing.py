@@ -9,7 +9,7 @@ from onbeat.contracts.states import IterationState, JobState
 CORES, CARD, CARDS = ["core 0", "core 1"], ["cuda 0"], ["cuda 0", "cuda 1"]
 
 
-def sentence(sharing: str | None, mode: str, *shares: float | None) -> str | None:
+def sentence(sharing: str | None, mode: str, *shares: float | None, **times: float) -> str | None:
     job = JobRecord(
         id="j",
         name="n",
@@ -21,6 +21,7 @@ def sentence(sharing: str | None, mode: str, *shares: float | None) -> str | Non
         config={"schedule": {"mode": mode}},
     )
     head = {"state": IterationState.COMMITTED, "policy_version": 0, "num_groups": 8, "opened_at": 0.0}
+    head |= times
     records = [IterationRecord(iteration=i, overlap_frac=share, **head) for i, share in enumerate(shares)]
     return overlap_sentence(job, records)
 
@@ -71,6 +72,13 @@ TURNS = "so they take turns: faster here; with devices of their own they overlap
 )
 def test_sentence_fits_the_machine(sharing, mode, shares, expected) -> None:
     assert sentence(sharing, mode, *shares) == expected
+
+
+def test_short_training_is_a_reason_of_its_own() -> None:
+    assert str(sentence("nothing", "periodic", 0.02, train_s=0.5, generate_s=10.0)).endswith(
+        "training is short beside it"
+    )
+    assert str(sentence("nothing", "periodic", 0.02, train_s=5.0, generate_s=10.0)).endswith("at nearly the same time")
 
 
 @pytest.mark.parametrize(
