@@ -39,9 +39,7 @@ async def test_answers_before_and_after_are_side_by_side(visit, gallery):
     await expect(answers).to_contain_text("before and after 30 iterations: 0 of 4 answers are right before, 4 after.")
     await expect(answers.get_by_test_id("pair")).to_have_count(len(HELD_OUT))
     pair = answers.get_by_test_id("pair").filter(has_text=HELD_OUT[0])
-    await expect(pair).to_contain_text(
-        re.compile("Before ✗ wrong, reward 0.*After ✓ right, reward 1", re.DOTALL)
-    )
+    await expect(pair).to_contain_text(re.compile("Before ✗ wrong, reward 0.*After ✓ right, reward 1", re.DOTALL))
 
 
 async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):
