@@ -33,7 +33,8 @@ class Gallery:
 @asynccontextmanager
 async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     ids = {
-        "learned": await seed_job(ledger, "learned", num_iterations=30, content=Content(held_out=HELD_OUT)),
+        "learned": await seed_job(ledger, "learned", num_iterations=30),
+        "scored": await seed_job(ledger, "scored", num_iterations=30, content=Content(held_out=HELD_OUT)),
         "episodes": await seed_job(ledger, "episodes", num_iterations=2, content=Content(is_episode=True)),
         "slower": await seed_job(ledger, "slower", num_iterations=20),
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),

@@ -249,6 +249,24 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
     assert others == ["reward/right_std", "train/odd"]
 
 
+async def test_answers_are_paired_and_the_telling_ones_come_first(modules: Page) -> None:
+    def answers(number: int, rewards: list[float]) -> list[dict[str, Any]]:
+        return [
+            {"group_id": f"eval-{number}-{place}", "index": 0, "prompt": str(place), "reward": reward}
+            for place, reward in enumerate(rewards)
+        ]
+
+    script = """(m, [before, after, config]) => m.telling(m.pairsOf(before, after, m.solvedAt(config))).map(
+        ({ prompt, before, after }) => [prompt, before.isRight, after?.isRight ?? null])"""
+    sets = [{"num_prompts": 4}, {"num_prompts": None, "solved_at": 0.5}]
+    config = {"solved_at": 1.0, "evaluation": {"num_prompts": 2, "sets": sets}}
+    pair = [answers(0, [0, 0, 0, 1, 0.5]), answers(8, [1, 1, 0, 0, 0.5]), config]
+    in_order = [["0", False, True], ["2", False, False], ["3", True, False], ["4", True, True], ["1", False, True]]
+    assert await call(modules, "before_after.js", script, pair) == in_order
+    once = await call(modules, "before_after.js", script, [answers(0, [1, 0]), [], config])
+    assert once == [["0", True, None], ["1", False, None]]
+
+
 async def test_configuration_as_toml_is_the_same_job(modules: Page) -> None:
     config = JobConfig.model_validate(
         {

@@ -13,7 +13,7 @@ from tests.browser.gallery import Gallery
 from tests.browser.test_accessibility import TOO_WIDE, violations
 
 NUM_PAGES = 2
-NAMES = ("learned", "stuck", "episodes", "wordy")
+NAMES = ("scored", "stuck", "episodes", "wordy")
 
 
 async def report_of(gallery: Gallery, name: str) -> str:

@@ -4,6 +4,7 @@ import re
 
 from playwright.async_api import Page, expect
 
+from tests.browser.gallery import HELD_OUT
 from tests.browser.seeding import Content
 
 
@@ -29,6 +30,16 @@ async def test_samples_are_filtered_by_reward_and_iteration(visit, gallery):
     await page.reload()  # the address says what is shown
     await expect(page.get_by_text(re.compile("of iteration 0.*up to 0.5"))).to_be_visible()
     assert await rewards(page) == {"0"}
+
+
+async def test_answers_before_and_after_are_side_by_side(visit, gallery):
+    page = await visit(gallery.url, f"#/jobs/{gallery.job_ids['scored']}")
+    await page.get_by_text("Before and after").click()
+    answers = page.get_by_test_id("before-after")
+    await expect(answers).to_contain_text("before and after 30 iterations: 0 of 4 answers are right before, 4 after.")
+    await expect(answers.get_by_test_id("pair")).to_have_count(len(HELD_OUT))
+    pair = answers.get_by_test_id("pair").filter(has_text=HELD_OUT[0])
+    await expect(pair).to_contain_text(re.compile("Before ✗ wrong, reward 0.*After ✓ right, reward 1", re.DOTALL))
 
 
 async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):

@@ -1,6 +1,7 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
 import { del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
+import { BeforeAfter } from "./before_after.js";
 import { Chart, Pointer } from "./charts.js";
 import { announceEvent, EventLog, merge } from "./events.js";
 import { number, toToml } from "./format.js";
@@ -242,10 +243,17 @@ class JobPage extends Component {
       <${Doctor} diagnosis=${this.diagnosis} job=${job} seenAt=${this.seenAt} />
       ${this.lead(job, records)}
       ${this.curves()}
+      ${job.config.evaluation && html`<${Fold} summary=${html`<h2>Before and after</h2>`} of=${() => this.answers(job)} />`}
       <${TimelinePanel} ref=${this.timeline} id=${job.id} signal=${this.props.signal} />
       <${EventLog} events=${this.events} loadOlder=${first.cursor === "0" ? null : this.loadOlder} />
       <${Configuration} job=${job} />
     `;
+  }
+
+  /** A new evaluation makes other pairs: they are read again. */
+  answers(job) {
+    const newest = this.series.of("eval/reward_mean").at(-1)?.[0];
+    return html`<${BeforeAfter} key=${newest} job=${job} path=${this.path} signal=${this.props.signal} />`;
   }
 
   controls(job) {
