@@ -34,7 +34,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class BrokerPlace:
-    """Where to find a broker."""
+    """The place of a broker."""
 
     source: Source
     url: str = ""  # RECORDS have none: a process has to open them

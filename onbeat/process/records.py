@@ -9,7 +9,7 @@ from typing import Any
 from onbeat.contracts.errors import OnbeatError
 from onbeat.process.children import command_of
 
-OPENER = command_of("onbeat.local.records")  # a program: this package knows nothing of the local stack
+OPENER = command_of("onbeat.local.records")  # a program that this package does not import
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
 
@@ -23,7 +23,7 @@ class OpenRecords:
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
             [*OPENER, str(folder)],
-            stdin=subprocess.PIPE,  # its end is the sign to end: it comes with the death of this process, too
+            stdin=subprocess.PIPE,  # the program ends when this closes, also by the death of this process
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C in the terminal is for the reader, which then closes the records
@@ -51,6 +51,6 @@ class OpenRecords:
         try:
             self._process.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its guards end the services
+            self._process.kill()  # the guards of the services end them
             self._process.wait()
         self._process.stdout.close()

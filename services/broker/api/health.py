@@ -59,7 +59,7 @@ async def readyz(request: Request, broker: Broker) -> Response:
 
 
 def is_local(request: Request) -> bool:
-    """Return whether a program of this machine asks, and neither a page in a browser nor a proxy for somebody else."""
+    """Return whether a program of this machine asks, and neither a page in a browser nor a proxy."""
     is_direct = not any(name in request.headers for name in ("forwarded", "x-forwarded-for", "via"))
     is_here = request.client is not None and is_loopback(request.client.host)
     return is_here and is_direct and is_from_here(request.headers)

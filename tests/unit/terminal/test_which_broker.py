@@ -1,4 +1,4 @@
-"""Which broker a command asks: tests/unit/client/test_client.py has the same for Python, test_run.py real records."""
+"""The broker that a command asks; tests/unit/client/test_client.py has the same for Python, test_run.py has records."""
 
 import getpass
 from pathlib import Path
