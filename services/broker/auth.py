@@ -13,8 +13,8 @@ from onbeat.process.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # paths of probes: they reveal only whether the broker works
-# The dashboard's files are the same for every caller; they request their data with a key.
-DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
+# The dashboard's files and the page of the API are the same for every caller; their data are requested with a key.
+DASHBOARD = re.compile(r"/|/docs|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
 # POST requests
 SUBMITTING = re.compile(r"/v1/(jobs(:validate|:preview|/[^/]+:(cancel|pause|resume))?|chat/completions)")

@@ -1,4 +1,4 @@
-// What the broker says of a job before it is created: the wrong fields, the rows, and the first prompts with their rewards.
+// The answer of the broker to a job that is not created yet: wrong fields, rows, and first prompts with their rewards.
 
 import { number } from "./format.js";
 import { html, marked, Table } from "./parts.js";

@@ -164,6 +164,7 @@ class NewJob extends Component {
             ${checked && html`<${Checked} ...${checked} isCurrent=${checked.text === text} />`}
             <${Upload} signal=${signal} onUse=${(data) => this.useData(data)} />
             <${Installed} signal=${signal} />
+            <p class="help">Programs do the same over REST: <a href="docs">its routes and fields</a></p>
           </div>
         </div>
       </form>

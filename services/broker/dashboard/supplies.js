@@ -1,4 +1,4 @@
-// What a new job can name: a data file, sent from here, and the rewards, tasks and environments that are installed.
+// Supplies of a new job: a data file that is sent from here; names of installed rewards, tasks and environments.
 
 import { get, isRefusal, put } from "./api.js";
 import { announce, Component, createRef, Fold, html } from "./parts.js";

@@ -112,7 +112,7 @@ async def test_samples_are_chosen_by_their_end_and_by_text(broker, ledger):
     assert await chosen("is_truncated=false") == await chosen("is_solved=true") == second
     assert await chosen("is_truncated=true&is_solved=true") == []
     assert await chosen("text=answer") == second
-    assert await chosen("text=%C3%84RGER") == [("0-0", 0), ("0-0", 1)]  # in any case of letters
+    assert await chosen("text=%C3%84RGER") == [("0-0", 0), ("0-0", 1)]  # upper case also matches
     assert await chosen("text=answer&limit=1&offset=1") == second[1:]
     assert await chosen("text=nothing") == []
 

@@ -66,7 +66,7 @@ def every_route() -> list[tuple[str, str]]:
     return routes
 
 
-DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
+DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/docs", "/assets/{name:path}")}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 
 
