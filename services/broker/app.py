@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.quota import Quota
 from services.broker.admission.review import Admission
-from services.broker.api import dashboard, datasets, health, jobs, pools, problems, samples, stream
+from services.broker.api import dashboard, datasets, health, jobs, pools, preview, problems, reference, samples, stream
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
 from services.broker.chat import routes as chat
@@ -89,7 +89,7 @@ def create_app(
     add_middleware(app, settings, meters)
     problems.install(app)
     app.include_router(health.doctor)  # before those of jobs: else JOB:explain is a job's id
-    for api in (chat, dashboard, datasets, jobs, samples, stream, pools, health):
+    for api in (chat, dashboard, datasets, jobs, preview, samples, stream, pools, health, reference):
         app.include_router(api.router)
     return app
 

@@ -16,10 +16,11 @@ from onbeat.process.network import is_loopback
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # paths of probes: they reveal only whether the broker works
-# The dashboard's files are the same for every caller; they request their data with a key.
-DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
+# The dashboard's files and the page of the API are the same for every caller; their data are requested with a key.
+DASHBOARD = re.compile(r"/|/docs|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
-SUBMITTING = re.compile(r"/v1/(jobs(:validate|/[^/]+:(cancel|pause|resume))?|chat/completions)")  # POST requests
+# POST requests
+SUBMITTING = re.compile(r"/v1/(jobs(:validate|:preview|/[^/]+:(cancel|pause|resume))?|chat/completions)")
 UPLOADING = re.compile(r"/v1/datasets/[^/]+")  # PUT requests
 
 CALLER = "onbeat.caller"  # key of the ApiKey in the scope, once it is known

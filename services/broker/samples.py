@@ -17,29 +17,46 @@ Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each re
 
 
 @dataclass(frozen=True)
-class RewardRange:
-    """A range of rewards that includes both ends."""
+class Choice:
+    """A choice of responses: those that meet all of it. None and "" leave a thing open.
+
+    `least` to `most`: the rewards, both ends included. `is_solved`: whether the reward reaches `solved_at`, of the job.
+    `text`: is in the prompt, the decoded prompt or the response, in any case of letters.
+    """
 
     least: float = -math.inf
     most: float = math.inf
+    is_truncated: bool | None = None
+    is_solved: bool | None = None
+    solved_at: float = 1.0
+    text: str = ""
 
-    def __contains__(self, reward: float) -> bool:
-        return self.least <= reward <= self.most
+    def takes(self, response: Response) -> bool:
+        """Return whether a response is chosen, but for the text."""
+        return (
+            self.least <= response.reward <= self.most
+            and self.is_truncated in (None, response.finish_reason == "length")
+            and self.is_solved in (None, response.reward >= self.solved_at)
+        )
+
+    def has_text(self, *texts: str) -> bool:
+        """Return whether one of the texts holds the text that is looked for."""
+        return not self.text or any(self.text.casefold() in text.casefold() for text in texts)
 
 
-ANY_REWARD = RewardRange()
+ANY_RESPONSE = Choice()
 
 
 def sample_groups(
     groups: Iterable[RolloutGroup],
     limit: int,
     offset: int = 0,
-    rewards: RewardRange = ANY_REWARD,
+    choice: Choice = ANY_RESPONSE,
     advantages: Advantages = MappingProxyType({}),
 ) -> list[Sample]:
-    """Return up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
+    """Return up to `limit` chosen responses of many prompts, after the first `offset` ones."""
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
-    of_groups = [group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order]
+    of_groups = [group_samples(group, choice, advantages.get(group.group_id, ())) for group in in_order]
     # The first response of every group, then the second of every group: few samples show many prompts.
     samples = (sample for next_samples in zip_longest(*of_groups) for sample in next_samples if sample is not None)
     return list(islice(samples, offset, offset + limit))
@@ -50,12 +67,13 @@ def group_order(group_id: str) -> tuple[int, ...]:
 
 
 def group_samples(
-    group: RolloutGroup, rewards: RewardRange = ANY_REWARD, advantages: Sequence[float | None] = ()
+    group: RolloutGroup, choice: Choice = ANY_RESPONSE, advantages: Sequence[float | None] = ()
 ) -> Iterator[Sample]:
-    """Yield a group's responses in this range. `advantages`: of each response; empty where they are not known."""
+    """Yield a group's chosen responses. `advantages`: of each response; empty where they are not known."""
     decoded_prompt = text_of(group.prompt_parts)
+    is_prompt_chosen = choice.has_text(group.prompt_text, decoded_prompt or "")
     for index, response in enumerate(group.responses):
-        if response.reward not in rewards:
+        if not choice.takes(response) or not (is_prompt_chosen or choice.has_text(response.text)):
             continue
         yield Sample(
             iteration=group.iteration,

@@ -10,6 +10,7 @@ from playwright.async_api import Page, expect
 from tests.browser.gallery import PAGES, drawn
 
 PHONE = {"width": 375, "height": 700}
+MOST_PHONE_HEIGHT = 2500  # pixels of a job's page
 AXE = "axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)"
 
 # The script finds elements beyond the right edge that are not inside one that is cut off or scrolls by itself. A phone
@@ -68,6 +69,13 @@ async def test_controls_are_reached_on_a_phone(visit, gallery):
     for name in ("learned", "slower"):
         await page.get_by_role("checkbox", name=f"Select {name}").check()
     await expect(page.get_by_role("link", name="Compare")).to_be_visible()
+    await page.goto(f"{gallery.url}/{gallery.place('job')}")
+    await expect(page.get_by_test_id("chart-reward")).to_be_visible()
+    height = await page.evaluate("document.documentElement.scrollHeight")
+    assert height < MOST_PHONE_HEIGHT, "only the reward is not folded"
+    await expect(page.get_by_test_id("chart-entropy")).to_have_count(0)
+    await page.get_by_text(re.compile(r"^\d+ curves$")).click()
+    await expect(page.get_by_test_id("chart-entropy")).to_be_visible()
     await page.goto(f"{gallery.url}/{gallery.place('samples')}")
     await expect(drawn(page, "samples")).to_be_attached()
     boxes = [await page.get_by_label(name, exact=True).bounding_box() for name in ("Reward from", "to")]

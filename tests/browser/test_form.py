@@ -1,13 +1,16 @@
-"""A new job: the broker names the fields and lines that are wrong, and nothing is created twice."""
+"""A new job: it is checked, its first prompts are shown, and nothing is created twice."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from playwright.async_api import Locator, Page, expect
 
+from tests.tiny_models import write_tied_model
 from tests.world import job_body
 
+PREVIEW_MS = 60_000  # a process loads the tokenizer, another one the reward
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
@@ -47,6 +50,44 @@ async def test_wrong_field_is_named_with_its_line_and_found(visit, broker, ledge
     assert await page.get_by_role("alert").get_attribute("id") in described.split()
     await wrong.get_by_role("button", name="Line 7").click()
     assert await selected(page) == "optimizer = { learning_rate = -1 }"
+    assert await ledger.jobs.ids() == []
+
+
+async def test_check_names_all_fields_then_shows_the_first_prompts(visit, broker, ledger, tmp_path):
+    visit.watch.expect("status of 422")
+    model = write_tied_model(tmp_path / "model")
+    rows = tmp_path / "my rows.jsonl"
+    rows.write_text('{"question": "2 + 2?", "answer": "4"}\n', encoding="utf-8")
+    page = await visit(broker.url, "#/new")
+    job = job_body(model={"path": str(model)}, optimizer={"learning_rate": -1}, seed="one")
+    del job["data"]
+    sections = "".join(f"{key} = {toml_of(value)}\n" for key, value in job.items())
+    await editor(page).fill(f'{sections}[data]\ntype = "reasoning_gym"\ntask = "chain_sum"\n# the end')
+    await page.get_by_label("Upload a data file").set_input_files(rows)
+    await page.get_by_role("button", name="Use it in [data]").click()
+    assert await selected(page) == 'path = "datasets/my-rows.jsonl"'
+    text = await editor(page).input_value()
+    assert text.endswith('[data]\ntype = "jsonl"\npath = "datasets/my-rows.jsonl"\n# the end')
+    check = page.get_by_test_id("check-job")
+    await check.click()
+    wrong = page.get_by_role("alert").get_by_role("listitem")
+    await expect(wrong).to_have_count(3)
+    await expect(wrong).to_contain_text(["optimizer.learning_rate", "seed", "data.prompt_field"])
+    text = text.replace("learning_rate = -1", "learning_rate = 1e-5").replace('seed = "one"', "seed = 1")
+    await editor(page).fill(text + '\nprompt_field = "question"\n')
+    await check.click()
+    await expect(page.get_by_role("heading", name="The broker would accept this job")).to_be_visible()
+    prompt = page.get_by_role("group", name="Prompt 1")
+    await expect(prompt).to_contain_text("2 + 2?", timeout=PREVIEW_MS)
+    await expect(prompt).not_to_have_text("2 + 2?")  # the template is around it
+    rewards = page.get_by_role("region", name="Rewards of prompt 1").get_by_role("row")
+    await expect(rewards).to_have_text(
+        [re.compile(row) for row in ("value", r"answer 4\s*exact\s*1", r"empty response\s*exact\s*0")]
+    )
+    await editor(page).press("x")
+    await expect(page.get_by_role("heading", name="Accepted before your last change")).to_be_visible()
+    await page.get_by_text("Rewards, tasks and environments to choose from").click()
+    await expect(page.get_by_text("chain_sum", exact=True)).to_be_visible(timeout=PREVIEW_MS)
     assert await ledger.jobs.ids() == []
 
 

@@ -42,6 +42,22 @@ async def test_answers_before_and_after_are_side_by_side(visit, gallery):
     await expect(pair).to_contain_text(re.compile("Before ✗ wrong, reward 0.*After ✓ right, reward 1", re.DOTALL))
 
 
+async def test_samples_are_filtered_by_end_and_text(visit, gallery):
+    page = await visit(gallery.url, gallery.place("samples"))
+    await page.get_by_label("Wrong").check()
+    await expect(page.get_by_text("Wrong responses 1 to")).to_be_visible()
+    assert await rewards(page) == {"0"}
+    prompt = await page.get_by_role("group", name="Prompt", exact=True).first.inner_text()
+    await page.get_by_label("Text in prompt").fill(prompt.upper())
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text(re.compile("Wrong responses.*with “WHAT IS"))).to_be_visible()
+    await expect(page.get_by_test_id("sample").filter(has_not_text=prompt)).to_have_count(0)
+    await page.get_by_label("Truncated").check()
+    await expect(page.get_by_text("No truncated, wrong responses with “WHAT IS")).to_be_visible()
+    await page.get_by_role("button", name="Reset").click()
+    await expect(page.get_by_test_id("sample")).to_have_count(16)
+
+
 async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):
     prompts = Content().prompts
     page = await visit(gallery.url, gallery.place("samples"))

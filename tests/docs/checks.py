@@ -162,7 +162,7 @@ def check_curl(command: Command) -> None:
 @cache
 def routes() -> tuple[tuple[str, str], ...]:
     calls = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
-    return (*calls, ("GET", "/openapi.json"), ("GET", "/"))
+    return (*calls, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"))
 
 
 def check_call(method: str, path: str) -> None:

@@ -20,6 +20,7 @@ from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig, compares_with_an
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
+from services.broker.admission.preview import Preview, preview_prompts
 from services.broker.admission.rewards import review_on_data
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
@@ -71,6 +72,7 @@ class Admission:
     def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
         self._trials, self._pattern = asyncio.Semaphore(MAX_TRIALS), asyncio.Lock()
+        self._tasks: list[str] | None = None  # read once: what is installed does not change under a broker
 
     async def examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         """Return everything that is wrong, and remarks about the job's data. The data is not opened while numbers or
@@ -102,6 +104,27 @@ class Admission:
             complaints += trial_complaints
             remarks.notes += more_notes
         return complaints, remarks
+
+    async def tasks(self) -> list[str]:
+        """Return the names of the procedural tasks; none where they cannot be listed. Raises TooBusy."""
+        if self._tasks is None:
+            try:
+                self._tasks = await self._process.tasks()
+            except DatasetError:
+                return []
+        return self._tasks
+
+    async def preview(self, config: JobConfig, count: int) -> Preview:
+        """Show up to `count` first prompts, with trials of the rewards. Raises JobRefused, TooBusy."""
+        if unusable := review_numbers(config) + review_free_values(config):
+            raise JobRefused(unusable)
+        spec = DatasetSpec.of_job(config)
+        try:
+            items, _ = await self._process.read(spec, 0, min(count, spec.num_items))
+        except DatasetError as error:
+            raise JobRefused([(error.field, error.message)]) from error
+        async with hold(self._trials):
+            return await preview_prompts(config, items)
 
     async def _review_data(
         self, config: JobConfig, uses: Sequence[RewardUse]

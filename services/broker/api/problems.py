@@ -34,7 +34,7 @@ MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # key of the scope
 CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 MAX_REDIS_TEXT = 200  # characters of what Redis says
-JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")
+JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate", "/v1/jobs:preview")
 # Status, title (default: that of the status) and seconds until a retry of errors whose text is the detail.
 REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
     GroupNotFound: (404, "", None),

@@ -13,13 +13,14 @@ from onbeat.streams.inspection import group_advantages
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.samples import RewardRange
+from services.broker.samples import Choice
 from services.broker.views.groups import detail_json, read_group
 from services.broker.views.records import read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
 MAX_OFFSET = 10_000_000
+MAX_TEXT = 1000  # characters to look for
 
 GroupId = Annotated[str, Path(max_length=40, pattern=r"^(eval-)?[0-9]{1,9}-[0-9]{1,9}$")]
 Reward = Annotated[float | None, Query(allow_inf_nan=False)]
@@ -38,18 +39,23 @@ async def list_samples(
     offset: Annotated[int, Query(ge=0, le=MAX_OFFSET)] = 0,
     min_reward: Reward = None,
     max_reward: Reward = None,
+    is_truncated: bool | None = None,
+    is_solved: bool | None = None,
+    text: Annotated[str, Query(max_length=MAX_TEXT)] = "",
 ) -> SampleList:
     """List responses of an iteration (default: the newest that has any), first one of each prompt, then a second one.
 
     Only responses with rewards from `min_reward` to `max_reward` are listed; the first `offset` of them are skipped.
+    `is_truncated`: only those that were cut at the limit of tokens, or only the others. `is_solved`: only those whose
+    reward reaches `solved_at` of the job, or only the wrong ones. `text`: only those that hold it, in any case of
+    letters, in the prompt or the response.
     The answer is 410 if the groups of the iteration are no longer kept (`retention` of the job).
     """
-    rewards = RewardRange(
-        -math.inf if min_reward is None else min_reward, math.inf if max_reward is None else max_reward
-    )
-    if rewards.least > rewards.most:
+    least, most = -math.inf if min_reward is None else min_reward, math.inf if max_reward is None else max_reward
+    if least > most:
         raise HTTPException(422, f"no reward is from {min_reward:g} to {max_reward:g}: min_reward is above max_reward")
-    return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset, rewards))
+    choice = Choice(least, most, is_truncated, is_solved, text=text)
+    return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset, choice))
 
 
 @router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))

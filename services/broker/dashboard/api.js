@@ -3,8 +3,10 @@
 
 const KEY = "onbeat.key";
 const TOML = { "Content-Type": "application/toml" };
+const FILE = { "Content-Type": "application/octet-stream" };
 const TIMEOUT_MS = 30_000;
 const CREATE_MS = 120_000; // the broker reads the data and tries the reward before it answers
+const UPLOAD_MS = 3_600_000; // as the broker's own limit
 const SILENCE_MS = 45_000; // a stream has a comment every 15 s
 const HIDDEN_MS = 10_000; // then a stream is let go: a browser has 6 connections to a host over HTTP/1.1
 const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
@@ -40,7 +42,9 @@ export const serverNow = () => Date.now() / 1000 + skewS;
 
 export const get = (path, params = {}, signal = undefined) => send("GET", path, { params, signal });
 export const post = (path) => send("POST", path, {});
-export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML }, ms: CREATE_MS });
+export const postToml = (path, body, headers, signal) =>
+  send("POST", path, { body, headers: { ...headers, ...TOML }, signal, ms: CREATE_MS });
+export const put = (path, body, signal) => send("PUT", path, { body, headers: FILE, signal, ms: UPLOAD_MS });
 export const del = (path) => send("DELETE", path, {});
 
 async function send(method, path, { params = {}, body, headers = {}, signal, ms = TIMEOUT_MS }) {

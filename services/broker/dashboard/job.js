@@ -6,7 +6,7 @@ import { Chart, Pointer } from "./charts.js";
 import { announceEvent, EventLog, merge } from "./events.js";
 import { number, toToml } from "./format.js";
 import {
-  announce, Component, confirmed, createRef, Fold, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
+  announce, Component, confirmed, createRef, Fold, FoldOnPhone, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
 } from "./parts.js";
 import { Series } from "./series.js";
 import { aboutOf, Beat, Doctor, Headline } from "./status.js";
@@ -244,8 +244,12 @@ class JobPage extends Component {
       ${this.lead(job, records)}
       ${this.curves()}
       ${job.config.evaluation && html`<${Fold} summary=${html`<h2>Before and after</h2>`} of=${() => this.answers(job)} />`}
-      <${TimelinePanel} ref=${this.timeline} id=${job.id} signal=${this.props.signal} />
-      <${EventLog} events=${this.events} loadOlder=${first.cursor === "0" ? null : this.loadOlder} />
+      <${FoldOnPhone} summary=${html`<h2>Timeline</h2>`} of=${() => html`
+        <${TimelinePanel} ref=${this.timeline} id=${job.id} signal=${this.props.signal} />
+      `} />
+      <${FoldOnPhone} summary=${html`<h2>Events</h2>`} of=${() => html`
+        <${EventLog} events=${this.events} loadOlder=${first.cursor === "0" ? null : this.loadOlder} />
+      `} />
       <${Configuration} job=${job} />
     `;
   }
@@ -295,7 +299,7 @@ class JobPage extends Component {
             <label for="smooth" title="A mean over 2% of the iterations; the values themselves are faint">Smooth long curves</label>
           </span>
         </div>
-        <div class="charts">${charts}</div>
+        <${FoldOnPhone} summary="${number(charts.length)} curves" of=${() => html`<div class="charts">${charts}</div>`} />
         ${others.length > 0 && html`<${Fold} summary="${number(others.length)} more series" of=${() => this.others(others)} />`}
       </section>
     `;

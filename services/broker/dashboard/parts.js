@@ -235,6 +235,11 @@ export class Fold extends Component {
   }
 }
 
+const phone = window.matchMedia("(max-width: 760px)"); // as in style.css
+
+/** Folded on a phone, where the page would be long; elsewhere as it is. */
+export const FoldOnPhone = ({ summary, of }) => (phone.matches ? html`<${Fold} summary=${summary} of=${of} />` : of());
+
 /** The place that a key moves to: from `index` by its step, to an end by Home and End. null: it is no such key. */
 export function moved(event, steps, index, last) {
   const wanted = { Home: 0, End: last }[event.key] ?? index + steps[event.key];

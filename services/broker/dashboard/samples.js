@@ -1,23 +1,21 @@
-// The texts of the model: responses of an iteration or an evaluation, with a filter and pages.
+// The texts of the model: responses of an iteration or an evaluation, with a filter, a search and pages.
 
 import { get, isRefusal } from "./api.js";
 import { number } from "./format.js";
-import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, render, title } from "./parts.js";
 import { Rewards, scaleOf } from "./rewards.js";
 
 const PAGE = 20;
+const NOTHING_CHOSEN = { iteration: "", evaluation: "", min: "", max: "", truncated: "", wrong: "", text: "", page: 1 };
 
-/** `group`: the page of that group; else a list, by iteration or evaluation and reward. */
+/** `group`: the page of that group; else a list, by iteration or evaluation, reward, end and text. */
 export async function show(main, params, signal) {
   if (params.group) return (await import("./group.js")).show(main, params, signal);
   const path = pathOf(params.id);
   const [job, { evaluations }] = await Promise.all([get(path, {}, signal), get(`${path}/evaluations`, {}, signal)]);
   const done = evaluations.filter(({ state }) => state === "DONE").map(({ evaluation }) => evaluation);
   const wanted = {
-    iteration: params.iteration ?? "",
-    evaluation: params.evaluation ?? "",
-    min: params.min ?? "",
-    max: params.max ?? "",
+    ...Object.fromEntries(Object.keys(NOTHING_CHOSEN).map((name) => [name, params[name] ?? ""])),
     page: Math.max(1, parseInt(params.page) || 1),
   };
   if (!signal.aborted) render(html`<${SamplesPage} job=${job} evaluations=${done} wanted=${wanted} signal=${signal} />`, main);
@@ -41,9 +39,10 @@ class SamplesPage extends Component {
 
   submit(event) {
     event.preventDefault();
-    const value = (name) => event.currentTarget.elements[`sample-${name}`]?.value ?? "";
-    const [iteration, evaluation, min, max] = ["iteration", "source", "min", "max"].map(value);
-    this.apply({ iteration, evaluation, min, max, page: 1 }, event.type === "submit");
+    const field = (name) => event.currentTarget.elements[`sample-${name}`];
+    const [iteration, evaluation, min, max, text] = ["iteration", "source", "min", "max", "text"].map((name) => field(name)?.value ?? "");
+    const [truncated, wrong] = ["truncated", "wrong"].map((name) => (field(name).checked ? "1" : ""));
+    this.apply({ iteration, evaluation, min, max, truncated, wrong, text: text.trim(), page: 1 }, event.type === "submit");
   }
 
   async step(by) {
@@ -92,16 +91,22 @@ class SamplesPage extends Component {
   }
 
   /** One more than a page, if there are more. */
-  async readIteration(signal, { iteration, min, max, page }) {
-    const range = { min_reward: min, max_reward: max };
-    const params = { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...range };
+  async readIteration(signal, { iteration, min, max, truncated, wrong, text, page }) {
+    const choice = { min_reward: min, max_reward: max, is_truncated: truncated && "true", is_solved: wrong && "false", text };
+    const params = { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...choice };
     return (await get(`${this.path}/samples`, params, signal)).samples;
   }
 
-  /** A few are kept of each, so the reward is looked at here. */
-  async readEvaluation(signal, { evaluation, min, max, page }) {
+  /** A few are kept of each, so they are chosen here. */
+  async readEvaluation(signal, { evaluation, min, max, truncated, wrong, text, page }) {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
-    const isWanted = ({ reward }) => (min === "" || reward >= Number(min)) && (max === "" || reward <= Number(max));
+    const { solved_at: solvedAt = 1 } = this.job.config;
+    const isWanted = ({ reward, finish_reason: end, ...sample }) =>
+      (min === "" || reward >= Number(min)) &&
+      (max === "" || reward <= Number(max)) &&
+      (!truncated || end === "length") &&
+      (!wrong || reward < solvedAt) &&
+      [sample.prompt, sample.decoded_prompt ?? "", sample.response].some((part) => part.toLowerCase().includes(text.toLowerCase()));
     return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);
   }
 
@@ -132,7 +137,11 @@ class SamplesPage extends Component {
     const edit = (name) => (event) => this.edit(name, event.target.value);
     const step = (by, name, sign) =>
       html`<button class="button icon" type="button" aria-label=${name} onClick=${() => this.step(by)}>${sign}</button>`;
-    const reset = () => this.apply({ iteration: "", evaluation: "", min: "", max: "", page: 1 });
+    const reset = () => this.apply(NOTHING_CHOSEN);
+    const tick = (name, label) => html`
+      <span><input id="sample-${name}" type="checkbox" checked=${draft[name] !== ""} onInput=${(event) => this.edit(name, event.target.checked ? "1" : "")} />
+        <label for="sample-${name}"> ${label}</label></span>
+    `;
     const bound = (name, label) => html`
       <${Field} name=${label} id="sample-${name}">
         <input id="sample-${name}" type="number" step="any" placeholder="any" value=${draft[name]} onInput=${edit(name)} />
@@ -161,6 +170,10 @@ class SamplesPage extends Component {
           ${step(-1, "Iteration before", "‹")}${step(1, "Next iteration", "›")}
         <//>
         <div class="filter-row">${bound("min", "Reward from")}${bound("max", "to")}</div>
+        <${Field} name="Text in prompt or response" id="sample-text">
+          <input id="sample-text" type="search" maxlength="1000" placeholder="any" value=${draft.text} onInput=${edit("text")} />
+        <//>
+        <div class="filter-row sample-ticks">${tick("truncated", "Truncated")}${tick("wrong", "Wrong")}</div>
         <div class="actions">
           <button class="button" type="submit">Show</button>
           <button class="button quiet" type="button" onClick=${reset}>Reset</button>
@@ -179,15 +192,17 @@ class SamplesPage extends Component {
     return html`<button class="button" type="button" onClick=${turn}>${name}</button>`;
   }
 
-  words(samples, { evaluation, min, max, page }) {
+  words(samples, { evaluation, min, max, truncated, wrong, text, page }) {
     const bounds = [min !== "" && `from ${min}`, max !== "" && `up to ${max}`].filter(Boolean).join(" ");
-    const range = bounds && ` with a reward ${bounds}`;
-    if (!samples.length) return this.job.num_opened ? `No response${range} here.` : "No response has been accepted yet.";
+    const range = (bounds && ` with a reward ${bounds}`) + (text && ` with “${text}”`);
+    const kind = [truncated && "truncated", wrong && "wrong"].filter(Boolean).join(", ");
+    const named = title(`${kind} responses`.trim());
+    if (!samples.length) return this.job.num_opened ? `No ${named.toLowerCase()}${range} here.` : "No response has been accepted yet.";
     const first = (page - 1) * PAGE + 1;
     const of = evaluation
       ? `evaluation after ${evaluation} iterations`
       : `iteration ${samples[0].iteration}, policy version ${samples[0].policy_version}`;
-    return `Responses ${first} to ${first + samples.length - 1} of ${of}${range}.`;
+    return `${named} ${first} to ${first + samples.length - 1} of ${of}${range}.`;
   }
 }
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -40,9 +40,15 @@ class PatternRequest(BaseModel):
     timeout_s: float
 
 
-REQUEST: TypeAdapter[ReadRequest | SurveyRequest | PatternRequest] = TypeAdapter(
-    ReadRequest | SurveyRequest | PatternRequest
-)
+class TasksRequest(BaseModel):
+    """A request for the names of all procedural tasks."""
+
+    has_tasks: Literal[True]
+    timeout_s: float
+
+
+AnyRequest = ReadRequest | SurveyRequest | PatternRequest | TasksRequest
+REQUEST: TypeAdapter[AnyRequest] = TypeAdapter(AnyRequest)
 
 
 def main() -> None:
@@ -56,6 +62,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
         if isinstance(request, PatternRequest):
             answer = check_pattern(request.pattern)
+        elif isinstance(request, TasksRequest):
+            answer = {"tasks": list_tasks()}
         elif isinstance(request, SurveyRequest):
             answer = answer_survey(request, data_dir, open_datasets)
         else:
@@ -108,6 +116,15 @@ def check_pattern(pattern: str) -> dict[str, Any]:
         return {"problem": "", "num_groups": re.compile(pattern).groups}
     except (re.error, RecursionError, OverflowError) as error:
         return {"problem": f"is no regular expression: {error}", "num_groups": 0}
+
+
+def list_tasks() -> list[str]:
+    """Return the names of reasoning_gym's tasks; none where it is not installed."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        return []
+    return sorted(DATASETS)
 
 
 def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:

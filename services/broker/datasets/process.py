@@ -77,6 +77,11 @@ class DatasetProcess:
             return error.message, 0
         return answer["problem"], answer["num_groups"]
 
+    async def tasks(self) -> list[str]:
+        """Return the names of the procedural tasks that are installed. Raises DatasetError as `read`."""
+        answer = await self._ask({"has_tasks": True})
+        return list(answer["tasks"])
+
     async def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
@@ -155,6 +160,11 @@ class DatasetPool:
         is_hub = any(isinstance(section.spec.data, HubData) for section in sections)
         async with hold(self._hub if is_hub else contextlib.nullcontext()), hold(self._free_process()) as process:
             return await process.survey(sections)
+
+    async def tasks(self) -> list[str]:
+        """Return names as `DatasetProcess.tasks`, once a process is free. Raises TooBusy, too."""
+        async with hold(self._free_process()) as process:
+            return await process.tasks()
 
     @contextlib.asynccontextmanager
     async def _free_process(self) -> AsyncIterator[DatasetProcess]:

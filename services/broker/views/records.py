@@ -5,16 +5,19 @@ Iterations and evaluations: onbeat/streams/records.py.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic_core import from_json
 
+from onbeat.config import JobConfig
 from onbeat.contracts.records import JobRecord, Sample, WeightsRecord
+from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.states import JobState
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
 from onbeat.streams.unreadable import JOB, wrong_in_hash
-from services.broker.samples import ANY_REWARD, RewardRange, sample_groups
+from services.broker.samples import ANY_RESPONSE, Choice, sample_groups
 
 
 def job_record(fields: Fields) -> JobRecord:
@@ -66,18 +69,21 @@ async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> l
 
 
 async def read_samples(
-    ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
+    ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, choice: Choice = ANY_RESPONSE
 ) -> list[Sample]:
-    """Read responses of an iteration (None: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
+    """Read chosen responses of an iteration (None: the newest with an accepted group); a response is solved as the job
+    says. Raises JobNotFound, GroupsTrimmed."""
     job = await ledger.jobs.fields(job_id)
     if iteration is None:
         start = first_iteration(job)
         iteration = max(start, int(job["num_opened"]) - 1)
         while iteration > start and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
+    if choice.is_solved is not None:
+        choice = replace(choice, solved_at=JobConfig.model_validate_json(job["config"], context=IS_ACCEPTED).solved_at)
     groups = await ledger.iterations.accepted_groups(job_id, iteration)
     advantages = await ledger.iterations.advantages(job_id, iteration) if groups else {}
-    return sample_groups(groups, limit, offset, rewards, advantages)
+    return sample_groups(groups, limit, offset, choice, advantages)
 
 
 async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:

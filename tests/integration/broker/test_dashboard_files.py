@@ -155,7 +155,24 @@ async def test_schema_of_a_job_needs_a_key_and_is_that_of_the_door(broker, keys)
 
 async def test_page_is_no_part_of_the_api(broker, keys):
     spec = (await broker.get("/openapi.json", headers=keys.header(Role.READ))).json()
-    assert not [path for path in spec["paths"] if path == "/" or path.startswith("/assets")]
+    assert not [path for path in spec["paths"] if path in ("/", "/docs") or path.startswith("/assets")]
+
+
+async def test_page_of_the_api_has_all_routes_and_fields(broker, keys):
+    spec = (await broker.get("/openapi.json", headers=keys.header(Role.READ))).json()
+    answer = await broker.get("/docs")  # no key: it holds no data
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"] == dashboard.CONTENT_SECURITY_POLICY
+    for path, calls in spec["paths"].items():
+        for method in calls:
+            assert f"{method.upper()} {path}</h3>" in answer.text
+    assert "<code>num_samples_per_prompt</code>" in answer.text
+    assert "Check a job as <code>POST /v1/jobs</code> does, without creating it." in answer.text
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+    allowed = {"assets/icon.svg", "assets/style.css", "assets/theme.js", "openapi.json", "./"}
+    assert {address for address in addresses if not address.startswith("#")} == allowed
+    anchors = {address.removeprefix("#") for address in addresses if address.startswith("#")}
+    assert anchors <= set(re.findall(r'id="([^"]+)"', answer.text))
 
 
 # ---- that they are complete, and ask nobody else -----------------------------------------------------------------

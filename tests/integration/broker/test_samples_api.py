@@ -92,6 +92,31 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     assert await chosen("min_reward=0.5&offset=3") == []
 
 
+async def test_samples_are_chosen_by_their_end_and_by_text(broker, ledger):
+    def cut_the_first(group: RolloutGroup) -> None:
+        group.responses[0].finish_reason = "length"
+        group.responses[1].text = f"The ANSWER to {group.prompt_text}"
+
+    job_id, _ = await World(ledger).started_job(solved_at=0.5)
+    tasks = tasks_for(0, 2)
+    tasks[0].text, tasks[1].text = "Ärger", "peace"
+    assert await ledger.iterations.open(job_id, 0, 0, tasks) == ""
+    await submit_open(ledger, job_id, cut_the_first)
+
+    async def chosen(query):
+        samples = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
+        return [(sample["group_id"], sample["index"]) for sample in samples]
+
+    first, second = [("0-0", 0), ("0-1", 0)], [("0-0", 1), ("0-1", 1)]  # rewards 0 and 1
+    assert await chosen("is_truncated=true") == await chosen("is_solved=false") == first
+    assert await chosen("is_truncated=false") == await chosen("is_solved=true") == second
+    assert await chosen("is_truncated=true&is_solved=true") == []
+    assert await chosen("text=answer") == second
+    assert await chosen("text=%C3%84RGER") == [("0-0", 0), ("0-0", 1)]  # upper case also matches
+    assert await chosen("text=answer&limit=1&offset=1") == second[1:]
+    assert await chosen("text=nothing") == []
+
+
 async def test_range_of_rewards_that_is_none_is_refused(broker, world):
     job_id = await world.create_job()
     refused = await get(broker, f"{job_id}/samples?min_reward=2&max_reward=1.5", 422)

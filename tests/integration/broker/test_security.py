@@ -66,7 +66,7 @@ def every_route() -> list[tuple[str, str]]:
     return routes
 
 
-DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name:path}")}
+DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/docs", "/assets/{name:path}")}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 
 
@@ -79,7 +79,7 @@ OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 )
 async def test_each_role_may_do_what_it_may_and_no_more(keys, ledger, method, path):
     moves = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
-    for_submitters = {"/v1/jobs", "/v1/jobs:validate", "/v1/chat/completions", *moves}
+    for_submitters = {"/v1/jobs", "/v1/jobs:validate", "/v1/jobs:preview", "/v1/chat/completions", *moves}
 
     def role_for(method: str, path: str) -> Role | None:
         """Return the role that the documentation promises."""

@@ -1,0 +1,143 @@
+"""The first prompts of a job as its model gets them, and what its rewards give two responses to each.
+
+Tokenizer and rewards run in processes of their own, and import there what the broker does without.
+"""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from onbeat.config import JobConfig
+from onbeat.contracts.answers import PROMPT_SUFFIX
+from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
+from onbeat.process.children import ChildDied, ChildProcess
+from services.broker.admission.rewards import CHILD as SCORER
+from services.broker.admission.rewards import TRIAL_S
+from services.broker.datasets import PromptItem
+from services.broker.datasets.lengths import COUNTER
+
+MAX_PROMPTS = 10
+RENDER_S = 60.0  # time for starting Python, loading the tokenizer and all prompts
+RENDER_MEMORY_MB = 8192
+OWN_ANSWER, EMPTY = "own answer", "empty"
+NO_TRANSFORMERS = "the package transformers is not installed where the broker runs"
+OF_ENVIRONMENT = "rewards are not tried: they come from the job's environment, which plays whole episodes"
+OF_SERVICE = "reward http is not tried: it is a service that the rollouts know by name"
+
+Case = tuple[dict[str, Any], str]  # context of a prompt, response
+
+
+class Trial(BaseModel):
+    """A reward of a response. `response` says which: the answer in the row, or an empty one."""
+
+    response: str  # "own answer" or "empty"
+    text: str
+    reward_name: str
+    reward: float | None  # None: it failed
+    parts: dict[str, float] = {}
+    message: str = ""  # reason why it failed
+
+
+class PreviewedPrompt(BaseModel):
+    """A prompt, decoded from the token ids that the model gets; `num_tokens` None: without the model's template."""
+
+    text: str
+    num_tokens: int | None
+    trials: list[Trial]
+
+
+class Preview(BaseModel):
+    """The first prompts of a job that does not exist yet. `notes` say what could not be shown, and why."""
+
+    prompts: list[PreviewedPrompt]
+    notes: list[str]
+
+
+async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Preview:
+    """Show prompts and try the job's rewards on them. What cannot be done here becomes a note."""
+    rendered, problem = await render(config, items)
+    notes = [f"the prompts are shown without the model's template: {problem}"] if problem else []
+    cases: list[tuple[int, str, Case]] = []  # number of the prompt, name of the response
+    for number, item in enumerate(items):
+        answer = item.context.get("answer")
+        context = item.context | ({PROMPT_SUFFIX: rendered[number]["suffix"]} if item.messages and not problem else {})
+        cases += [(number, OWN_ANSWER, (context, str(answer)))] if answer is not None else []
+        cases.append((number, EMPTY, (context, "")))
+    trials: list[list[Trial]] = [[] for _ in items]
+    if config.environment is not None:
+        notes.append(OF_ENVIRONMENT)
+    for reward in config.rewards if config.environment is None else ():
+        if reward.name == HTTP_REWARD:
+            notes.append(OF_SERVICE)
+            continue
+        answers = await score(reward, [case for _, _, case in cases])
+        for (number, response, (_, text)), answer in zip(cases, answers, strict=True):
+            trials[number].append(trial_of(reward, response, text, answer))
+    prompts = [
+        PreviewedPrompt(text=prompt["text"], num_tokens=prompt["num_tokens"], trials=tried)
+        for prompt, tried in zip(rendered, trials, strict=True)
+    ]
+    return Preview(prompts=prompts, notes=notes)
+
+
+def trial_of(reward: RewardConfig, response: str, text: str, answer: dict[str, Any]) -> Trial:
+    name = reward.name if reward.part is None else reward.part
+    values = {"reward": answer.get("reward"), "parts": answer.get("parts", {}), "message": answer.get("message", "")}
+    return Trial(response=response, text=text, reward_name=name, **values)
+
+
+async def render(config: JobConfig, items: Sequence[PromptItem]) -> tuple[list[dict[str, Any]], str]:
+    """Return {text, num_tokens, suffix} of each prompt, and '' or the reason why the template was not applied."""
+    plain = [
+        {"text": item.text or "\n".join(f"{m.role}: {m.content}" for m in item.messages), "num_tokens": None}
+        for item in items
+    ]
+    if importlib.util.find_spec("transformers") is None:
+        return plain, NO_TRANSFORMERS
+    arguments = config.data.template_arguments()
+    given = {
+        "arguments": arguments,
+        "chat_template": config.model.chat_template,
+        "memory_mb": RENDER_MEMORY_MB,
+    }
+    child = await ChildProcess.start("the process that renders them", COUNTER, config.model.path, "--text")
+    try:
+        await child.send(given, RENDER_S)
+        rendered = []
+        for item in items:
+            await child.send(item.model_dump(include={"messages", "text"}), RENDER_S)
+            rendered.append(json.loads(await child.receive(RENDER_S)))
+        return rendered, ""
+    except TimeoutError:
+        return plain, f"the tokenizer of {config.model.path} did not load within {RENDER_S:g} s"
+    except ChildDied as error:
+        return plain, error.last_words or str(error)
+    finally:
+        await child.kill()
+
+
+async def score(reward: RewardConfig, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Score each response in a process like a rollout's, with the same limits. Return its answers, in order; once the
+    process has ended or taken too long, the rest have the reason as their message."""
+    answers: list[dict[str, Any]] = []
+    limits = str(reward.timeout_s), str(reward.memory_limit_mb)
+    child = await ChildProcess.start("the scoring process", SCORER, *limits)
+    message = f"it took longer than timeout_s = {reward.timeout_s:g}"
+    try:
+        for number, (context, response) in enumerate(cases):
+            request = {"request": number, "reward": reward.name, "options": reward.options}
+            await child.send(request | {"context": context, "responses": [response]}, TRIAL_S)
+            step = json.loads(await child.receive(TRIAL_S))
+            if step["step"] == "loaded":
+                step = json.loads(await child.receive(reward.timeout_s))
+            answers.append(step)
+    except ChildDied as error:
+        message = str(error)
+    except TimeoutError:
+        pass
+    finally:
+        await child.kill()
+    return answers + [{"message": message}] * (len(cases) - len(answers))

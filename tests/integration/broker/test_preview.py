@@ -1,0 +1,88 @@
+"""The first prompts of a job over REST, as its model gets them, with its rewards tried on them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.broker.admission import preview
+from tests.installed import install
+from tests.tiny_models import write_tied_model
+from tests.world import job_body
+
+ROWS = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 4?", "answer": "7"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return str(write_tied_model(tmp_path / "model"))
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview.importlib.util, "find_spec", lambda name: None)
+
+
+async def ask(broker: httpx.AsyncClient, model: str, count: int = 2, status: int = 200, **sections: Any) -> Any:
+    data = {"path": "rows.jsonl", "shuffle": False} | sections.pop("data", {})
+    job = job_body(model={"path": model}, data=data, **sections)
+    answer = await broker.post("/v1/jobs:preview", params={"prompts": count}, json=job)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_prompts_are_those_of_the_model_with_both_rewards(broker, model, tmp_path, monkeypatch):
+    code = "def score(response, context):\n    return {'reward': len(response), 'words': 1.0}\n"
+    site = install(tmp_path / "site", "lengths", "[onbeat.rewards]\nlength = lengths:score\n", lengths=code)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(str(site))
+    answer = await ask(broker, model, reward=[{"name": "exact"}, {"name": "length", "weight": 0.5}])
+    first, second = answer["prompts"]
+    assert (answer["notes"], len(answer["prompts"])) == ([], 2)
+    assert "2 + 2?" in first["text"]
+    assert first["text"] != "2 + 2?"  # the template is around it
+    assert first["num_tokens"] > 6
+    shown = [(trial["response"], trial["text"], trial["reward_name"], trial["reward"]) for trial in second["trials"]]
+    assert shown == [
+        ("own answer", "7", "exact", 1.0),
+        ("empty", "", "exact", 0.0),
+        ("own answer", "7", "length", 1.0),
+        ("empty", "", "length", 0.0),
+    ]
+    assert second["trials"][2]["parts"] == {"words": 1.0}
+    assert (await broker.get("/v1/jobs")).json() == {"jobs": []}
+
+
+async def test_rows_that_cannot_be_read_are_refused_by_field(broker, model, no_transformers):
+    answer = await ask(broker, model, status=422, data={"prompt_field": "question"})
+    assert [error["field"] for error in answer["errors"]] == ["data.prompt_field"]
+    answer = await ask(broker, model, status=422, optimizer={"learning_rate": -1})
+    assert [error["field"] for error in answer["errors"]] == ["optimizer.learning_rate"]
+
+
+async def test_failing_reward_says_why_on_each_response(broker, model, no_transformers):
+    answer = await ask(broker, model, 1, reward={"name": "exact", "options": {"no_such": 1}})
+    (prompt,) = answer["prompts"]
+    assert [trial["reward"] for trial in prompt["trials"]] == [None, None]
+    assert all("no_such" in trial["message"] for trial in prompt["trials"])
+
+
+async def test_prompts_without_transformers_are_those_of_the_rows(broker, model, no_transformers):
+    answer = await ask(broker, model, 1, reward={"name": "http", "options": {"service": "judge"}})
+    assert answer["prompts"] == [{"text": "user: 2 + 2?", "num_tokens": None, "trials": []}]
+    assert [note.partition(":")[0] for note in answer["notes"]] == [
+        "the prompts are shown without the model's template",
+        "reward http is not tried",
+    ]
+
+
+async def test_names_to_choose_from_are_those_installed(broker):
+    answer = await broker.get("/v1/installed")
+    names = answer.json()
+    assert answer.status_code == 200, answer.text
+    assert {"exact", "http", "math", "regex"} <= set(names["rewards"])
+    assert "chain_sum" in names["tasks"]
+    assert names["environments"] == sorted(names["environments"])
