@@ -21,7 +21,7 @@ OVERRIDES = (f"schedule.num_iterations={NUM_ITERATIONS}", "objective.kl.coef=1e-
 
 def iterations_of(mode: str) -> list[dict[str, Any]]:
     cores = ("--rollout-cores", "0", "--trainer-cores", "1")
-    report = run_job("examples/quickstart.toml", *OVERRIDES, f"schedule.mode={mode}", options=cores)
+    report = run_job("benchmarks/jobs/quickstart-0.1.toml", *OVERRIDES, f"schedule.mode={mode}", options=cores)
     iterations: list[dict[str, Any]] = report["iterations"]
     return iterations[WARMUP:]
 
