@@ -31,7 +31,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 def iterations(num_loops: int) -> list[dict[str, float]]:
     with busy_loops(num_loops):
-        report = run_job("examples/quickstart.toml", f"schedule.num_iterations={NUM_ITERATIONS}")
+        report = run_job("benchmarks/jobs/quickstart-0.1.toml", f"schedule.num_iterations={NUM_ITERATIONS}")
     return [{field: iteration[field] for field in FIELDS} for iteration in report["iterations"][WARMUP:]]
 
 

@@ -195,7 +195,7 @@ def measure_first_job(compose: Compose, client: Client) -> tuple[str, dict[str, 
     (container,) = compose.rollouts()
     overrides = [f"{key}={value}" for key, value in JOB.items()]
     created_at = time.time()
-    job = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", overrides))
+    job = client.jobs.create(read_job_file(ROOT / "benchmarks" / "jobs" / "quickstart-0.1.toml", overrides))
     return job.id, measure_start(client, job.id, container, created_at)
 
 

@@ -122,7 +122,7 @@ def run(*overrides: str) -> dict[str, Any]:
         sampler.start()
         try:
             settings = [part for override in overrides for part in ("--set", override)]
-            create = [*onbeat, "jobs", "create", "examples/quickstart.toml", *settings, *data_dir]
+            create = [*onbeat, "jobs", "create", "benchmarks/jobs/quickstart-0.1.toml", *settings, *data_dir]
             job = subprocess.run(create, check=True, cwd=ROOT, capture_output=True, text=True).stdout.split()[0]
             watch = [*onbeat, "jobs", "watch", job, *data_dir]
             subprocess.run(watch, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

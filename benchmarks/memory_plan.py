@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, int] | None, tuple[str, ...]]] = {
 
 def plan(overrides: list[str]) -> dict[str, dict[str, int]]:
     settings = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "onbeat.cli", "plan", "memory", "examples/quickstart.toml", *settings]
+    command = [sys.executable, "-m", "onbeat.cli", "plan", "memory", "benchmarks/jobs/quickstart-0.1.toml", *settings]
     command += ["--prompt-tokens", str(PROMPT_TOKENS), "--json"]
     planned: dict[str, dict[str, int]] = json.loads(
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True).stdout

@@ -23,7 +23,7 @@ def through_the_service() -> list[float]:
     """Return the tokens per second of each iteration after warm-up."""
     os.environ["ONBEAT_MAX_NUM_SEQS"] = str(MAX_NUM_SEQS)
     report = run_job(
-        "examples/quickstart.toml",
+        "benchmarks/jobs/quickstart-0.1.toml",
         f"rollout.num_prompts_per_iteration={NUM_PROMPTS}",
         f"schedule.num_iterations={NUM_ITERATIONS}",
         "schedule.mode=sync",

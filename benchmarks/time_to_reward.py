@@ -15,7 +15,7 @@ from vs_trl import run_trl
 
 from onbeat.config import JobConfig
 
-QUICKSTART = "examples/quickstart.toml"
+QUICKSTART = "benchmarks/jobs/quickstart-0.1.toml"
 WINDOW, WANTED = 5, 0.8
 MAX_TRL_STEPS = 400
 

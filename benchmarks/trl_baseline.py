@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 1,
     "disable_tqdm": True,
 }
-QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
+QUICKSTART = Path(__file__).parent / "jobs" / "quickstart-0.1.toml"
 
 
 def last_number_reward(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:

@@ -68,7 +68,7 @@ def compare(before: dict[str, Any], trl: dict[str, Any], after: dict[str, Any], 
 
 def run_onbeat(model: Path, dtype: str) -> dict[str, Any]:
     return run_job(
-        "examples/quickstart.toml",
+        "benchmarks/jobs/quickstart-0.1.toml",
         f"model.path={model}",
         f"model.dtype={dtype}",
         f"schedule.num_iterations={NUM_STEPS}",

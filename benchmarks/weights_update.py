@@ -16,7 +16,7 @@ def main() -> None:
     results = {}
     for learning_rate in LEARNING_RATES:
         report = run_job(
-            "examples/quickstart.toml",
+            "benchmarks/jobs/quickstart-0.1.toml",
             f"schedule.num_iterations={NUM_ITERATIONS}",
             f"optimizer.learning_rate={learning_rate}",
         )

@@ -15,7 +15,7 @@ def measure(place: Place, findings: Findings) -> None:
         findings.leave_out("the quick start needs a CUDA device and vLLM (`make setup PLATFORM=cuda`)")
         return
     os.environ["ONBEAT_DEVICE"] = "cuda"
-    report = run_job("examples/quickstart.toml", timeout_s=TIMEOUT_S, may_be_cut=True)
+    report = run_job("benchmarks/jobs/quickstart-0.1.toml", timeout_s=TIMEOUT_S, may_be_cut=True)
     rewards = [iteration["reward_mean"] for iteration in report["iterations"]]
     findings.figure(
         "the quick start",

@@ -36,6 +36,7 @@ FROM packages AS code
 COPY LICENSE README.md pyproject.toml ./
 COPY onbeat onbeat
 COPY services services
+COPY examples/quickstart.toml examples/
 RUN sh deploy/docker/install-code.sh
 
 FROM base

@@ -48,6 +48,7 @@ FROM packages AS code
 COPY LICENSE README.md pyproject.toml ./
 COPY onbeat onbeat
 COPY services services
+COPY examples/quickstart.toml examples/
 RUN sh deploy/docker/install-code.sh
 
 # What the platforms need at run time. Triton compiles its launchers when a kernel is first used.

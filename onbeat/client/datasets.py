@@ -104,11 +104,11 @@ def take_local_files(job: dict[str, Any], folder: Path, data_dir: Path | None = 
     """
     files = []
     for field, section in file_sections(job):
-        source = (folder / section["path"]).resolve()
+        source, is_bundled = (folder / section["path"]).resolve(), section["path"].startswith("bundled:")
         if source.is_file():
             files.append(DataFile.at(source))
             section["path"] = files[-1].path
-        elif data_dir is not None and not (data_dir / section["path"]).is_file():
+        elif data_dir is not None and not (is_bundled or (data_dir / section["path"]).is_file()):
             raise ValueError(f"{field}.path: there is no file {source}; a path is relative to the job file")
     return files
 

@@ -51,7 +51,9 @@ class RowData(TemplateArguments):
 
 class FileData(RowData):
     type: Literal["jsonl", "parquet"]
-    path: str = Field(description="path of the file in the data folder of the broker")
+    path: str = Field(
+        description="path of the file in the data folder of the broker, or `bundled:NAME` of one that comes with Onbeat"
+    )
 
 
 class HubData(RowData):

@@ -185,6 +185,12 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
+    negative = [reward.part for reward in job.rewards if reward.weight < 0]
+    if job.rollout.truncated == "zero" and negative:
+        yield (
+            f"rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "
+            f"and the weight of reward {negative[0]} is; make that weight positive, or use truncated = 'score'"
+        )
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2:
         yield (

@@ -50,6 +50,11 @@ class RolloutConfig(Section):
     )
     num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in a group (G)")
     max_response_tokens: PositiveInt = Field(le=1_048_576, description="length at which a response is cut")
+    truncated: Literal["score", "zero"] = Field(
+        "score",
+        description="reward of a response that was cut at `max_response_tokens`, also in a turn of an episode. score: "
+        "as its text is scored; zero: 0, so that ending pays; held-out responses are always scored",
+    )
     temperature: Float = Field(
         1.0, ge=0.01, le=10, description="sampling temperature; logprobs are those of the tempered distribution"
     )

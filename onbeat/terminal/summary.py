@@ -38,7 +38,12 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     if not committed:
         return
     first, last = committed[0].iteration, committed[-1].iteration
+    evaluations = [record.evaluation for record in progress.scored]
     try:
+        if pairs := await same_prompts(client, job.id, evaluations, float(job.config.get("solved_at", 1.0))):
+            print_examples(console, "before training, on held-out prompts", [before for before, _ in pairs])
+            print_examples(console, "after, on the same prompts", [after for _, after in pairs])
+            return
         before = await examples(client, job.id, first)
         after = await examples(client, job.id, last) if last != first else []
     except OnbeatError as error:  # the report of the run is complete without them
@@ -119,6 +124,30 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
     if not audit.is_clean:
         return f"nothing was trained: {audit.num_groups} groups accepted{failed}; the log breaks no rule"
     return f"clean: {audit.num_trained_groups} groups, each used once, on one policy version per iteration{failed}"
+
+
+async def same_prompts(
+    client: AsyncClient, job_id: str, evaluations: Sequence[int], solved_at: float
+) -> list[tuple[Sample, Sample]]:
+    """Return responses to the same held-out prompts in the first and the last evaluation; none without two of them."""
+    if len(evaluations) < 2:
+        return []
+    first, last = [await client.jobs.evaluation_samples(job_id, number) for number in (evaluations[0], evaluations[-1])]
+    return telling_pairs(first, last, solved_at)
+
+
+def telling_pairs(first: Sequence[Sample], last: Sequence[Sample], solved_at: float) -> list[tuple[Sample, Sample]]:
+    """Return a prompt that was not solved first and is solved now, and one that is not solved now, as far as there are
+    such."""
+
+    def place(sample: Sample) -> tuple[str, int]:
+        return sample.group_id.rpartition("-")[2], sample.index
+
+    later = {place(sample): sample for sample in last}
+    pairs = [(sample, later[place(sample)]) for sample in first if place(sample) in later]
+    learned = (pair for pair in pairs if pair[0].reward < solved_at <= pair[1].reward)
+    unsolved = (pair for pair in pairs if pair[1].reward < solved_at)
+    return [pair for pair in (next(learned, None), next(unsolved, None)) if pair is not None]
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:

@@ -10,6 +10,7 @@ from services.rollout.inflight import Flight
 from services.rollout.meters import BusyMeter
 from services.rollout.prompt_decoder import PromptDecoder
 from services.rollout.prompts import GroupFailed, prompt_text
+from services.rollout.rewards.truncation import reward_truncated
 
 MAX_REMEMBERED = 1000  # groups that were given back here; another rollout may have finished them
 LONGEST_S = 3600.0  # the deadline of a task that names none, as every wait has one
@@ -40,6 +41,7 @@ class GroupProducer:
         self._decoder = decoder
         self._busy = busy
         self._max_attempts, self._max_lost_rollouts = limits.max_group_attempts, limits.max_lost_rollouts
+        self._truncated = limits.truncated
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
         self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> failed attempts at episodes, by kind
         self.num_playable = filler.num_playable
@@ -66,6 +68,7 @@ class GroupProducer:
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
                 await self._filler.fill(flight, group, deadline)
+            reward_truncated(group, self._truncated)
             await self._decoder.add_parts(group)
             refuse_broken(group)
         except GroupFailed as failure:

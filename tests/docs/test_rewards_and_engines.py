@@ -45,6 +45,7 @@ def test_own_reward_scores_a_job(workplace):
     section = tomllib.loads(block_after("docs/rewards.md", "toml", '[reward]\nname = "brevity"'))
     job = quickstart_with(section | {"model": {"path": str(workplace.folder / "model"), "dtype": "float32"}})
     job["schedule"] = {"num_iterations": 1}
+    job["rollout"] |= {"truncated": "score"}
     created = workplace.stack.client.jobs.create(job)
     assert workplace.stack.wait(created.id).state is JobState.SUCCEEDED
     samples = workplace.stack.client.jobs.samples(created.id)

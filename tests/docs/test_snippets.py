@@ -20,7 +20,7 @@ from tests.docs.test_live_commands import write_shown_files
 pytestmark = pytest.mark.slow
 
 QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
-KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
+KINDS = ("type", "mode", "name", "path")  # a fragment with another kind of a section replaces it
 
 
 # ---- Python ------------------------------------------------------------------------------------------------------

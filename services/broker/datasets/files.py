@@ -28,6 +28,7 @@ from services.broker.datasets.lengths import choose_rows, count_prompts
 from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
+BUNDLED = "bundled:"  # start of the path of a file that comes with Onbeat
 BUFFER_BYTES = 1 << 20  # size of a read from a column of a Parquet file
 MAX_BATCH_ROWS, BATCH_BYTES = 1_000, 32 << 20  # size of a batch of a Parquet file, as its row group estimates it
 
@@ -108,7 +109,10 @@ def file_identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def resolve_path(given: str, data_dir: Path) -> Path:
-    """Return the file inside the data folder. Errors reveal nothing about files outside. Raises DatasetError."""
+    """Return the file inside the data folder, or one that comes with Onbeat. Errors reveal nothing about files outside.
+    Raises DatasetError."""
+    if given.startswith(BUNDLED):
+        return bundled_file(given.removeprefix(BUNDLED))
     try:
         root = data_dir.resolve()
         path = (root / given).resolve()
@@ -124,6 +128,16 @@ def resolve_path(given: str, data_dir: Path) -> Path:
     if not is_file:
         raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; {REMEDY}")
     return path
+
+
+def bundled_file(name: str) -> Path:
+    """Return a file that comes with Onbeat. Raises DatasetError."""
+    folder = Path(__file__).with_name("bundled")
+    names = sorted(path.name for path in folder.glob("*.jsonl"))
+    if name not in names:
+        known = ", ".join(f"{BUNDLED}{known}" for known in names)
+        raise DatasetError("data.path", f"no file {name!r:.{MAX_SHOWN}} comes with Onbeat; there is: {known}")
+    return folder / name
 
 
 def check_options(data: RowData) -> None:

@@ -21,7 +21,7 @@ from onbeat.streams.records import Fields, first_iteration, read_evaluations, re
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5
 MIN_EVALUATIONS = 4
-MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding
+MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding; of `solved_at` that is a good reward
 TRUNCATED = 0.5  # share of truncated responses above which there is a finding
 COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of the first one; nats per token
 MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
@@ -45,11 +45,18 @@ class Course:
     @property
     def has_risen(self) -> bool:
         """True if the reward of the last iterations is higher than that of the first ones. In a young job they overlap,
-        so a rise from the first half of the last iterations to the second half is enough."""
-        rewards = rewards_of(self.recent)
-        if self.num_committed < 2 * NUM_RECENT and rises(rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]):
-            return True
-        return rises(rewards_of(self.first), rewards)
+        so its first and its last third are compared."""
+        if self.num_committed >= 2 * NUM_RECENT:
+            return rises(rewards_of(self.first), rewards_of(self.recent))
+        records = {record.iteration: record for record in (*self.first, *self.recent)}
+        rewards = rewards_of(records.values())
+        third = max(2, len(rewards) // 3)
+        return rises(rewards[:third], rewards[-third:])
+
+    @property
+    def is_good(self) -> bool:
+        """True if the mean reward of the last iterations is near the reward of a solved response."""
+        return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
 
     @property
     def equal_share(self) -> float:
@@ -129,12 +136,13 @@ def sum_up(c: Course) -> Finding:
 
 
 def look_at_truncation(c: Course) -> Finding | None:
+    """Look for responses that are cut: a problem, unless the reward is good or rises all the same."""
     truncated, limit = c.mean("rollout/truncated_frac") or 0.0, c.config.rollout.max_response_tokens
-    if truncated <= TRUNCATED or c.has_risen:
+    if truncated <= TRUNCATED:
         return None
     sentence = f"{truncated:.0%} of the responses of {c.job_id} were truncated {c.lately}: raise "
     sentence += f"rollout.max_response_tokens above {limit}, or ask for short answers in data.system_prompt"
-    return c.find(sentence, "rollout.max_response_tokens", is_problem=True)
+    return c.find(sentence, "rollout.max_response_tokens", is_problem=not (c.has_risen or c.is_good))
 
 
 def look_at_signal(c: Course) -> Finding | None:

@@ -1,7 +1,9 @@
 """A run that cannot learn is not healthy, one that learns raises no alarm; a problem names the key to change."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from onbeat.contracts.states import EvaluationState, IterationState
 from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
 from tests.world import job_body
 
+RECORDED = json.loads(Path(__file__).with_name("quick_starts.json").read_text(encoding="utf-8"))
 DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}
 
 
@@ -99,6 +102,34 @@ def test_no_alarm_while_responses_learn_to_be_short(num):
     assert problems(find(course[:num])) == {}
 
 
+@pytest.mark.parametrize("run", RECORDED, ids=lambda run: run["run"])
+def test_no_alarm_in_a_recorded_quick_start_cut_anywhere(run):
+    """`quick_starts.json` has what the doctor reads of runs of examples/quickstart.toml, which all learned it."""
+    course = [
+        iteration(number, record["reward_mean"], **record["metrics"]).model_copy(
+            update={"mismatch_mean": record["mismatch_mean"], "num_groups": record["num_groups"]}
+        )
+        for number, record in enumerate(run["iterations"])
+    ]
+    for num in range(1, len(course) + 1):
+        assert problems(find(course[:num], model={"dtype": run["dtype"]})) == {}, f"after {num} iterations"
+
+
+def test_a_young_job_that_rises_may_have_cut_responses():
+    """Its first and last eight iterations are mostly the same ones."""
+    rewards = [0.25, 0.3, 0.28, 0.4, 0.5, 0.62, 0.7, 0.8, 0.83, 0.81]
+    course = [iteration(number, reward, **{"rollout/truncated_frac": 0.96}) for number, reward in enumerate(rewards)]
+    for num in range(5, len(course) + 1):
+        assert problems(find(course[:num])) == {}, f"after {num} iterations"
+
+
+@pytest.mark.parametrize(("reward", "is_problem"), [(0.9, False), (0.3, True)])
+def test_cut_responses_are_a_note_while_the_reward_is_high(reward, is_problem):
+    course = [iteration(number, reward, **{"rollout/truncated_frac": 0.96}) for number in range(10)]
+    (finding,) = [finding for finding in find(course) if finding.key == "rollout.max_response_tokens"]
+    assert finding.is_problem is is_problem
+
+
 @pytest.mark.parametrize(("num_short", "num_equal", "is_said"), [(6, 5.0, True), (5, 5.0, False), (8, 8.0, False)])
 def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short, num_equal, is_said):
     """Eight of eight prompts with equal rewards are another finding."""
@@ -130,7 +161,8 @@ def test_truncation_names_the_limit():
     assert "rollout.max_response_tokens above 8" in sentence
     findings = find(learning(**{"rollout/truncated_frac": 0.6}))  # it learns in spite of it
     assert "60% of the responses were truncated" in findings[0].sentence
-    assert "rollout.max_response_tokens" not in [finding.key for finding in findings]
+    assert "rollout.max_response_tokens" not in problems(findings)
+    assert "rollout.max_response_tokens" in [finding.key for finding in findings]
 
 
 def test_a_solved_task_is_no_problem_unless_it_always_was():

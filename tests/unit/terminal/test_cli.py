@@ -201,7 +201,8 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    known = "control_tokens, now, options, system_prompt, task, template_options, type"
+    known = "answer_field, answer_pattern, as_chat, control_tokens, max_prompt_tokens, metadata_only, now, "
+    known += "on_too_long, path, prompt_field, shuffle, system_prompt, template_options, type"
     assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
     assert lines[2].startswith(
@@ -220,7 +221,12 @@ def test_examples_are_valid_jobs(example: Path) -> None:
 
 
 def test_set_reaches_nested_keys_also_of_sections_left_out() -> None:
-    overrides = ["schedule.num_iterations=3", "objective.kl.coef=0.1", "schedule.mode=sync", "data.options.max_terms=4"]
+    overrides = [
+        "schedule.num_iterations=3",
+        "objective.kl.coef=0.1",
+        "schedule.mode=sync",
+        "reward.options.as_number=true",
+    ]
     config = JobConfig.from_file(QUICKSTART, overrides)
     assert (config.schedule.num_iterations, config.schedule.mode, config.objective.kl.coef) == (3, "sync", 0.1)
     stored = apply_override(config.model_dump(mode="json"), "objective.importance.type=truncated")  # it has null there

@@ -1,0 +1,1 @@
+"""The data that come with Onbeat: `bundled:NAME` in `data.path`."""
