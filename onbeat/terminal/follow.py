@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -15,8 +16,9 @@ from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
 from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
 
 MAX_NOTICES_OF_A_KIND = 5
-NOTICE_KINDS = frozenset(
-    {"group.failed", "group.stale", "job.taken_over", "job.state", "job.warning", "job.dtype", "worker.left"}
+TELLING_KINDS = frozenset({"job.dtype", "job.taken_over", "process.ended", "process.silent"})  # they need no heading
+NOTICE_KINDS = TELLING_KINDS | frozenset(
+    {"group.failed", "group.stale", "job.state", "job.warning", "worker.left"}
     | {
         "worker.failed",
         "worker.lost",
@@ -30,16 +32,23 @@ NOTICE_KINDS = frozenset(
 )
 
 
-async def follow(
-    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None
-) -> JobProgress:
-    """Show the job until it is final. `tick` is called about twice a second and may raise.
+@dataclass(frozen=True)
+class Following:
+    """The part of its caller in the following of a job."""
+
+    tick: Callable[[], None] = lambda: None  # called about twice a second, and may raise
+    cursor: str = "0"  # id of the newest event that is no news
+    told_kinds: frozenset[str] = frozenset()  # kinds of events that the caller prints itself
+
+
+async def follow(client: AsyncClient, job_id: str, console: Console, following: Following = Following()) -> JobProgress:
+    """Show the job until it is final.
 
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.
     """
-    progress = JobProgress(await client.jobs.get(job_id))
-    printer = Printer(console, progress)
+    progress = JobProgress(await client.jobs.get(job_id), following.cursor)
+    printer = Printer(console, progress, following.told_kinds)
     is_over, is_broker_lost = asyncio.Event(), False
 
     async def look() -> None:
@@ -50,7 +59,7 @@ async def follow(
 
     def redraw(unanswered_s: float) -> None:
         nonlocal is_broker_lost
-        tick()
+        following.tick()
         if (unanswered_s > LATE_S) != is_broker_lost:
             is_broker_lost = not is_broker_lost
             printer.say("the broker does not answer, trying again" if is_broker_lost else "the broker answers again")
@@ -65,8 +74,8 @@ async def follow(
 class Printer:
     """The lines that stay on the terminal: notices always; without a live view also the content of that view."""
 
-    def __init__(self, console: Console, progress: JobProgress) -> None:
-        self._console, self._progress = console, progress
+    def __init__(self, console: Console, progress: JobProgress, told_kinds: frozenset[str] = frozenset()) -> None:
+        self._console, self._progress, self._told_kinds = console, progress, told_kinds
         self._is_live = can_redraw(console)
         self._num_notices: Counter[str] = Counter()  # counts by kind
         self._said: set[Hashable] = set()
@@ -81,6 +90,8 @@ class Printer:
         self._progress.news.clear()
         if self._is_live:
             return
+        if (step := self._progress.start_step) and self._is_new(step):
+            self.say(step)
         for worker in self._progress.starting:
             if self._is_new(worker.id, worker.doing):
                 self.say(f"{worker.id}: {worker.doing}")
@@ -102,10 +113,10 @@ class Printer:
 
     def _notice(self, event: Event) -> None:
         """Print an event that a person should see; of each kind a bounded number, but all changes of the state."""
-        if event.kind not in NOTICE_KINDS:
+        if event.kind not in NOTICE_KINDS - self._told_kinds:
             return
         self._num_notices[event.kind] += 1
         if event.kind == "job.state" or self._num_notices[event.kind] <= MAX_NOTICES_OF_A_KIND:
-            self.say(f"{event.kind}: {event.message}")
+            self.say(event.message if event.kind in TELLING_KINDS else f"{event.kind}: {event.message}")
         elif self._num_notices[event.kind] == MAX_NOTICES_OF_A_KIND + 1:
             self.say(f"{event.kind}: more of these are counted, not shown")

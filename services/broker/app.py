@@ -22,6 +22,7 @@ from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate
 from services.broker.retention import Retention
 from services.broker.settings import Settings
+from services.broker.silence import watch_silence
 from services.broker.uploads import Uploads
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
@@ -106,13 +107,14 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
 
 
 class BackgroundWork:
-    """The work beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
+    """The work beside the requests: the conductor, the removal of old jobs, the watch over silence, the tracing.
 
-    `on_end` is called when one of the first two gives up.
+    `on_end` is called when one of the first three gives up.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, meters: Meters, on_end: Callable[[], None]) -> None:
         self._data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, settings.dataset_memory_mb)
+        self._ledger = ledger
         self._conductor = Conductor(ledger, self._data, settings.redis_retry_s)
         self._retention = Retention(ledger, settings.job_retention_days)
         self._tracer = create_tracer(settings, ledger, meters)
@@ -126,6 +128,7 @@ class BackgroundWork:
         self._tasks = [
             asyncio.create_task(self._conductor.run(), name="conductor"),
             asyncio.create_task(self._retention.run(), name="retention"),
+            asyncio.create_task(watch_silence(self._ledger), name="silence"),
         ]
         for task in self._tasks:
             task.add_done_callback(lambda ended: report_end(ended, self._on_end))

@@ -51,7 +51,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ProblemResponse | None:
         if self._is_read_only and scope["method"] not in READING:
-            detail = "this broker is read-only (`onbeat view`); run `onbeat up` in the same folder to continue"
+            detail = "this is a read-only view; `onbeat up` in the same folder continues the jobs"
             return problem(403, "Forbidden", detail)
         if size_of_headers(scope) > MAX_HEADER_BYTES:
             detail = f"URL and headers together may have at most {MAX_HEADER_BYTES} bytes"

@@ -66,7 +66,7 @@ PAGES = {
     "timeline": ("#/jobs/{learned}/timeline", "[data-testid=timeline] [role=slider]"),
     "comparison": ("#/compare?jobs={learned},{slower}", ".chart canvas"),
     "workers": ("#/workers", f"text={WORKERS[0]}"),
-    "no such page": ("#/nothing", "text=Nothing here"),
+    "no such page": ("#/nothing", "text=Page not found"),
 }
 
 

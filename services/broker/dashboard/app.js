@@ -74,8 +74,8 @@ function announceHeading(isMove) {
 }
 
 const NOTHING_HERE = html`
-  <h1>Nothing here</h1>
-  <p>This address names no page. <a href="#/">Go to the jobs</a></p>
+  <h1>Page not found</h1>
+  <p><a href="#/">Go to the jobs</a></p>
 `;
 
 function showFailure(error) {

@@ -36,13 +36,13 @@ export const CHARTS = [
     id: "solved", title: "Solved prompts", isPercent: true, domain: [0, 1],
     description: "A response is solved from the reward solved_at on. Held out, pass at k: prompts of which any response is. In training: groups of which all responses are, and of which none is; neither teaches where rewards are equal.",
     lines: [
-      ["held out, at k", "eval/pass_at_k"],
-      ["trained, all", "rollout/solved_all_frac"],
-      ["trained, none", "rollout/solved_none_frac"],
+      ["held out, by any of k", "eval/pass_at_k"],
+      ["trained, by every response", "rollout/solved_all_frac"],
+      ["trained, by none", "rollout/solved_none_frac"],
     ],
   },
   {
-    id: "mismatch", title: "Mismatch", unit: "nats", isLog: true,
+    id: "mismatch", title: "Engine against trainer", unit: "nats", isLog: true,
     description: "Gap of trainer's and rollouts' log probabilities of the same token, at the same weights. On-policy is as good as this is small.",
     lines: [["mean", "iteration/mismatch_mean"], ["largest", "iteration/mismatch_max"]],
   },
@@ -89,8 +89,8 @@ export const CHARTS = [
   },
   {
     id: "throughput", title: "Throughput", unit: "tokens/s", domain: [0, 0],
-    description: "Prompt and response tokens per second of wall clock. TPSPD is the same per device, trainers and rollouts counted.",
-    lines: [["all", TOKENS_PER_S], ["TPSPD", "iteration/tpspd"]],
+    description: "Prompt and response tokens per second of wall clock. Per device: trainers and rollouts counted.",
+    lines: [["all", TOKENS_PER_S], ["per device", "iteration/tpspd"]],
   },
   {
     id: "idle", title: "Idle share", isPercent: true, domain: [0, 1],

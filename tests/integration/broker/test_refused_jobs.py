@@ -380,12 +380,12 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
     async with running_broker(ledger, tmp_path, is_read_only=True) as broker:
         for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/datasets/a.jsonl"), ("DELETE", "/v1/jobs/job-1")):
             refused = await broker.request(method, path, json=job_body())
-            assert (refused.status_code, "is read-only" in refused.json()["detail"]) == (403, True)
+            assert (refused.status_code, "is a read-only view" in refused.json()["detail"]) == (403, True)
         assert (await broker.get("/readyz")).status_code == 200
         assert (await broker.get("/v1/jobs")).status_code == 200
-        findings = (await broker.get("/v1/doctor")).json()["findings"]
-        assert "the broker answers, and only shows what was recorded" in [finding["sentence"] for finding in findings]
-        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]
+        sentences = [finding["sentence"] for finding in (await broker.get("/v1/doctor")).json()["findings"]]
+        assert "read-only view: the broker answers, and changes nothing" in sentences
+        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention", "silence")]
 
 
 async def test_template_without_the_system_prompt_is_refused(broker, tmp_path):
