@@ -59,7 +59,7 @@ export const aboutOf = (job) =>
     `pool ${job.pool}${job.queue_position ? `, number ${job.queue_position} in its queue` : ""}`,
     job.started_at && !job.queued_at && `started ${clock(job.started_at)}`,
     job.policy_version !== null && `policy version ${number(job.policy_version)}`,
-    job.dtype && `computes in ${job.dtype}`,
+    job.dtype && `precision ${job.dtype}`,
   ].filter(Boolean).join(" · ");
 
 /** The change of the reward: the newest tenth against the first one, of at least 4 iterations. */
