@@ -1,15 +1,22 @@
 """The ends of processes: told once to the jobs that they served, and no lease outlives the run that held it."""
 
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from onbeat.contracts.errors import LeaseLost
 from onbeat.contracts.records import TrainerRecord, WorkerRecord
 from onbeat.contracts.states import JobState
+from onbeat.local.stack import StackOptions, service_specs, tell_end_of_service
+from onbeat.local.supervisor import ServiceEnd
 from onbeat.streams.inspection import newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.process_ends import ProcessEnd, tell_end
 from services.broker.doctor.explain import explain_job
 from services.broker.silence import tell_silence
+from services.trainer.settings import Settings
 from tests.world import World
 
 
@@ -79,3 +86,20 @@ async def test_silence_is_told_once_and_not_after_an_end(ledger: Ledger, world: 
     await world.beat(pool, TrainerRecord(id="trainer-a", state="training", job_id=job_id))  # it is back
     await tell_silence(ledger)
     assert len(await ends_told_of(ledger, job_id)) == 2
+
+
+async def test_stack_tells_an_end_from_within_a_loop(
+    ledger: Ledger, world: World, redis_url: str, tmp_path: Path
+) -> None:
+    options = StackOptions(tmp_path, pool="stack-ends")
+    specs = {spec.name: spec for spec in service_specs(options, redis_url, 1)}
+    trainer = specs["trainer"]
+    assert trainer.run_variable.removeprefix("ONBEAT_").lower() in Settings.model_fields
+    job_id = await world.create_job(pool=options.pool)
+    assert await ledger.trainer.claim_job(job_id, trainer.process, 600, "run-1")
+    end = ServiceEnd(trainer.process, "run-1", 1, "trainer-0 exited with code 1; restart 1 of 4")
+    await asyncio.to_thread(tell_end_of_service, redis_url, replace(options, is_view=True), end)
+    assert await ends_told_of(ledger, job_id) == [], "a view writes nothing"
+    tell_end_of_service(redis_url, options, end)
+    assert await ends_told_of(ledger, job_id) == ["process.ended trainer-0"]
+    assert await ledger.trainer.claim_job(job_id, trainer.process, 600, "run-2")
