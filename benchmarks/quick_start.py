@@ -32,7 +32,7 @@ def first_screen(output: list[str]) -> list[str]:
     place = [line for line in output if ": trainer on core" in line]
     first, *_, last = lines("iteration ")
     middle = [cut(first), "...", cut(last)]
-    return [*place, *lines("job.dtype:"), *middle, *lines("job.state: SUCCEEDED"), "", *lines(*TOTALS)]
+    return [*place, *lines("job.dtype:", "precision:"), *middle, *lines("job.state: SUCCEEDED"), "", *lines(*TOTALS)]
 
 
 def cut(line: str) -> str:

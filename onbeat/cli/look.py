@@ -131,6 +131,7 @@ def doctor(
     job_id: Annotated[
         str | None, typer.Argument(metavar="[JOB]", help="Only this job. Default: the whole installation.")
     ] = None,
+    is_verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also leases, streams and deadlines.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Report what is wrong and which process waits for which. The exit code is 0 only if nothing is wrong."""
@@ -146,7 +147,7 @@ def doctor(
     if as_json:
         print_json(diagnosis)
     else:
-        say(describe_findings(diagnosis))
+        say(describe_findings(diagnosis, is_verbose))
     raise typer.Exit(0 if diagnosis.is_healthy else 1)
 
 
@@ -166,15 +167,17 @@ def explain_unreachable(error: "BrokerUnreachable", job_id: str | None) -> "Diag
     return Diagnosis(is_healthy=False, findings=findings)
 
 
-def describe_findings(diagnosis: "Diagnosis") -> str:
-    """Return the findings as text, with problems and notes (which name a key to change) marked, and a verdict."""
+def describe_findings(diagnosis: "Diagnosis", is_verbose: bool = False) -> str:
+    """Return the findings as text, with problems and notes (which name a key to change) marked, and a verdict. Details
+    that are no problem are left out, unless `is_verbose`."""
     lines = [
         ("PROBLEM  " if finding.is_problem else "note     " if finding.key else "ok       ") + finding.sentence
         for finding in diagnosis.findings
+        if is_verbose or finding.is_problem or not finding.is_detail
     ]
     num_problems = sum(finding.is_problem for finding in diagnosis.findings)
-    verdict = "healthy" if diagnosis.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
-    return "\n".join([*lines, verdict])
+    health = "healthy" if diagnosis.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
+    return "\n".join([*lines, f"{diagnosis.verdict}; {health}" if diagnosis.verdict else health])
 
 
 class ReportFormat(StrEnum):

@@ -386,6 +386,7 @@ class Finding(Record):
     next: str = ""  # the event after the wait
     deadline_s: float | None = None  # until it happens
     key: str = ""  # a key of the job's configuration, to change for better learning
+    is_detail: bool = False  # about leases and streams, which views fold
 
 
 class IterationUpdate(Record):
@@ -437,6 +438,7 @@ class PoolStatus(Record):
     num_prompts: int = 0  # prompts of running jobs whose groups are not accepted yet
     num_unclaimed_prompts: int = 0  # prompts without a rollout
     num_trainers: int  # seen within the last 10 s
+    num_starting_trainers: int = 0  # trainers that have announced their start and load their libraries
     num_rollouts: int
 
 
@@ -450,4 +452,5 @@ class Diagnosis(Record):
     """The findings of the doctor, most important first. `is_healthy`: none of them is a problem."""
 
     is_healthy: bool
+    verdict: str = ""  # one job's reward, truncated responses and time left; "" before its first commit
     findings: list[Finding]

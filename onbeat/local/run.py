@@ -24,7 +24,7 @@ from onbeat.local.next_steps import next_steps
 from onbeat.local.stack import StackOptions, describe_places, stack_at_usual_port
 from onbeat.local.state import create_data_dir
 from onbeat.process.stacks import running_stack
-from onbeat.terminal.follow import follow
+from onbeat.terminal.follow import Following, follow
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 
@@ -51,12 +51,16 @@ class JobRun:
         self._url, self._config, self._files = url, config, files
         self._report_path, self._console = report_path, console
         self.job: JobRecord | None = None  # once it is submitted
+        self._cursor = "0"  # the newest event of a job that is continued
 
-    async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
+    async def run(self, is_fresh: bool, check: Callable[[], None] | None) -> JobState:
+        """Run the job to its end. `check`: looks after the services, and prints how they end; None: others do."""
+        following = Following() if check is None else Following(check, told_kinds=frozenset({"process.ended"}))
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
             self._console.out(f"job {job.id} ({job.num_iterations} iterations): {self._url}/#/jobs/{job.id}")
-            progress = await follow(client, job.id, self._console, tick)
+            following = replace(following, cursor=self._cursor)
+            progress = await follow(client, job.id, self._console, following)
             self.job = progress.job
             await print_summary(client, progress, self._console)
             if self._report_path is not None:
@@ -72,6 +76,8 @@ class JobRun:
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
                 self._console.out(f"continuing job {job.id} after {done} (--fresh begins anew)")
+                if past := await client.jobs.events(job.id):
+                    self._cursor = past[-1].id
                 return await client.jobs.resume(job.id) if job.state == JobState.PAUSED else job
             if is_fresh and (is_same(job, self._config) or job.state != JobState.PAUSED):
                 await client.jobs.cancel(job.id)
@@ -118,9 +124,9 @@ def run_job(
     run: JobRun | None = None
     with terminations_as_interrupts():
         try:
-            with open_stack(replace(options, pool=config.pool), console) as (url, tick):
+            with open_stack(replace(options, pool=config.pool), console) as (url, check):
                 run = JobRun(url, config, files, report_path, console)
-                exit_code = run_or_pause(run, is_fresh, tick, console)
+                exit_code = run_or_pause(run, is_fresh, check, console)
         except KeyboardInterrupt:
             is_submitted = run is not None and run.job is not None
             goes_on = "continues where the job stands" if is_submitted else "starts the services again"
@@ -142,10 +148,10 @@ def say_what_now(job: JobRecord, data_dir: Path, console: Console, *, is_stopped
         console.out(f"{label:<12} {line}")
 
 
-def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
+def run_or_pause(run: JobRun, is_fresh: bool, check: Callable[[], None] | None, console: Console) -> int:
     """Run the job; pause it after Ctrl-C, and when nothing can be written, as to a terminal that has just gone."""
     try:
-        return 0 if asyncio.run(run.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
+        return 0 if asyncio.run(run.run(is_fresh, check)) == JobState.SUCCEEDED else 1
     except (KeyboardInterrupt, OSError) as reason:
         if isinstance(reason, OSError):  # the signals of a closed terminal may come after a write to it has failed
             for number in (signal.SIGHUP, signal.SIGTERM):
@@ -180,8 +186,8 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
 
 
 @contextmanager
-def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the URL of the stack of `onbeat up`, or else of our own, and a function to call about every second."""
+def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Callable[[], None] | None]]:
+    """Yield the URL of the stack of `onbeat up`, or else of our own with a function to call about every second."""
     running = running_stack(options.data_dir)
     if running is not None and running.command == "up":
         if options.pool != UP_POOL:
@@ -190,7 +196,7 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
                 f"`onbeat down` first, or add --set pool={UP_POOL}"
             )
         console.out(f"using the stack that is up at {running.url}, with its own rollouts, engine and cores")
-        yield running.url, lambda: None
+        yield running.url, None
         return
     rollouts = "1 rollout" if options.num_rollouts == 1 else f"{options.num_rollouts} rollouts"
     console.out(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}")

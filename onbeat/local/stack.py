@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.local.redis_choice import choose_server
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.state import StackLock, create_data_dir
-from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
+from onbeat.local.supervisor import ServiceEnd, ServiceSpec, StackFailed, Supervisor
 from onbeat.machine.accelerators import available_devices, device_environments
 from onbeat.machine.cores import CorePlan, available_cores, cpu_quota, format_cores, physical_cores, plan_cores
 from onbeat.machine.malloc import KEEP_FREED
@@ -43,6 +44,7 @@ SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
 SHARED_SPINS = "10000"
 LOCAL_DRAIN_S = "5"  # shorter than the grace period of the supervisor
+TELL_S = 5.0  # longest wait until the end of a service is told to its jobs
 TRAINER_GRACE_S = 60.0  # time for the checkpoint that the trainer writes when it is asked to stop
 SCRATCH_PREFIX = "onbeat-"
 MAX_SOCKET_PATH_BYTES = 103  # limit for a UNIX socket on macOS; Linux has four more
@@ -81,7 +83,9 @@ def local_stack(
         redis, redis_url = redis_service(options.data_dir, server)
         port = options.port or free_port()
         url = f"http://{HOST}:{port}"
-        supervisor = Supervisor(options.data_dir / "logs", report, [lock.children_fd, scratch.lock_fd], scratch.path)
+        fds = [lock.children_fd, scratch.lock_fd]
+        on_end = partial(tell_end_of_service, redis_url, options)
+        supervisor = Supervisor(options.data_dir / "logs", report, fds, scratch.path, on_end)
         # A Ctrl-C that comes while this context is being left may close it from outside instead (GeneratorExit).
         held.push(lambda kind, *_: supervisor.stop(is_urgent=kind in (KeyboardInterrupt, GeneratorExit)))
         supervisor.start([redis])
@@ -171,6 +175,8 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         wave=2,
         env={**common, **data_dir, **workers, **trainer_devices, **trainer_env},
         grace_s=TRAINER_GRACE_S,
+        process=trainer_env["ONBEAT_TRAINER_ID"],
+        run_variable="ONBEAT_RUN_ID",
     )
     rollouts = [
         ServiceSpec(
@@ -204,6 +210,22 @@ async def announce_services(redis_url: str, pool: str, specs: Sequence[ServiceSp
     rollouts = [spec.env["ONBEAT_WORKER_ID"] for spec in specs if "ONBEAT_WORKER_ID" in spec.env]
     async with connect(redis_url) as redis:
         await announce_start(redis, pool, trainers, rollouts)
+
+
+def tell_end_of_service(redis_url: str, options: StackOptions, end: ServiceEnd) -> None:
+    """Give the jobs that a service served an event of its end. The caller may be in an event loop: hence the thread."""
+    from onbeat.streams.connection import connect
+    from onbeat.streams.process_ends import ProcessEnd, tell_end
+
+    async def tell() -> None:
+        async with connect(redis_url) as redis:
+            await tell_end(redis, options.pool, ProcessEnd(end.process, end.run, end.exit_code, end.sentence))
+
+    if options.is_view:
+        return  # nothing is written there
+    telling = threading.Thread(target=lambda: asyncio.run(tell()), name="onbeat-tell-end", daemon=True)
+    telling.start()
+    telling.join(TELL_S)
 
 
 def describe_places(options: StackOptions) -> str:

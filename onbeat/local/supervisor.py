@@ -4,7 +4,9 @@ Each child runs under its own guard (see guard.py) in its own session, with its 
 """
 
 import contextlib
+import math
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -14,12 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onbeat.contracts.errors import OnbeatError
+from onbeat.machine.memory import num_oom_kills
 from onbeat.process.children import command_of, kill_group
 
 MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a clean record
 TAIL_LINES = 20
+OOM_S = 15.0  # a service is killed for want of memory this long before its guard is gone, at most
+KILLED = 128 + signal.SIGKILL  # exit code of a guard whose service was killed so
 GUARD_S = 7.0  # time for a guard to kill the remaining processes of its service
 # Variables with these prefixes are not inherited: the shell may have them for services elsewhere.
 NOT_INHERITED = (
@@ -47,6 +52,18 @@ class ServiceSpec:
     grace_s: float = 10.0
     missing: Callable[[], str] = lambda: ""  # the part that is still missing for readiness; "" when it is ready
     ready_deadline_s: float = 30.0
+    process: str = ""  # the id by which jobs know it; "": its name
+    run_variable: str = ""  # a variable that gets a new id with each start; "": none
+
+
+@dataclass(frozen=True)
+class ServiceEnd:
+    """A service that ended and was not asked to. None of its processes is left."""
+
+    process: str
+    run: str  # the id of this start; "" if it has none
+    exit_code: int
+    sentence: str  # the way it ended, and the next step of its supervisor
 
 
 class Service:
@@ -62,7 +79,10 @@ class Service:
         guard = command_of("onbeat.process.guard", str(os.getpid()), str(self.spec.grace_s))
         shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
         self._scratch.mkdir(parents=True, exist_ok=True)
+        self.run = secrets.token_hex(8) if self.spec.run_variable else ""
         variables = {"TMPDIR": str(self._scratch), **self.spec.env, "PYTHONUNBUFFERED": "1"}
+        if self.run:
+            variables[self.spec.run_variable] = self.run
         with self.log_path.open("ab") as output:
             self.guard = subprocess.Popen(
                 [*guard, *self.spec.command],
@@ -101,13 +121,22 @@ class Supervisor:
     """A supervisor of services: call `start` once, `check` about every second, and `stop` in any case.
 
     Guards keep `held_fds` open: a lock among them stays taken until the last child is gone, even if we are killed.
-    Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts.
+    Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts. `on_end`
+    is called after each end, before the restart.
     """
 
-    def __init__(self, log_dir: Path, report: Callable[[str], None], held_fds: Sequence[int], scratch: Path) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        report: Callable[[str], None],
+        held_fds: Sequence[int],
+        scratch: Path,
+        on_end: Callable[[ServiceEnd], None] = lambda end: None,
+    ) -> None:
         self._log_dir, self._scratch = log_dir, scratch
         self._held_fds = held_fds
-        self._report = report
+        self._report, self._on_end = report, on_end
+        self._num_oom_kills, self._oom_at = num_oom_kills(), -math.inf  # the latter by time.monotonic()
         self.services: list[Service] = []
 
     def start(self, specs: Sequence[ServiceSpec]) -> None:
@@ -127,19 +156,31 @@ class Supervisor:
 
     def check(self) -> None:
         """Notice deaths and restart after a growing delay. Raises StackFailed when a service keeps dying."""
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        if self._num_oom_kills > before:
+            self._oom_at = time.monotonic()
         for service in self.services:
             if service.restart_at is not None:
                 if time.monotonic() >= service.restart_at:
                     service.spawn()
-                continue
-            exit_code = service.guard.poll()
-            if exit_code is None:
-                continue
-            service.kill_group()
-            cause = f"{service.spec.name} {describe_exit(exit_code)}"
-            if not service.schedule_restart():
-                raise StackFailed(f"{cause}, after {MAX_RESTARTS} restarts; {service.tail()}")
-            self._report(f"{cause}; restart {service.num_failures} of {MAX_RESTARTS} (log: {service.log_path})")
+            elif (exit_code := service.guard.poll()) is not None:
+                service.kill_group()
+                cause = describe_exit(exit_code)
+                if exit_code == KILLED and time.monotonic() - self._oom_at < OOM_S:
+                    cause += " by the kernel, as memory ran out here"
+                self._restart(service, exit_code, cause)
+
+    def _restart(self, service: Service, exit_code: int, cause: str) -> None:
+        """Schedule a restart, and tell it. Raises StackFailed when the service keeps dying."""
+        spec, is_hopeless = service.spec, not service.schedule_restart()
+        process = spec.process or spec.name
+        then = f"restart {service.num_failures} of {MAX_RESTARTS} (log: {service.log_path})"
+        if is_hopeless:
+            then = f"it was restarted {MAX_RESTARTS} times, so the stack ends (log: {service.log_path})"
+        self._on_end(ServiceEnd(process, service.run, exit_code, f"{process} {cause}; {then}"))
+        if is_hopeless:
+            raise StackFailed(f"{spec.name} {cause}, after {MAX_RESTARTS} restarts; {service.tail()}")
+        self._report(f"{process} {cause}; {then}")
 
     def stop(self, *, is_urgent: bool = False) -> None:
         """Stop the services, the last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onbeat.contracts.records import HostMemory
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, VMSTAT, CGROUP = Path("/proc/meminfo"), Path("/proc/vmstat"), Path("/sys/fs/cgroup")
 
 # Each control group has files with the limit, the use and its parts; the last name is the part that is pages of files.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
@@ -30,6 +30,15 @@ def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
         available_bytes=min(machine.available_bytes, max(0, limit - used)),
         total_bytes=min(machine.total_bytes, limit),
     )
+
+
+def num_oom_kills(vmstat: Path = VMSTAT) -> int:
+    """Return how many processes the kernel has killed for want of memory since the machine's start; 0 if unknown."""
+    try:
+        counts = dict(line.split() for line in vmstat.read_text("utf-8").splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, ValueError, LookupError):
+        return 0
 
 
 def read_meminfo(path: Path) -> HostMemory:

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -23,8 +24,9 @@ NUMBER = re.compile(r"\d+")
 NUMBERED_KINDS = frozenset(
     {"checkpoint.failed", "evaluation.failed", "evaluation.missed", "group.failed", "group.stale", "tracker.failed"}
 )
-NOTICE_KINDS = frozenset(
-    {"group.failed", "group.stale", "job.taken_over", "job.state", "job.warning", "job.dtype", "worker.left"}
+TELLING_KINDS = frozenset({"job.dtype", "job.taken_over", "process.ended", "process.silent"})  # they need no heading
+NOTICE_KINDS = TELLING_KINDS | frozenset(
+    {"group.failed", "group.stale", "job.state", "job.warning", "worker.left"}
     | {
         "worker.failed",
         "worker.lost",
@@ -38,16 +40,23 @@ NOTICE_KINDS = frozenset(
 )
 
 
-async def follow(
-    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None
-) -> JobProgress:
-    """Show the job until it is final. `tick` is called about twice a second and may raise.
+@dataclass(frozen=True)
+class Following:
+    """The part of its caller in the following of a job."""
+
+    tick: Callable[[], None] = lambda: None  # called about twice a second, and may raise
+    cursor: str = "0"  # id of the newest event that is no news
+    told_kinds: frozenset[str] = frozenset()  # kinds of events that the caller prints itself
+
+
+async def follow(client: AsyncClient, job_id: str, console: Console, following: Following = Following()) -> JobProgress:
+    """Show the job until it is final.
 
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.
     """
-    progress = JobProgress(await client.jobs.get(job_id))
-    printer = Printer(console, progress)
+    progress = JobProgress(await client.jobs.get(job_id), following.cursor)
+    printer = Printer(console, progress, following.told_kinds)
     is_over, is_broker_lost = asyncio.Event(), False
 
     async def look() -> None:
@@ -58,7 +67,7 @@ async def follow(
 
     def redraw(unanswered_s: float) -> None:
         nonlocal is_broker_lost
-        tick()
+        following.tick()
         if (unanswered_s > LATE_S) != is_broker_lost:
             is_broker_lost = not is_broker_lost
             printer.say("the broker does not answer, trying again" if is_broker_lost else "the broker answers again")
@@ -73,8 +82,8 @@ async def follow(
 class Printer:
     """The lines that stay on the terminal: notices always; without a live view also the content of that view."""
 
-    def __init__(self, console: Console, progress: JobProgress) -> None:
-        self._console, self._progress = console, progress
+    def __init__(self, console: Console, progress: JobProgress, told_kinds: frozenset[str] = frozenset()) -> None:
+        self._console, self._progress, self._told_kinds = console, progress, told_kinds
         self._is_live = can_redraw(console)
         self._num_notices: Counter[str] = Counter()  # counts of different ones by kind
         self._num_repeated: Counter[tuple[str, str]] = Counter()  # counts of those that were shown, by kind and message
@@ -92,6 +101,8 @@ class Printer:
         self._progress.news.clear()
         if self._is_live:
             return
+        if (step := self._progress.start_step) and self._is_new(step):
+            self.say(step)
         for worker in self._progress.starting:
             if self._is_new(worker.id, worker.doing):
                 self.say(f"{worker.id}: {worker.doing}")
@@ -116,17 +127,18 @@ class Printer:
 
         An event that comes again is counted: it is printed the first, second, fourth, eighth, ... time.
         """
-        if event.kind not in NOTICE_KINDS:
+        if event.kind not in NOTICE_KINDS - self._told_kinds:
             return
         message = NUMBER.sub("0", event.message) if event.kind in NUMBERED_KINDS else event.message
+        heading = "" if event.kind in TELLING_KINDS else f"{event.kind}: "
         if event.kind == "job.state":
-            self.say(f"{event.kind}: {event.message}")
+            self.say(f"{heading}{event.message}")
         elif num_times := self._num_repeated[event.kind, message]:
             self._num_repeated[event.kind, message] = num_times = num_times + 1
             if num_times.bit_count() == 1:
-                self.say(f"{event.kind}: {shortened(printable(event.message), MAX_REPEATED)} ({num_times} times)")
+                self.say(f"{heading}{shortened(printable(event.message), MAX_REPEATED)} ({num_times} times)")
         elif (num_shown := self._num_notices[event.kind]) < MAX_NOTICES_OF_A_KIND:
-            self.say(f"{event.kind}: {event.message}")
+            self.say(f"{heading}{event.message}")
             self._num_repeated[event.kind, message] = 1
             self._num_notices[event.kind] += 1
         elif num_shown == MAX_NOTICES_OF_A_KIND:

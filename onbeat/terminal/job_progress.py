@@ -21,13 +21,20 @@ YOUNG_S = 10.0  # a problem that began later may end by itself: services that st
 LONG_WAIT_S = 20.0  # waiting for less time, or for less than an iteration takes, is normal
 NUM_RECENT = 5  # iterations that means are taken over
 TRAINING = "training on groups of iteration"
+START_STEPS = (
+    "step 1 of 4: a trainer starts and takes the job, usually 5 to 20 s",
+    "step 2 of 4: the trainer loads the model, usually 5 to 30 s for a small one",
+    "step 3 of 4: rollouts load it into their engine, usually 20 to 60 s for a small one",
+    "step 4 of 4: the first responses are generated",
+)
 
 
 class JobProgress:
     """The data of a job. `look` asks the broker; everything else is derived from its answers."""
 
-    def __init__(self, job: JobRecord) -> None:
-        self.job = job
+    def __init__(self, job: JobRecord, cursor: str = "0") -> None:
+        """Begin to follow a job. `cursor`: id of the newest event that is no news."""
+        self.job, self._known = job, order_of(cursor)
         self.iterations: dict[int, IterationRecord] = {}
         self.evaluations: dict[int, EvaluationRecord] = {}
         self.workers: Sequence[WorkerRecord] = []
@@ -44,8 +51,9 @@ class JobProgress:
         self.job = await client.jobs.get(self.job.id)
         for event in await client.jobs.events(self.job.id, self._cursor):
             self._cursor = event.id
-            self.news.append(event)
             self.trainer = trainer_activity(event) or self.trainer
+            if order_of(event.id) > self._known:
+                self.news.append(event)
         unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
         known = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
         records, evaluations, self.diagnosis, self.workers = await asyncio.gather(
@@ -80,6 +88,23 @@ class JobProgress:
         """The rollouts of this job that report a step of their start."""
         ours = (worker for worker in self.workers if worker.job_id == self.job.id)
         return [worker for worker in ours if worker.doing and worker.state == "starting"]
+
+    @property
+    def start_step(self) -> str | None:
+        """The step of the start that the job is at, with its usual duration; None once responses arrive, and of a job
+        that waits for others."""
+        current, job = self.current, self.job
+        if self.committed or (current is not None and current.num_accepted) or (job.queue_position or 1) > 1:
+            return None
+        if job.state == JobState.PENDING:
+            return START_STEPS[0]
+        if job.state != JobState.RUNNING:
+            return None
+        if job.policy_version is None:
+            return START_STEPS[1]
+        ours = [worker for worker in self.workers if worker.job_id == job.id]
+        is_generating = current is not None and any(worker.state != "starting" for worker in ours)
+        return START_STEPS[3 if is_generating else 2]
 
     @property
     def trainer_doing(self) -> str:
@@ -125,6 +150,15 @@ class JobProgress:
         recent = [record for record in self.committed[-NUM_RECENT:] if record.wall_s]
         wall_s = sum(record.wall_s or 0.0 for record in recent)
         return sum(map(num_tokens, recent)) / wall_s if wall_s else None
+
+
+def order_of(event_id: str) -> tuple[int, ...]:
+    """Return a sort key of an event's id, which is milliseconds and a number.
+
+    >>> order_of("99-1") < order_of("100-0")
+    True
+    """
+    return tuple(map(int, event_id.split("-")))
 
 
 def trainer_activity(event: Event) -> str | None:

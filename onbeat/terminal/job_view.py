@@ -102,6 +102,8 @@ def rows(progress: JobProgress, width: int, is_broker_lost: bool) -> Iterator[Ro
     elif finding is not None:
         style = "red" if finding.is_problem else "yellow"
         yield Row("problem" if finding.is_problem else "doctor", finding.sentence, style, MAX_SENTENCE_LINES)
+    if (step := progress.start_step) is not None and not is_broker_lost:
+        yield Row("start", step)
     spark_width = min(BAR_WIDTH, max(8, width - LABEL_WIDTH - 37))
     if progress.committed:
         yield from measured_rows(progress, spark_width)
@@ -117,16 +119,20 @@ def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
     last = progress.committed[-1]
     rewards = [record.reward_mean for record in progress.committed if record.reward_mean is not None]
     if rewards:
-        spread = f"  spread {last.reward_std:.3f}" if last.reward_std is not None else ""
+        deviation = f"  std {last.reward_std:.2f}" if last.reward_std is not None else ""
         curve = sparkline(rewards, spark_width)
-        yield Row("reward", f"{rewards[-1]:.3f}  {curve}{spread}  best {max(rewards):.3f}")
+        yield Row("reward", f"{rewards[-1]:.3f}  {curve}{deviation}  best {max(rewards):.3f}")
     scored = progress.scored
     if scored:
         curve = sparkline([record.reward_mean for record in scored if record.reward_mean is not None], spark_width)
         text = f"{number(scored[-1].reward_mean, '.3f')}  {curve}  version {scored[-1].policy_version}"
         yield Row("held out", text)
     tokens_per_s = progress.tokens_per_s()
-    speed = [("", tokens_per_s, ".0f", " tokens/s"), ("TPSPD ", last.tpspd, ".1f", ""), ("", last.wall_s, ".1f", " s")]
+    speed = [
+        ("", tokens_per_s, ".0f", " tokens/s"),
+        ("", last.tpspd, ".1f", " tokens/s per device"),
+        ("", last.wall_s, ".1f", " s"),
+    ]
     idle = [("rollouts ", last.rollout_idle_frac, ".0%", ""), ("trainer ", last.trainer_idle_frac, ".0%", "")]
     for label, parts in ({"speed": speed, "idle": idle} | learning(last)).items():
         if text := join_known(parts):
@@ -148,8 +154,8 @@ def learning(record: IterationRecord) -> dict[str, list[Part]]:
         "policy": [
             ("KL ", metrics.get("train/kl"), ".4f", ""),
             ("entropy ", metrics.get("train/entropy"), ".3f", ""),
-            ("mismatch ", record.mismatch_mean, ".4f", ""),
-            ("staleness ", staleness, ".0f", ""),
+            ("engine against trainer ", record.mismatch_mean, ".4f", " nats"),
+            ("off-policy by ", staleness, ".0f", " versions"),
         ],
         "gradient": [
             ("norm ", metrics.get("train/grad_norm"), ".3g", ""),
@@ -185,7 +191,7 @@ def worker_line(worker: WorkerRecord, now: float) -> str:
     if worker.policy_version is not None:
         parts.append(f"version {worker.policy_version}")
     if worker.num_in_flight:
-        parts.append(f"{worker.num_in_flight} in flight")
+        parts.append(f"answering {worker.num_in_flight}")
     if worker.tokens_per_s:
         parts.append(f"{worker.tokens_per_s:.0f} tokens/s")
     return ", ".join(parts)
@@ -208,7 +214,7 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
         f"{number(record.wall_s, '.1f')} s",
         f"rollouts idle {number(record.rollout_idle_frac, '.0%')}",
         f"trainer idle {number(record.trainer_idle_frac, '.0%')}",
-        f"TPSPD {number(record.tpspd, '.1f')}",
+        f"{number(record.tpspd, '.1f')} tokens/s per device",
     ]
     parts += [f"{label} {text}" for label, values in learning(record).items() if (text := join_known(values))]
     left_s = progress.time_left_s() if record.iteration + 1 == progress.num_committed else None

@@ -65,7 +65,8 @@ def can_redraw(console: Console) -> bool:
 
 @contextmanager
 def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callable[[RenderableType], None]]:
-    """Yield a function that redraws a view in place, and does nothing in a pipe. Leave the terminal as it was."""
+    """Yield a function that redraws a view in place, and does nothing in a pipe. Leave the terminal as it was, with the
+    last view of one that was broken off, unless it had the whole screen."""
     if not can_redraw(console):
         yield lambda view: None
         return
@@ -79,7 +80,11 @@ def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callab
                 console.clear()
             live.update(view, refresh=True)
 
-        yield draw
+        try:
+            yield draw
+        except BaseException:  # Ctrl-C: its numbers are the newest that there will be
+            live.transient = False
+            raise
 
 
 @contextmanager

@@ -78,10 +78,10 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if held_out:
         yield "held out", f"{held_out[0]:.3f} (first) -> {held_out[-1]:.3f} (last)  {sparkline(held_out)}"
     if totals["staleness_max"]:
-        yield "staleness", f"at most {totals['staleness_max']} iterations"
+        yield "off-policy", f"by at most {totals['staleness_max']} versions"
     yield "time", duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])
     yield "tokens", f"{totals['tokens']} ({totals['response_tokens']} generated)"
-    yield "TPSPD", f"{number(totals['tpspd'], '.1f')} tokens per second per device"
+    yield "speed", f"{number(totals['tpspd'], '.1f')} tokens/s per device"
     if report["overlap"]:
         yield "overlap", report["overlap"]
     if report["advice"]:
@@ -89,8 +89,8 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if totals["weight_bytes_full"]:
         share = totals["weight_bytes_received"] / totals["weight_bytes_full"]
         open_s = totals["weight_open_s"]
-        delay = f", engine open {open_s:.2f} s after the step (median)" if open_s is not None else ""
-        yield "weights", f"{share:.1%} of the bytes sent{delay}"
+        delay = f" {open_s:.1f} s an iteration," if open_s is not None else ""
+        yield "weights", f"sync{delay} {share:.0%} of the model's bytes"
     remarks = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
     remarks |= {"replaced": "num_replaced", "not replaced for want of prompts": "num_not_replaced"}
     counts = [f"{totals[field]} {word}" for word, field in remarks.items() if totals[field]]

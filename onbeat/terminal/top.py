@@ -105,7 +105,7 @@ WORKER_COLUMNS = (
     Column("state", 0),
     Column("job", 3),
     Column("version", 2, True),
-    Column("in flight", 1, True),
+    Column("answering", 1, True),
     Column("tokens/s", 1, True),
     Column("devices", 4, True),
     Column("seen", 0, True),
@@ -154,8 +154,12 @@ def natural(name: str) -> list[str | int]:
 
 def pool_line(pool: PoolView) -> str:
     status = pool.status
-    alive = f"{count(status.num_trainers, 'trainer')} and {count(status.num_rollouts, 'rollout')} alive"
-    prompts = f"{count(status.num_prompts, 'prompt')} to do, {status.num_unclaimed_prompts:,} of them unclaimed"
+    trainers = count(status.num_trainers, "trainer")
+    if status.num_starting_trainers:
+        trainers += f" ({status.num_starting_trainers} more starting)" if status.num_trainers else " (one is starting)"
+    alive = f"{trainers} and {count(status.num_rollouts, 'rollout')} alive"
+    num_answered = max(0, status.num_prompts - status.num_unclaimed_prompts)
+    prompts = f"{count(status.num_unclaimed_prompts, 'prompt')} waiting, {num_answered:,} being answered"
     return f"pool {status.pool}: {alive}; {prompts}"
 
 

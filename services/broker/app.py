@@ -23,6 +23,7 @@ from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate
 from services.broker.notices import Notifier
 from services.broker.retention import Retention
 from services.broker.settings import Settings
+from services.broker.silence import watch_silence
 from services.broker.uploads import Uploads
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
@@ -108,13 +109,15 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
 
 
 class BackgroundWork:
-    """The work beside the requests: the conductor, the removal of old jobs and, where they are on, notices and tracing.
+    """The work beside the requests: the conductor, the removal of old jobs, the watch over silence and, where they are
+    on, notices and tracing.
 
-    `on_end` is called when one of the first two gives up.
+    `on_end` is called when one of the first three gives up.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, meters: Meters, on_end: Callable[[], None]) -> None:
         self._data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, settings.dataset_memory_mb)
+        self._ledger = ledger
         self._conductor = Conductor(ledger, self._data, settings.redis_retry_s)
         self._retention = Retention(ledger, settings.job_retention_days)
         self._tracer = create_tracer(settings, ledger, meters)
@@ -130,6 +133,7 @@ class BackgroundWork:
         self._tasks = [
             asyncio.create_task(self._conductor.run(), name="conductor"),
             asyncio.create_task(self._retention.run(), name="retention"),
+            asyncio.create_task(watch_silence(self._ledger), name="silence"),
         ]
         if self._notifier:
             self._tasks.append(asyncio.create_task(self._notifier.run(), name="notices"))

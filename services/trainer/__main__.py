@@ -162,7 +162,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     async for job_id, fields in candidates(ledger, settings.pool):
         if not is_understood(job_id, fields.get("config", "")):
             continue
-        epoch = await ledger.trainer.claim_job(job_id, settings.trainer_id, settings.lease_s)
+        epoch = await ledger.trainer.claim_job(job_id, settings.trainer_id, settings.lease_s, settings.run_id)
         if epoch is None:
             await ledger.jobs.file(job_id)  # it was in the wrong list for its state, or it has a trainer
             continue

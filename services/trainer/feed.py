@@ -82,7 +82,7 @@ class GroupFeed:
 
     def _begin(self, iteration: int, group_ids: list[str]) -> list[RolloutGroup]:
         """Take those waiting groups, in that order."""
-        self._job.status.train_micro_batch(iteration, len(group_ids))
+        self._job.status.train(iteration)
         return [self._waiting.pop(group_id) for group_id in group_ids]
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:

@@ -25,6 +25,10 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
         default_factory=lambda: f"trainer-{socket.gethostname()}-{os.getpid()}",
         description="a name that no other running trainer has",
     )
+    run_id: str = Field(
+        "",
+        description="an id of this start of the process, from a supervisor that ends the lease when it has seen it end",
+    )
     data_dir: Path = Field(Path(".onbeat"), description="checkpoints go to data_dir/jobs/JOB/checkpoints")
     cache_dir: Path = Field(CACHE_DIR, description="folder for converted models")
     device: str = Field("auto", description="device to train on: auto, cpu, cuda or npu")

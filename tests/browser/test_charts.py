@@ -427,6 +427,16 @@ async def test_odd_series_are_drawn(modules: Page) -> None:
     assert await modules.get_by_role("slider").get_attribute("aria-valuetext") == "no values yet"
 
 
+async def test_axis_is_as_long_as_the_job_and_shows_a_young_one(modules: Page) -> None:
+    cases = {(0, 0, 0, 24): (0, 24), (0, 24, 0, 24): (0, 24), (0, 5, 0, 999): (0, 100), (0, 50, 0, 999): (0, 500)}
+    cases |= {(10, 12, 10, 19): (10, 19), (0, 25, 0, 24): (0, 25), (0, 0, 0, 0): (-0.5, 0.5)}
+    for (low, high, *ends), shown in cases.items():
+        axis = await call(
+            modules, "charts.js", "(m, [low, high, ends]) => m.axisOf(low, high, ends)", [low, high, ends]
+        )
+        assert tuple(axis) == shown
+
+
 BAND = """(m, rewards) => {
     const series = new m.Series();
     series.addAll({ reward: rewards.map((y, x) => [x, y]), spread: rewards.map((_, x) => [x, 0.5]) });
@@ -440,6 +450,6 @@ async def test_band_around_shares_stays_within_them(modules: Page) -> None:
     assert line["band"] == [[0, 0, 0.75], [1, 0.25, 1]]
     await draw(modules, [line])
     assert await modules.evaluate("chart.chart.scales.y.min") == 0
-    await expect(modules.locator(".chart-value")).to_have_text("0.75 (0.25 to 1)")
+    await expect(modules.locator(".chart-value")).to_have_text("0.75, one standard deviation: 0.25 to 1")
     line = await call(modules, "series.js", BAND, [0.25, 2])
     assert line["band"] == [[0, -0.25, 0.75], [1, 1.5, 2.5]]

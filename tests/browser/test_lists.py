@@ -95,16 +95,16 @@ async def test_samples_of_iterations_that_came_later_are_reached(visit, broker, 
 
     await generate(0)
     page = await visit(broker.url, f"#/jobs/{job_id}/samples")
-    await expect(page.get_by_text("of iteration 0")).to_be_visible()
+    await expect(page.get_by_text(re.compile("^Responses .*of iteration 0"))).to_be_visible()
     for iteration in range(2):
         await world.commit(job_id, epoch, iteration)
         await generate(iteration + 1)
     await page.get_by_role("button", name="Show").click()
-    await expect(page.get_by_text("of iteration 2")).to_be_visible()
+    await expect(page.get_by_text(re.compile("^Responses .*of iteration 2"))).to_be_visible()
     await world.commit(job_id, epoch, 2)
     await generate(3)
     await page.get_by_role("button", name="Next iteration").click()
-    await expect(page.get_by_text("of iteration 3")).to_be_visible()
+    await expect(page.get_by_text(re.compile("^Responses .*of iteration 3"))).to_be_visible()
     await page.get_by_role("button", name="Next iteration").click()
     await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
 

@@ -53,7 +53,7 @@ def test_quick_start_computes_in_what_the_processor_multiplies(finished):
     processor = read_processor()
     assert report["dtype"] == ("bfloat16" if processor.bfloat16 == "native" else "float32")
     assert f"{processor}: trainer on core" in output
-    assert f"job.dtype: computes in {report['dtype']}: " in output
+    assert f"precision: {report['dtype']} (" in output
 
 
 def test_the_checkpoint_is_an_ordinary_model(finished):

@@ -10,6 +10,7 @@ from onbeat.streams.ledger.scripts import LedgerPart, as_text
 from onbeat.streams.stream_ids import time_of
 
 UNREADABLE_EVENT = "event.unreadable"
+NUM_LOOKED_AT = 500  # newest events that may tell of a silence already
 
 
 class EventLog(LedgerPart):
@@ -17,6 +18,11 @@ class EventLog(LedgerPart):
 
     async def emit(self, job_id: str, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         await self._run("emit_event", JobKeys(job_id), [], kind, message, json.dumps(data or {}))
+
+    async def emit_silence(self, job_id: str, process: str, last_seen_at: float, message: str) -> bool:
+        """Emit `process.silent`, once for each silence. Return False if an event tells it already."""
+        args = (process, last_seen_at, NUM_LOOKED_AT, message)
+        return bool(await self._run("emit_silence", JobKeys(job_id), [], *args))
 
     async def read(
         self, job_id: str, after: str = "0", timeout_s: float | None = None, count: int = 500

@@ -22,9 +22,12 @@ class TrainerSide(LedgerPart):
         super().__init__(redis)
         self._jobs = jobs
 
-    async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
-        """Become the job's trainer; return the epoch that fences off earlier owners, or None if it is not free."""
-        epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
+    async def claim_job(self, job_id: str, owner: str, lease_s: float, run: str = "") -> str | None:
+        """Become the job's trainer; return the epoch that fences off earlier owners, or None if it is not free.
+
+        `run`: an id of this run of the owner, by which its supervisor ends the lease once the run is over.
+        """
+        epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s, run)
         if epoch:
             await self._jobs.file(job_id)
         return epoch.decode() if epoch else None
@@ -38,6 +41,10 @@ class TrainerSide(LedgerPart):
         """End the lease now. Raise LeaseLost. `is_handover`: the trainer goes in good order, and is not counted as
         lost."""
         await self._run_as_owner("renew_job", JobKeys(job_id), [], epoch, 0, "", "1" if is_handover else "0")
+
+    async def release_job(self, job_id: str, run: str) -> bool:
+        """End the lease of a run that is surely over. Return False when another run holds the job."""
+        return bool(await self._run("release_job", JobKeys(job_id), [], run))
 
     async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""

@@ -1,6 +1,7 @@
--- ARGV: owner, lease seconds. A PENDING job starts; one whose lease ran out is taken over, unless it is paused.
--- Each claim raises the epoch, which fences off every earlier owner. Returns the epoch, or nil.
-local owner, lease_s = ARGV[1], ARGV[2]
+-- ARGV: owner, lease seconds, and an id of this run of the owner, or ''. A PENDING job starts; one whose lease ran out is
+-- taken over, unless it is paused. Each claim raises the epoch, which fences off every earlier owner. Returns the epoch,
+-- or nil.
+local owner, lease_s, run = ARGV[1], ARGV[2], ARGV[3]
 local state, time = field('state'), now()
 local is_pending = state == 'PENDING'
 local is_owned = state == 'RUNNING' or state == 'CANCELLING'
@@ -13,7 +14,11 @@ if is_pending then
   if field('queued_at') then skip(tonumber(time) - tonumber(field('queued_at'))) end
   emit('job.state', 'RUNNING', {state = 'RUNNING', before = 'PENDING'})
 else
-  emit('job.taken_over', owner .. ' takes over from ' .. (field('owner') or '?'), {owner = owner})
+  local before = field('owner') or '?'
+  local how = owner == before and ' was restarted and continues' or ' takes over from ' .. before
+  emit('job.taken_over', owner .. how .. ' at iteration ' .. field('next_iteration'), {owner = owner})
 end
 redis.call('HSET', job, 'owner', owner, 'lease_until', tonumber(time) + tonumber(lease_s), 'progress_at', time)
-return tostring(redis.call('HINCRBY', job, 'epoch', 1))
+local epoch = tostring(redis.call('HINCRBY', job, 'epoch', 1))
+redis.call('HSET', job, 'run', epoch .. ':' .. run)
+return epoch

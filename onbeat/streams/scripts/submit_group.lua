@@ -109,6 +109,6 @@ if redis.call('HINCRBY', unit, 'num_accepted', 1) == tonumber(redis.call('HGET',
       ' with different rewards short (rollout.max_prompts_per_iteration)',
       {iteration = tonumber(number), num_groups = tonumber(num_short)})
   end
-  emit(kind .. '.drained', kind .. ' ' .. number, {[kind] = tonumber(number)})
+  emit(kind .. '.drained', 'all responses of ' .. kind .. ' ' .. number .. ' are in', {[kind] = tonumber(number)})
 end
 return 'accepted'

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from onbeat.charts.table import TABLE_FILE
 from onbeat.config import JobConfig
+from services.broker.api.context import Broker
 
 router = APIRouter()
 
@@ -77,9 +78,16 @@ def is_known(if_none_match: str, etag: str) -> bool:
     return etag in tags or tags == ["*"]
 
 
+@cache
+def read_only_index() -> Asset:
+    """Return the index with the mark of a broker that changes nothing: its pages show no buttons that it refuses."""
+    index = assets()[INDEX]
+    return Asset(index.body.replace(b"<html ", b"<html data-read-only ", 1), index.media_type)
+
+
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-async def get_dashboard(request: Request) -> Response:
-    return answer(request, assets()[INDEX])
+async def get_dashboard(request: Request, broker: Broker) -> Response:
+    return answer(request, read_only_index() if broker.is_read_only else assets()[INDEX])
 
 
 @router.api_route("/assets/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)

@@ -16,8 +16,7 @@ from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented, problem
 from services.broker.auth import is_from_here
-from services.broker.doctor.diagnosis import diagnose, diagnosis, find_refusal
-from services.broker.doctor.explain import explain_job
+from services.broker.doctor.diagnosis import diagnose, diagnose_job, find_refusal
 
 router = APIRouter(tags=["health"])
 doctor = APIRouter(prefix="/v1", tags=["doctor"], responses=documented(422, 503))
@@ -83,8 +82,11 @@ async def metrics(broker: Broker) -> Response:
 
 @doctor.get("/jobs/{job_id}:explain", responses=documented(404))
 async def get_explanation(job_id: JobId, broker: Broker) -> Diagnosis:
-    """Explain the state of a job, problems first. Each finding is a sentence, with the same facts as fields."""
-    return diagnosis(await explain_job(broker.ledger, job_id))
+    """Explain the state of a job, problems first. Each finding is a sentence, with the same facts as fields.
+
+    The verdict is on its learning: reward, truncated responses, time left.
+    """
+    return await diagnose_job(broker.ledger, job_id)
 
 
 @doctor.get("/doctor")

@@ -24,9 +24,11 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
     Waiting prompts are those of running jobs that have no accepted group yet.
     """
     ledger = broker.ledger
+    trainers, now = await ledger.trainers.records(pool), await ledger.now()
     status = PoolStatus(
         pool=pool,
-        num_trainers=len(await ledger.trainers.live(pool)),
+        num_trainers=sum(trainer.is_alive(now) for trainer in trainers),
+        num_starting_trainers=sum(trainer.is_starting(now) for trainer in trainers),
         num_rollouts=len(await ledger.workers.live(pool)),
     )
     started = await existing_jobs(ledger, await ledger.lists.started())

@@ -33,6 +33,9 @@ export function isRefusal(error, signal) {
   return true;
 }
 
+/** True on the pages of a broker that only shows: it refuses all changes. */
+export const isReadOnly = document.documentElement.hasAttribute("data-read-only");
+
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 export const forgetKey = () => sessionStorage.removeItem(KEY);

@@ -87,7 +87,7 @@ export class Pointer {
 
 /**
  * `lines`: [{name, points: [[x, y], ...], band: [[x, low, high], ...]}, ...], each sorted by x; a new list when they
- * change. `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the
+ * change. `ends`: the first and last iterations of the job. `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the
  * least that the y axis shows. `level`: of the heading. `height`: of the plot, in pixels.
  */
 export class Chart extends Plot {
@@ -130,7 +130,9 @@ export class Chart extends Plot {
     }
     this.shape = shape;
     const hooks = { draw: [() => this.placeCursor()] };
-    this.make({ ...optionsOf(this.props, series, bands, canBeLog), hooks }, data);
+    const options = optionsOf(this.props, series, bands, canBeLog);
+    options.scales.x.range = (_, low, high) => axisOf(low, high, this.props.ends);
+    this.make({ ...options, hooks }, data);
   }
 
   get height() {
@@ -168,11 +170,15 @@ export class Chart extends Plot {
 
   // ---- words -------------------------------------------------------------------------------------------------------
 
-  words(value) {
+  /** `isShort`: in a column, whose title says what stands in parentheses. */
+  words(value, isShort = false) {
     if (!value) return "–";
-    const spread = value.band ? ` (${this.format(value.band[1])} to ${this.format(value.band[2])})` : "";
-    return this.format(value.y) + spread;
+    if (!value.band) return this.format(value.y);
+    const range = `${this.rounded(value.band[1])} to ${this.rounded(value.band[2])}`;
+    return isShort ? `${this.format(value.y)} (${range})` : `${this.format(value.y)}, one standard deviation: ${range}`;
   }
+
+  rounded = (value) => (this.props.isPercent ? percent(value) : number(value, 2));
 
   format(value) {
     const { isPercent, lines } = this.props;
@@ -226,13 +232,13 @@ export class Chart extends Plot {
 
   values(xs) {
     const { title, unit, lines, description } = this.props;
-    const rows = xs.map((x) => [number(x), ...lines.map((line) => this.words(valueAt(line, x)))]);
+    const rows = xs.map((x) => [number(x), ...lines.map((line) => this.words(valueAt(line, x), true))]);
     return html`
       ${description && html`<p class="help">${description}</p>`}
       <${Table}
         label="Values of ${title}"
         caption=${unit ? `${title}, ${unit}` : title}
-        columns=${["iteration", ...lines.map(({ name }) => name)]}
+        columns=${["iteration", ...lines.map(({ name, band }) => (band?.length ? `${name} (one standard deviation)` : name))]}
         rows=${rows}
         numbersFrom=${1}
         className="small"
@@ -324,7 +330,7 @@ function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
   return {
     padding: [8, 10, 0, 0],
     scales: {
-      x: { time: false, range: (_, low, high) => (low === high && low !== null ? [low - 0.5, high + 0.5] : [low, high]) },
+      x: { time: false },
       y: isLog ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high, domain) },
     },
     axes: [
@@ -354,6 +360,17 @@ const WHOLE = ROUND.filter((step) => step >= 1);
 
 /** The labels of a logarithmic axis, at powers of ten only. */
 const onlyPowers = (values) => values.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
+
+/**
+ * The x axis: as long as the job, whose first and last iterations are `ends`, so that a curve shows how far it is. But a
+ * long job's first values take at least a tenth of it, and as many as 100 iterations always fit.
+ */
+export function axisOf(low, high, [first, last] = [low, high]) {
+  if (low === null) return [low, high];
+  const start = Math.min(low, first);
+  const end = Math.max(high, Math.min(last, Math.max(start + 100, start + 10 * (high - start))));
+  return start === end ? [start - 0.5, end + 0.5] : [start, end];
+}
 
 /** The values with some space around them, and at least `domain`. Values that are never below 0 have no axis there. */
 function rangeOf(low, high, domain) {

@@ -198,6 +198,6 @@ const FACTS = [
   ["Time", ({ job }) => (job.started_at && job.finished_at ? duration(job.finished_at - job.started_at) : "–")],
   ["Time of an iteration", (run) => duration(mean(valuesOf(run, "iteration/wall_s")) ?? NaN)],
   ["Tokens per second", (run) => number(mean(valuesOf(run, "iteration/tokens_per_s")))],
-  ["TPSPD", (run) => number(mean(valuesOf(run, "iteration/tpspd")))],
-  ["Mismatch", (run) => number(mean(valuesOf(run, "iteration/mismatch_mean")))],
+  ["Tokens/s per device", (run) => number(mean(valuesOf(run, "iteration/tpspd")))],
+  ["Engine against trainer, nats", (run) => number(mean(valuesOf(run, "iteration/mismatch_mean")))],
 ];

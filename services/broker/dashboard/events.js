@@ -12,9 +12,9 @@ const ROUTINE = new Set([
   "worker.updated", "checkpoint.written", "evaluation.opened", "evaluation.drained",
 ]);
 const BAD = /\.failed$|\.fault$|\.stalled$/;
-const WARN = new Set(["group.stale", "group.lost", "group.released", "iteration.short", "job.taken_over", "stream.foreign", "worker.left",
-  "worker.lost", "worker.model_failed"]);
-const AREAS = ["job", "iteration", "evaluation", "group", "worker", "weights", "trainer"];
+const WARN = new Set(["group.stale", "group.lost", "group.released", "iteration.short", "job.taken_over", "process.ended", "process.silent", "stream.foreign",
+  "worker.left", "worker.lost", "worker.model_failed"]);
+const AREAS = ["job", "iteration", "evaluation", "group", "worker", "weights", "trainer", "process"];
 
 const isImportant = ({ kind }) => !ROUTINE.has(kind);
 

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { duration, number, percent } from "./format.js";
-import { addressOf, Component, createRef, html, JobHead, moved, pathOf, render } from "./parts.js";
+import { addressOf, Component, createRef, html, JobHead, moved, pathOf, promptOf, render } from "./parts.js";
 import { Rewards, scaleOf } from "./rewards.js";
 
 export async function show(main, { id, group }, signal) {
@@ -23,7 +23,7 @@ class GroupPage extends Component {
 
   render({ job, group }, { areMarked, isPlain }) {
     return html`
-      <${JobHead} job=${job} what="Group ${group.group_id}" current="samples" />
+      <${JobHead} job=${job} what=${promptOf(group.group_id)} current="samples" />
       <section class="stack" aria-labelledby="prompt-heading">
         <div class="head">
           <h2 id="prompt-heading">Prompt</h2>
@@ -63,7 +63,7 @@ class GroupPage extends Component {
     ];
     return html`
       <div class="group">
-        <h3>Iteration ${group.iteration}, group ${group.group_id}</h3>
+        <h3>${promptOf(group.group_id)}</h3>
         <p class="help">${facts.join(" · ")}</p>
         ${group.failure && html`<p class="notice bad">This group failed and was not trained: ${group.failure}</p>`}
         <div class="response-row">

@@ -1,6 +1,6 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
+import { del, get, isReadOnly, isRefusal, pause, poll, serverNow, stream } from "./api.js";
 import { BeforeAfter } from "./before_after.js";
 import { Chart, Pointer } from "./charts.js";
 import { announceEvent, EventLog, merge } from "./events.js";
@@ -227,6 +227,7 @@ class JobPage extends Component {
       lines=${lines}
       pointer=${this.pointer}
       isSmooth=${this.state.isSmooth}
+      ends=${[this.job.first_iteration, this.job.num_iterations - 1]}
     />`;
   }
 
@@ -264,8 +265,8 @@ class JobPage extends Component {
     const remove = html`<button class="button danger" type="button" data-testid="delete-job" onClick=${() => this.remove()}>Delete</button>`;
     const onChange = (changed) => this.take("job", changed);
     return html`<${JobControls} job=${job} onChange=${onChange}>
-      <a class="button" href="#/new?from=${encodeURIComponent(job.id)}">Duplicate</a>
-      ${isOver(job) && remove}
+      ${!isReadOnly && html`<a class="button" href="#/new?from=${encodeURIComponent(job.id)}">Duplicate</a>`}
+      ${!isReadOnly && isOver(job) && remove}
     <//>`;
   }
 

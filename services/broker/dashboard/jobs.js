@@ -1,9 +1,9 @@
 // The list of jobs: asked for again while it is in sight, since lists have no stream.
 
-import { get, isRefusal, poll, serverNow } from "./api.js";
+import { get, isReadOnly, isRefusal, poll, serverNow } from "./api.js";
 import { ago, clock, duration, number } from "./format.js";
 import {
-  addressOf, announce, asOf, Component, createRef, elapsedOf, html, isOver, JobControls, Live, pathOf, Progress, render, StateBadge,
+  addressOf, announce, asOf, Component, createRef, elapsedOf, html, isOver, JobControls, Live, marked, pathOf, Progress, render, StateBadge,
 } from "./parts.js";
 
 const REFRESH_MS = 3000;
@@ -31,7 +31,7 @@ class JobsPage extends Component {
     problem: "",
   };
   jobs = this.props.jobs; // as they were read last
-  curves = new Map(); // job id -> {points, next}: as of iteration `next`
+  curves = new Map(); // job id -> {points, next, state, problem}: as of iteration `next` in that state
   turn = 0; // number of the newest request for the list: older answers are not wanted
   seenAt = Date.now() / 1000;
   search = createRef();
@@ -89,19 +89,24 @@ class JobsPage extends Component {
     return this.jobs.filter((job) => (!state || job.state === state) && isWanted(job)).slice(0, limit);
   }
 
-  /** The newest rewards of the jobs that are shown: small requests, one after the other, only for what is new. */
+  /** The newest rewards of the jobs that are shown, and their first problem: small requests, only for what is new. */
   async readCurves() {
     const { signal } = this.props;
     if (this.isReading || signal.aborted) return;
     this.isReading = true;
-    const isDue = (job) => job.next_iteration > (this.curves.get(job.id)?.next ?? 0);
+    const isDue = (job) => {
+      const known = this.curves.get(job.id);
+      return job.next_iteration > (known?.next ?? 0) || (job.next_iteration > 0 && job.state !== known.state);
+    };
     try {
       for (const job of this.found().filter(isDue).slice(0, MAX_CURVES)) {
         const known = this.curves.get(job.id)?.points ?? [];
         const after = Math.max(known.at(-1)?.[0] ?? -1, job.next_iteration - 1 - NUM_POINTS);
         const { metrics } = await get(`${pathOf(job.id)}/metrics`, { after }, signal);
         const points = [...known, ...(metrics["iteration/reward_mean"] ?? [])].slice(-NUM_POINTS);
-        this.curves.set(job.id, { points, next: job.next_iteration });
+        const { findings } = await get(`${pathOf(job.id)}:explain`, {}, signal);
+        const problem = findings.find((finding) => finding.is_problem)?.sentence.replaceAll(job.id, "it");
+        this.curves.set(job.id, { points, next: job.next_iteration, state: job.state, problem });
         this.setState({});
       }
     } catch (error) {
@@ -126,7 +131,7 @@ class JobsPage extends Component {
       <div class="head jobs-head">
         <h1>Jobs</h1>
         ${this.filters(filter)}
-        <a class="button primary" href="#/new">New job</a>
+        ${!isReadOnly && html`<a class="button primary" href="#/new">New job</a>`}
       </div>
       ${jobs.length > 0 && html`<p class="muted">${summaryOf(jobs, jobs.length >= paramsOf(filter).limit)}</p>`}
       ${problem && html`<p class="notice warn" role="alert">${problem}</p>`}
@@ -176,6 +181,7 @@ class JobsPage extends Component {
               key=${job.id}
               job=${job}
               points=${this.curves.get(job.id)?.points}
+              problem=${this.curves.get(job.id)?.problem}
               isSelected=${selected.includes(job.id)}
               onSelect=${(isOn) => this.select(job.id, isOn)}
               onChange=${(changed) => this.changed(changed)}
@@ -213,7 +219,7 @@ class JobsPage extends Component {
   }
 }
 
-const NO_JOBS = html`
+const NO_JOBS = isReadOnly ? html`<div class="empty"><h2>No jobs were recorded here</h2></div>` : html`
   <div class="empty">
     <h2>No jobs yet</h2>
     <p>Start with the quick start here, or from a terminal:</p>
@@ -232,13 +238,13 @@ function summaryOf(jobs, isCut) {
 // ---- one job -----------------------------------------------------------------------------------------------------
 
 class JobRow extends Component {
-  shouldComponentUpdate({ job, points, isSelected }) {
+  shouldComponentUpdate({ job, points, problem, isSelected }) {
     const { props } = this;
     const isSame = ["state", "next_iteration", "queue_position", "error"].every((name) => job[name] === props.job[name]);
-    return !isSame || points !== props.points || isSelected !== props.isSelected;
+    return !isSame || points !== props.points || problem !== props.problem || isSelected !== props.isSelected;
   }
 
-  render({ job, points, isSelected, onSelect, onChange }) {
+  render({ job, points, problem, isSelected, onSelect, onChange }) {
     const place = job.queue_position ? `no. ${job.queue_position} in the queue` : "";
     return html`
       <tr data-testid="job-row">
@@ -254,6 +260,7 @@ class JobRow extends Component {
           <a href=${addressOf(job.id)}>${job.name}</a>
           <span class="help"><span class="mono">${job.id}</span> ${job.pool !== "default" && html`<span class="pool" title="pool">${job.pool}</span>`}</span>
           ${job.error && html`<span class="job-error bad">${job.error}</span>`}
+          ${problem && !job.error && html`<span class="job-error bad" data-testid="job-finding">! ${marked(problem)}</span>`}
         </th>
         <td class="job-state"><${StateBadge} job=${job} />${place && html`<span class="help">${place}</span>`}</td>
         <td class="job-reward">${points?.length > 0 && html`<${Curve} points=${points} />`}</td>

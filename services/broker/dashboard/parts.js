@@ -1,6 +1,6 @@
 // Parts of all pages: Preact with htm, and the elements that several pages show.
 
-import { isRefusal, post, serverNow } from "./api.js";
+import { isReadOnly, isRefusal, post, serverNow } from "./api.js";
 import { clock, duration, number } from "./format.js";
 import htm from "./vendor/htm.module.js";
 import { Component, createRef, h, render } from "./vendor/preact.module.js";
@@ -99,6 +99,14 @@ export const JobHead = ({ job, what, current, live, about, children }) => html`
   </header>
 `;
 
+/** The prompt of a group, whose id is "3-0", or "eval-4-0" of an evaluation. Counted from 1, as people count. */
+export function promptOf(groupId) {
+  const [, evaluation, count, index] = /^(eval-)?(\d+)-(\d+)$/.exec(groupId) ?? [];
+  if (index === undefined) return `Group ${groupId}`;
+  const place = Number(index) + 1;
+  return evaluation ? `Held-out prompt ${place} after ${count} iterations` : `Prompt ${place} of iteration ${count}`;
+}
+
 export const title = (words) => words[0].toUpperCase() + words.slice(1);
 
 /** Buttons for what may be done in this state; `onChange(job)` gets the record after it. */
@@ -143,7 +151,8 @@ export class JobControls extends Component {
         ${title(verb)}
       </button>
     `; // aria-disabled: a disabled one would lose the focus
-    return html`<span class="actions" ref=${this.root}>${(MOVES[job.state] ?? []).map(button)}${children}</span>`;
+    const moves = isReadOnly ? [] : (MOVES[job.state] ?? []);
+    return html`<span class="actions" ref=${this.root}>${moves.map(button)}${children}</span>`;
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { get, isRefusal } from "./api.js";
 import { number } from "./format.js";
-import { addressOf, Component, createRef, html, JobHead, pathOf, render, title } from "./parts.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, promptOf, render, title } from "./parts.js";
 import { Rewards, scaleOf } from "./rewards.js";
 
 const PAGE = 20;
@@ -217,7 +217,7 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
     <article class="sample" data-testid="sample">
       <div>
         <div class="head">
-          <h2 class="sample-name">Group ${group}, response ${(sample.index ?? 0) + 1}</h2>
+          <h2 class="sample-name">${promptOf(group)}, response ${(sample.index ?? 0) + 1}</h2>
           ${!isHeldOut && html`<a href=${address}>Open group ${group}</a>`}
         </div>
         <${TextBlock} name="Prompt" text=${sample.prompt} />

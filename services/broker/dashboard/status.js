@@ -1,7 +1,7 @@
 // The state of a job: its newest numbers, the doctor's findings, the open iteration, and the rollouts.
 
 import { ago, clock, duration, number, percent } from "./format.js";
-import { elapsedOf, Figures, html, isOver, isSilent, Live, marked, Meter, Progress } from "./parts.js";
+import { elapsedOf, Figures, Fold, html, isOver, isSilent, Live, marked, Meter, Progress } from "./parts.js";
 
 const RECENT = 10; // iterations that the time left is computed from
 const MOST_WORKERS = 8; // workers shown, the silent ones first
@@ -12,18 +12,20 @@ const NEXT = {
 
 const VALUES = [
   ["Truncated", "rollout/truncated_frac", "of the responses", percent],
-  ["Mismatch", "iteration/mismatch_mean", "mean gap of log-probabilities"],
-  ["Staleness", "iteration/staleness_max", "versions, 0 is on-policy"],
-  ["TPSPD", "iteration/tpspd", "tokens/s per device"],
+  ["Engine against trainer", "iteration/mismatch_mean", "mean gap of their log probabilities", (gap) => `${number(gap)} nats`],
+  ["On-policy", "iteration/staleness_max", "trained on responses of its own version", (behind) => (behind ? `no, by ${number(behind)} versions` : "yes")],
+  ["Tokens/s per device", "iteration/tpspd", "trainers and rollouts counted"],
   ["Trainer idle", "iteration/trainer_idle_frac", "of the iteration", percent],
   ["Rollouts idle", "iteration/rollout_idle_frac", "of the iteration", percent],
   ["Overlap", "iteration/overlap_frac", "of the time of generation", percent],
 ];
-const BEFORE = {
-  PENDING: "The job begins when a trainer takes it.",
-  RUNNING: "The first iteration opens when the trainer has loaded the model and published its weights.",
-  PAUSED: "Resume the job to open the first iteration.",
-};
+// The steps of a start, with what they usually take.
+const STEPS = [
+  ["A trainer starts and takes the job", "usually 5 to 20 s"],
+  ["The trainer loads the model", "usually 5 to 30 s for a small one"],
+  ["Rollouts load it into their engine", "usually 20 to 60 s for a small one"],
+  ["The first responses are generated", ""],
+];
 
 // ---- the reward, and how far it is -------------------------------------------------------------------------------
 
@@ -58,7 +60,7 @@ export const aboutOf = (job) =>
     `pool ${job.pool}${job.queue_position ? `, number ${job.queue_position} in its queue` : ""}`,
     job.started_at && !job.queued_at && `started ${clock(job.started_at)}`,
     job.policy_version !== null && `policy version ${number(job.policy_version)}`,
-    job.dtype && `computes in ${job.dtype}`,
+    job.dtype && `precision ${job.dtype}`,
   ].filter(Boolean).join(" · ");
 
 /** The change of the reward: the newest tenth against the first one, of at least 4 iterations. */
@@ -74,20 +76,25 @@ function gain(series) {
 
 // ---- the doctor --------------------------------------------------------------------------------------------------
 
-/** One line while all is well; open by itself when something is wrong. */
+/** One line, which begins with how the job learns; open by itself when something is wrong. */
 export function Doctor({ diagnosis, job, seenAt }) {
   const problems = diagnosis.findings.filter(({ is_problem: isProblem }) => isProblem);
-  const what = isOver(job) ? "How it ended" : "What it waits for";
   const state = problems.length ? `${problems.length} problem${problems.length > 1 ? "s" : ""}` : isOver(job) ? "" : "healthy";
-  const [first] = problems.length ? problems : diagnosis.findings;
+  const what = { SUCCEEDED: "Finished", FAILED: "Failed", CANCELLED: "Cancelled" }[job.state] ?? "Status";
+  const isPartOfHeading = job.state === "SUCCEEDED" && problems.length > 0;
+  const isFolded = (finding) => finding.is_detail && !finding.is_problem;
+  const [shown, folded] = [diagnosis.findings.filter((each) => !isFolded(each)), diagnosis.findings.filter(isFolded)];
+  const verdict = diagnosis.verdict || shown[0]?.sentence;
+  const list = (findings) => html`<ul class="findings">${findings.map((finding) => html`<${Finding} finding=${finding} job=${job} />`)}</ul>`;
   return html`
     <details class="doctor ${problems.length ? "bad" : ""}" data-testid="doctor" open=${problems.length > 0} key=${problems.length > 0}>
       <summary>
-        <h2>${what}</h2>
-        ${state && html`<span class="badge ${problems.length ? "bad" : "good"}">${state}</span>`}
-        ${first && html`<span class="doctor-first">${said(first.sentence, job)}</span>`}
+        <h2>${isPartOfHeading ? `${what}, with ${state}` : what}</h2>
+        ${state && !isPartOfHeading && html`<span class="badge ${problems.length ? "bad" : "good"}">${state}</span>`}
+        ${verdict && html`<span class=${diagnosis.verdict ? "doctor-verdict" : "doctor-first"}>${said(verdict, job)}</span>`}
       </summary>
-      <ul class="findings">${diagnosis.findings.map((finding) => html`<${Finding} finding=${finding} job=${job} />`)}</ul>
+      ${list(shown)}
+      ${folded.length > 0 && html`<${Fold} summary="Leases, streams and deadlines" of=${() => list(folded)} />`}
       ${!isOver(job) && html`<p class="muted">as of ${clock(seenAt)}</p>`}
     </details>
   `;
@@ -118,10 +125,30 @@ export function Beat({ records, series, workers, job, now }) {
   return html`
     <section class="beat" data-testid="iteration" aria-label="Iterations">
       ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} />`))}
-      ${!records.length && html`<p class="muted">${isOver(job) ? "The job ended before it began to train." : BEFORE[job.state]}</p>`}
+      ${!records.length && isOver(job) && html`<p class="muted">The job ended before it began to train.</p>`}
+      ${!records.length && job.state === "PAUSED" && html`<p class="muted">Resume the job to open the first iteration.</p>`}
+      <${Start} job=${job} records=${records} workers=${workers} />
       ${hasRollouts && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
       ${last && html`<${Committed} record=${last} series=${series} />`}
     </section>
+  `;
+}
+
+/** The steps until the first responses arrive, and the one that the job is at. */
+function Start({ job, records, workers }) {
+  const [first] = records;
+  const hasBegun = job.next_iteration > job.first_iteration || first?.num_accepted > 0;
+  if (hasBegun || !["PENDING", "RUNNING"].includes(job.state) || job.queue_position > 1) return null;
+  const isGenerating = first && workers.some((worker) => worker.state !== "starting");
+  const step = job.state === "PENDING" ? 0 : job.policy_version === null ? 1 : isGenerating ? 3 : 2;
+  return html`
+    <ol class="steps" data-testid="start" aria-label="Steps of the start">
+      ${STEPS.map(
+        ([what, usual], index) => html`<li class=${index < step ? "muted" : null} aria-current=${index === step ? "step" : null}>
+          ${what}${index < step ? ": done" : index === step && usual ? `, ${usual}` : ""}
+        </li>`,
+      )}
+    </ol>
   `;
 }
 
@@ -209,7 +236,7 @@ function Rollout({ worker, newest, now }) {
   const isLost = isSilent(worker, now);
   const parts = [
     worker.state,
-    worker.num_in_flight && `${worker.num_in_flight} in flight`,
+    worker.num_in_flight && `answering ${worker.num_in_flight}`,
     worker.policy_version !== null && worker.policy_version !== newest && `version ${worker.policy_version}`,
     worker.tokens_per_s && `${number(worker.tokens_per_s)} tokens/s`,
   ].filter(Boolean);

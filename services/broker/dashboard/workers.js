@@ -6,7 +6,7 @@ import { addressOf, asOf, Component, Figures, heartbeatTime, html, isSilent, mar
 
 const REFRESH_MS = 5000;
 const TONES = { generating: "good", updating: "accent", starting: "accent", draining: "warn" };
-const COLUMNS = ["Rollout", "State", "Job", "Last seen", "Version", "In flight", "Tokens/s", "Devices"];
+const COLUMNS = ["Rollout", "State", "Job", "Last seen", "Version", "Answering now", "Tokens/s", "Devices"];
 const NUMBERS_FROM = 4;
 
 export async function show(main, { pool = "default" }, signal) {
@@ -47,9 +47,9 @@ class WorkersPage extends Component {
     const alive = workers.filter((worker) => !isSilent(worker, now));
     const figures = [
       ["Rollouts", status.num_rollouts],
-      ["Trainers", status.num_trainers],
+      ["Trainers", status.num_trainers, startingOf(status.num_starting_trainers)],
       ["Active jobs", status.num_jobs],
-      ["Prompts out", status.num_prompts, `${number(status.num_unclaimed_prompts)} of them unclaimed`],
+      ["Prompts waiting", status.num_unclaimed_prompts, `of ${number(status.num_prompts)} without an answer`],
       ["Tokens/s", alive.reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0)],
     ];
     const choose = (event) => (location.hash = `#/workers?pool=${encodeURIComponent(event.target.value)}`);
@@ -74,6 +74,8 @@ class WorkersPage extends Component {
     `;
   }
 }
+
+const startingOf = (num) => (num === 1 ? "a trainer is starting" : num > 1 ? `${num} trainers are starting` : "");
 
 const NO_ROLLOUTS = html`
   <div class="empty">

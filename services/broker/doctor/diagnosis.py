@@ -19,6 +19,7 @@ from onbeat.streams.unreadable import MISREAD, find_unreadable
 from services.broker.deadlines import RECENT_S
 from services.broker.doctor.explain import count, explain_job, explain_refused_read, explain_starting
 from services.broker.doctor.memory import explain_memory
+from services.broker.doctor.verdict import read_verdict
 from services.broker.settings import READ_ONLY
 
 DEADLINE_S = 10.0  # limit for the whole diagnosis
@@ -60,10 +61,17 @@ async def find_refusal(ledger: Ledger) -> str:
         return ""
 
 
-def diagnosis(findings: list[Finding]) -> Diagnosis:
+async def diagnose_job(ledger: Ledger, job_id: str) -> Diagnosis:
+    """Explain one job, with the verdict on how it learns. Raises JobNotFound."""
+    findings = await explain_job(ledger, job_id)
+    return diagnosis(findings, await read_verdict(ledger, await ledger.jobs.fields(job_id)))
+
+
+def diagnosis(findings: list[Finding], verdict: str = "") -> Diagnosis:
     """Return the findings as a diagnosis, problems first."""
     ordered = sorted(findings, key=lambda finding: not finding.is_problem)
-    return Diagnosis(is_healthy=not any(finding.is_problem for finding in ordered), findings=ordered)
+    is_healthy = not any(finding.is_problem for finding in ordered)
+    return Diagnosis(is_healthy=is_healthy, verdict=verdict, findings=ordered)
 
 
 def explain_broker(is_conducting: bool, is_read_only: bool) -> Finding:
@@ -229,7 +237,7 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
 async def explain_streams(ledger: Ledger, job_id: str) -> Finding:
     lengths = await inspection.stream_lengths(ledger, job_id)
     sentence = (
-        f"streams of {job_id}: {count(lengths.num_prompts, 'prompt')}, {lengths.num_unclaimed} of them unclaimed; "
-        f"{count(lengths.num_groups, 'group')} kept"
+        f"streams of {job_id}: {count(lengths.num_unclaimed, 'prompt')} waiting, "
+        f"{lengths.num_prompts - lengths.num_unclaimed} being answered; {count(lengths.num_groups, 'group')} kept"
     )
-    return Finding(sentence=sentence, job_id=job_id)
+    return Finding(sentence=sentence, job_id=job_id, is_detail=True)

@@ -140,7 +140,7 @@ def explain_pending(s: Situation) -> list[Finding]:
 def explain_running(s: Situation) -> list[Finding]:
     units = [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
     of_rollouts = [*waiting_episodes(s), *missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s)]
-    return [*explain_losses(s), explain_trainer(s), *explain_opening(s), *units, *of_rollouts, *explain_deadline(s)]
+    return [*explain_losses(s), *explain_trainer(s), *explain_opening(s), *units, *of_rollouts, *explain_deadline(s)]
 
 
 def explain_paused(s: Situation) -> list[Finding]:
@@ -150,7 +150,7 @@ def explain_paused(s: Situation) -> list[Finding]:
     )
     pause = s.find(sentence, who=s.job_id, waits_for="its user", since_s=s.state_since_s)
     if s.lease_left_s > 0:
-        return [pause, explain_trainer(s)]
+        return [pause, *explain_trainer(s)]
     return [pause, s.find("no trainer holds the job; one takes it over when it is resumed")]
 
 
@@ -161,7 +161,7 @@ def explain_cancelling(s: Situation) -> list[Finding]:
         return [s.find(start + "no trainer holds it, so the broker ends it within a second", deadline_s=1.0, **about)]
     left_s = max(0.0, CANCEL_GRACE_S - s.silent_s)
     event = f"{s.owner} has to stop at its next safe point; otherwise the broker ends the job in {left_s:.0f} s"
-    return [s.find(start + event, waits_for=s.owner, deadline_s=left_s, **about), explain_trainer(s)]
+    return [s.find(start + event, waits_for=s.owner, deadline_s=left_s, **about), *explain_trainer(s)]
 
 
 EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
@@ -200,8 +200,11 @@ def explain_losses(s: Situation) -> list[Finding]:
     return [*failed[:1], s.find(sentence, who=s.owner, is_problem=num_lost > 1)]
 
 
-def explain_trainer(s: Situation) -> Finding:
+def explain_trainer(s: Situation) -> list[Finding]:
     pool, left_s = s.config.pool, s.lease_left_s
+    if left_s <= 0 and (end := s.end_of_owner()) is not None:
+        about = {"waits_for": f"a trainer of pool {pool}", "since_s": s.now - end.time, "next": "a trainer continues"}
+        return [s.find(end.message, who=s.owner, is_problem=True, **about)]
     if left_s <= 0:
         idle, busy, starting = s.live_trainers("idle"), s.busy_trainers(), s.starting_trainer()
         has_left = (record := s.trainers.get(s.owner)) is not None and record.is_alive(s.now)
@@ -211,17 +214,20 @@ def explain_trainer(s: Situation) -> Finding:
         after = f"the first one that is free takes over: {busy}"
         sentence += f"{idle[0]} takes over" if idle else after if busy else starting or no_trainer
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
-        return s.find(sentence, who=s.owner, is_problem=not (starting or (has_left and busy)), **about)
-    doing = s.fields.get("doing") or "its activity is not reported"
+        return [s.find(sentence, who=s.owner, is_problem=not (starting or (has_left and busy)), **about)]
+    doing = s.fields.get("doing") or "training"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
     record = s.trainers.get(s.owner)
     silent_s = record.silence_s(s.now) if record and not record.is_starting(s.now) else 0.0
-    is_silent = silent_s >= SILENT_S
-    silence = f", and it was last seen {silent_s:.0f} s ago" if is_silent else ""
-    sentence = f"{s.owner} holds {s.job_id}: {doing}, for {doing_s:.0f} s"
-    sentence += f" (its lease runs out in {left_s:.0f} s, unless renewed{silence})"
-    about = {"waits_for": doing, "since_s": doing_s, "next": "another trainer may take over", "deadline_s": left_s}
-    return s.find(sentence, who=s.owner, is_problem=is_silent, **about)
+    about = {"next": "another trainer may take over", "deadline_s": left_s}
+    if silent_s >= SILENT_S:
+        sentence = f"{s.owner} was last seen {silent_s:.0f} s ago, {doing}; its lease of {s.job_id} runs out in "
+        sentence += f"{left_s:.0f} s, unless it comes back; see its log"
+        return [s.find(sentence, who=s.owner, is_problem=True, waits_for=doing, since_s=doing_s, **about)]
+    sentence = f"{s.owner} is {doing} ({doing_s:.0f} s)"
+    lease = f"{s.owner} holds {s.job_id}: its lease runs out in {left_s:.0f} s, unless renewed"
+    activity = s.find(sentence, who=s.owner, waits_for=doing, since_s=doing_s)
+    return [activity, s.find(lease, who=s.owner, is_detail=True, **about)]
 
 
 def last_seen(s: Situation) -> str:
@@ -292,7 +298,7 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
         parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
     if fresh := [entry for entry in unit.waiting if entry not in s.leases]:
         since_s = max(0.0, s.now - min(map(time_of, fresh)))
-        parts.append(f"{len(fresh)} unclaimed for {since_s:.0f} s: {why_unclaimed(s)}")
+        parts.append(f"{len(fresh)} waiting for {since_s:.0f} s: {why_unclaimed(s)}")
     return parts
 
 
@@ -353,7 +359,8 @@ def explain_deadline(s: Situation) -> list[Finding]:
         f"no progress for {s.silent_s:.0f} s; {consequence} {when} if nothing arrives (schedule.iteration_deadline_s)"
     )
     about = {"since_s": s.silent_s, "next": consequence, "deadline_s": left_s}
-    return [s.find(sentence, who=s.job_id, is_problem=s.silent_s > deadline_s / 2, **about)]
+    is_late = s.silent_s > deadline_s / 2
+    return [s.find(sentence, who=s.job_id, is_problem=is_late, is_detail=not is_late, **about)]
 
 
 # ---- rollouts ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Findings about learning, from a job's recorded metrics: does it learn, and which key should change if it does not.
 
 The doctor, the dashboard and the summary of `onbeat run` show them. They describe the last iterations of a job. A job
-with fewer than MIN_ITERATIONS iterations has none, as anything may look odd at the start.
+with fewer than MIN_ITERATIONS iterations has a note on truncated responses at most: anything may look odd at the start.
 """
 
 import math
@@ -20,6 +20,7 @@ from onbeat.streams.records import Fields, first_iteration, read_evaluations, re
 
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5
+MIN_TO_LOOK = 2  # iterations of a young job that are looked at
 MIN_EVALUATIONS = 4
 MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding; of `solved_at` that is a good reward
 TRUNCATED = 0.5  # share of truncated responses above which there is a finding
@@ -86,9 +87,9 @@ async def explain_learning(ledger: Ledger, fields: Fields) -> list[Finding]:
     except ValidationError:
         return []
     start, done = first_iteration(fields), int(fields["next_iteration"])
-    if done - start < MIN_ITERATIONS:
-        return []
     job_id = fields["id"]
+    if done - start < MIN_ITERATIONS:
+        return look_at_young(job_id, config, await read_iterations(ledger, job_id, start - 1, MIN_ITERATIONS))
 
     async def committed(begin: int) -> list[IterationRecord]:
         records = await read_iterations(ledger, job_id, max(start, begin) - 1, NUM_RECENT)
@@ -120,6 +121,18 @@ def findings_of(course: Course) -> list[Finding]:
     if not any(finding.is_problem for finding in findings):
         findings.insert(0, sum_up(course))
     return sorted(findings, key=lambda finding: not finding.is_problem)
+
+
+def look_at_young(job_id: str, config: JobConfig, records: Sequence[IterationRecord]) -> list[Finding]:
+    """Look at the truncated responses of a young job, from its second iteration on. It may learn to stop: a note."""
+    known = [record.metrics for record in records if record.state is IterationState.COMMITTED]
+    shares = [metrics["rollout/truncated_frac"] for metrics in known if "rollout/truncated_frac" in metrics]
+    if len(shares) < MIN_TO_LOOK or fmean(shares) <= TRUNCATED:
+        return []
+    sentence = f"{fmean(shares):.0%} of the responses of {job_id} were truncated so far: if that stays, raise "
+    sentence += f"rollout.max_response_tokens above {config.rollout.max_response_tokens}, or ask for short answers in "
+    sentence += "data.system_prompt"
+    return [Finding(sentence=sentence, job_id=job_id, who=job_id, key="rollout.max_response_tokens")]
 
 
 # ---- one thing each ----------------------------------------------------------------------------------------------
@@ -243,9 +256,11 @@ def look_at_parts(c: Course) -> Finding | None:
     steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
     if not steady:
         return None
-    parts, were = ("part", "was") if len(steady) == 1 else ("parts", "were")
-    sentence = f"{c.lately} of {c.job_id}, {parts} {', '.join(steady)} of the reward {were} the same for every "
-    sentence += "response, so it has no effect on advantages: read samples, then correct it or leave it out (reward)"
+    parts, teaches = ("part", "it teaches") if len(steady) == 1 else ("parts", "they teach")
+    sentence = (
+        f"{c.lately} of {c.job_id}, {parts} {', '.join(steady)} of the reward gave every response the same value, "
+    )
+    sentence += f"so {teaches} nothing: read samples, then correct or leave out (reward)"
     return c.find(sentence, "reward", is_problem=False)
 
 

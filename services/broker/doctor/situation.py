@@ -6,9 +6,11 @@ from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import Event, Finding, TrainerRecord, WorkerRecord
+from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
 from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.process_ends import PROCESS_ENDED
 from onbeat.streams.records import Fields
 
 
@@ -55,6 +57,15 @@ class Situation:
     def state_since_s(self) -> float:
         moves = (event.time for event in self.events if event.kind == "job.state")
         return max(0.0, self.now - next(moves, float(self.fields["created_at"])))
+
+    def end_of_owner(self) -> Event | None:
+        """Return the event of the end of the job's trainer, as its supervisor saw it; None once one has taken over."""
+        for event in self.events:
+            if event.kind == "job.taken_over" or event.data.get("before") == JobState.PENDING:
+                return None
+            if event.kind == PROCESS_ENDED and event.data.get("process") == self.owner:
+                return event
+        return None
 
     def live_trainers(self, state: str) -> list[str]:
         return [t.id for t in self.trainers.values() if t.state == state and t.is_alive(self.now)]

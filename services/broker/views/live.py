@@ -32,8 +32,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import EVENTS_AT_ONCE
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metrics_point, read_iterations
-from services.broker.doctor.diagnosis import diagnosis
-from services.broker.doctor.explain import explain_job
+from services.broker.doctor.diagnosis import diagnose_job
 from services.broker.views.records import job_record, place_in_queue
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
 
 async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
     """Return the message of the job's explanation, and whether something waits or is wrong. Raises JobNotFound."""
-    explained = diagnosis(await explain_job(ledger, job_id))
+    explained = await diagnose_job(ledger, job_id)
     return encode("explain", explained), any(finding.waits_for or finding.is_problem for finding in explained.findings)
 
 

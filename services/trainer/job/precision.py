@@ -44,10 +44,10 @@ async def resolve_dtype(
             slow.append(f"{rollout.id}'s {rollout.hardware}")
     if wanted == "auto":
         dtype = "float32" if slow else "bfloat16"
-        reason = f"{slow[0]} has no bfloat16 instructions" if slow else f"{hardware} multiplies it natively"
+        reason = f"{slow[0]} has no bfloat16 instructions" if slow else "this processor has instructions for it"
     else:
         dtype, reason = wanted, "as the job asks for"
-    recorded = await ledger.trainer.record_dtype(job_id, epoch, dtype, f"computes in {dtype}: {reason}")
+    recorded = await ledger.trainer.record_dtype(job_id, epoch, dtype, f"precision: {dtype} ({reason})")
     if wanted == "bfloat16" and slow:
         warning = f"model.dtype = bfloat16, but {slow[0]} has no instructions for it: {EMULATED}; use auto or float32"
         await ledger.event_log.emit(job_id, "job.warning", warning)

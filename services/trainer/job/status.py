@@ -25,9 +25,8 @@ class Status:
     def wait_for_groups(self, iteration: int, num_missing: int) -> None:
         self._begin(f"waiting for groups of iteration {iteration}: {num_missing} missing")
 
-    def train_micro_batch(self, iteration: int, num_groups: int) -> None:
-        groups = "group" if num_groups == 1 else "groups"
-        self._begin(f"training a micro-batch of {num_groups} {groups} of iteration {iteration}")
+    def train(self, iteration: int) -> None:
+        self._begin(f"training iteration {iteration}")
 
     def enter_barrier(self, iteration: int) -> None:
         self._begin(f"at the barrier of iteration {iteration}: sum over replicas and optimizer step")

@@ -387,13 +387,15 @@ async def test_what_a_pool_has_to_do(broker, ledger, world):
         return load
 
     nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
+    nothing["num_starting_trainers"] = 0
     assert await status("scaled") == nothing
     await world.beat("scaled", WorkerRecord(id="w1", state="idle"))
     await world.beat("scaled", WorkerRecord(id="dead", state="idle"), ago_s=60)
     await world.beat("scaled", TrainerRecord(id="t1", state="idle"))
     await world.beat("scaled", TrainerRecord(id="t2", state="stopped"))
+    await world.beat("scaled", TrainerRecord(id="t3", state="starting"))
     job_id = await submit(broker, pool="scaled")
-    there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
+    there = {"num_jobs": 1, "num_trainers": 1, "num_starting_trainers": 1, "num_rollouts": 1}
     assert await status("scaled") == nothing | there
     epoch = await world.start_training(job_id)
     await world.wait_open(job_id, 0)

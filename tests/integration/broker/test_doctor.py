@@ -184,9 +184,11 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger, wo
     findings = await explain_job(ledger, job_id)
     unpublished = "iteration 0 is not open: it needs policy version 0, and trainer trainer-a has published none"
     assert unpublished in text_of(findings)
-    (trainer,) = [finding for finding in findings if finding.who == "trainer-a"]
-    assert sentence_of(trainer).startswith(f"trainer-a holds {job_id}: loading the model, for N s (its lease runs out")
-    assert trainer.waits_for == "loading the model"
+    trainer, lease = [finding for finding in findings if finding.who == "trainer-a"]
+    assert sentence_of(trainer) == "trainer-a is loading the model (N s)"
+    assert (trainer.waits_for, trainer.is_detail) == ("loading the model", False)
+    assert sentence_of(lease) == f"trainer-a holds {job_id}: its lease runs out in N s, unless renewed"
+    assert (lease.waits_for, lease.is_detail) == ("", True)
     assert problems(findings) == []
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     preparing = "iteration 0 is not open yet: a broker has been preparing its prompts"
@@ -206,7 +208,7 @@ async def test_open_iteration_says_where_every_group_is(ledger, world, pool):
     assert sentence_of(unit).startswith(
         "iteration 0 (policy version 0): 3 of 8 groups accepted; "
         "2 with rollout-a (claimed or renewed N s ago, attempt 1 at most); "
-        "1 handed back and free again (attempt 1 at most); 2 unclaimed for "
+        "1 handed back and free again (attempt 1 at most); 2 waiting for "
     )
     assert ": every rollout is at capacity; 1 submissions were refused because another" in sentence_of(unit)
     assert unit.waits_for == "5 groups"
@@ -228,7 +230,7 @@ async def test_open_iteration_says_which_groups_do_not_count(ledger, world, pool
     for claim in await world.claim_all(job_id, count=2):
         assert await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task)) == "accepted"
     (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
-    assert unit.sentence.startswith("iteration 0 (policy version 0): 2 of 3 groups accepted; 1 unclaimed")
+    assert unit.sentence.startswith("iteration 0 (policy version 0): 2 of 3 groups accepted; 1 waiting")
     assert unit.sentence.endswith(
         "2 of the accepted groups failed and are not trained; "
         "1 of the accepted groups with equal rewards or none, replaced by other prompts; "
@@ -322,7 +324,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger, world, pool):
     job_id, epoch = await world.started_job(pool=pool)
     await open_iteration(ledger, job_id, num_groups=2)
     await world.drain(job_id)
-    await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
+    await ledger.trainer.renew_job(job_id, epoch, 30, "training iteration 0")
     findings = await explain_job(ledger, job_id)
     (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
     start = "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train"
@@ -346,8 +348,8 @@ async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger, wor
     await ledger.trainer.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
     text = text_of(await explain_job(ledger, job_id))
     assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in text
-    assert "waiting for the last evaluation, for N s" in text
-    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in text
+    assert "trainer-a is waiting for the last evaluation (N s)" in text
+    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 waiting for N s" in text
     assert "evaluation 1 is given up in N s if nothing arrives" in text
     assert "the job fails" not in text
     await ledger.evaluations.fail(job_id, 1, 1, "given up")
@@ -443,7 +445,7 @@ async def test_api_explains_one_job_and_the_whole_installation(world, pool, brok
         "the clocks of broker and Redis differ by 0.0 s",
         "Redis keeps no append-only file",
         f"pool {pool}: 0 trainers alive, 0 rollouts alive",
-        f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups kept",
+        f"streams of {job_id}: 0 prompts waiting, 0 being answered; 0 groups kept",
         f"no trainer of pool {pool} has asked for jobs",
     ):
         assert expected in sentences
@@ -558,8 +560,8 @@ async def test_trainer_reports_what_it_does_with_its_lease(ledger, world, redis_
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
         await eventually("it waits", doing, "waiting for groups of iteration 0: 2 missing", LATER_S)
         await world.drain(job_id)
-        num_groups = len(await micro_batch)
-        await eventually("it trains", doing, f"training a micro-batch of {num_groups} groups of iteration 0", LATER_S)
+        await micro_batch
+        await eventually("it trains", doing, "training iteration 0", LATER_S)
     finally:
         stop.set()  # every waiter for groups ends by this
         await asyncio.to_thread(job.close)

@@ -386,7 +386,7 @@ async def test_broker_that_only_shows_changes_nothing(ledger, tmp_path):
         assert (await broker.get("/v1/jobs")).status_code == 200
         findings = (await broker.get("/v1/doctor")).json()["findings"]
         assert READ_ONLY in [finding["sentence"] for finding in findings]
-        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]
+        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention", "silence")]
 
 
 async def test_template_without_the_system_prompt_is_refused(broker, tmp_path):

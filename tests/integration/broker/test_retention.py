@@ -241,6 +241,7 @@ LATE_CALLS: dict[str, Call] = {
         "drop_foreign", JobKeys(job), [JobKeys(job).rollouts], "trainer", "1-1"
     ),
     "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),
+    "emit_silence": lambda ledger, job: ledger.event_log.emit_silence(job, "w1", 0.0, "it is silent"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
     "engine_ready": lambda ledger, job: ledger.versions.engine_ready(job, 1, "w1", UPDATE),
     "move_job": lambda ledger, job: ledger.jobs.move(job, JobState.FAILED),
@@ -249,6 +250,7 @@ LATE_CALLS: dict[str, Call] = {
     "read_job": lambda ledger, job: ledger.jobs.read([job]),
     "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
+    "release_job": lambda ledger, job: ledger.trainer.release_job(job, "run-1"),
     "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),
     "renew_job": lambda ledger, job: ledger.trainer.renew_job(job, "1", 30.0, "training"),
     "resume_job": lambda ledger, job: ledger.jobs.resume(job, JobState.FAILED),

@@ -66,7 +66,7 @@ async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, d
     assert (await pool.resolve(trainer)).model.dtype == dtype
     assert (await ledger.jobs.fields(pool.job_id))["dtype"] == dtype
     (message,) = await pool.messages("job.dtype")
-    assert message.startswith(f"computes in {dtype}: ")
+    assert message.startswith(f"precision: {dtype} (")
     slow = [
         f"rollout-{index}'s {processor}" for index, processor in enumerate(rollouts) if processor.bfloat16 != "native"
     ]
@@ -109,7 +109,7 @@ async def test_job_fails_with_a_reason_on_a_trainer_too_small_for_it(ledger):
 
 async def test_begun_job_says_that_another_trainer_chose_the_dtype(ledger):
     pool = await Pool.create(ledger, "auto")
-    await ledger.trainer.record_dtype(pool.job_id, pool.epoch, "bfloat16", "as it multiplies it natively")
+    await ledger.trainer.record_dtype(pool.job_id, pool.epoch, "bfloat16", "precision: bfloat16")
     await ledger.jobs.move(pool.job_id, JobState.FAILED, "its GPU is broken")
     await ledger.jobs.resume(pool.job_id, JobState.FAILED)
     assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None

@@ -11,7 +11,7 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
 from onbeat.contracts.states import EvaluationState, IterationState
-from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
+from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of, look_at_young
 from tests.world import job_body
 
 RECORDED = json.loads(Path(__file__).with_name("quick_starts.json").read_text(encoding="utf-8"))
@@ -40,6 +40,17 @@ def find(
     config = JobConfig.model_validate(job_body(**sections))
     recent = records[-NUM_RECENT:]
     return findings_of(Course("job-1", config, len(records), records[:NUM_RECENT], recent, held_out, around))
+
+
+def test_truncation_is_a_note_from_the_second_iteration_on() -> None:
+    config = JobConfig.model_validate(job_body(rollout={"max_response_tokens": 16}))
+    cut = [iteration(number, 0.3, **{"rollout/truncated_frac": 0.94}) for number in range(3)]
+    assert look_at_young("job-1", config, cut[:1]) == []
+    (note,) = look_at_young("job-1", config, cut[:2])
+    assert note.sentence.startswith("94% of the responses of job-1 were truncated so far: if that stays, raise ")
+    assert (note.key, note.is_problem) == ("rollout.max_response_tokens", False)
+    few = [iteration(number, 0.3, **{"rollout/truncated_frac": 0.4}) for number in range(3)]
+    assert look_at_young("job-1", config, few) == []
 
 
 def problems(findings: Sequence[Finding]) -> dict[str, str]:
@@ -203,7 +214,7 @@ def test_a_large_mismatch_names_dtype_and_correction():
 def test_parts_that_never_vary_are_named():
     parts = {"reward/format_mean": 0.1, "reward/format_std": 1e-9, "reward/right_mean": 0.5, "reward/right_std": 0.5}
     (finding,) = [candidate for candidate in find(learning(10, **parts)) if candidate.key == "reward"]
-    assert "part format of the reward was the same for every response" in finding.sentence
+    assert "part format of the reward gave every response the same value, so it teaches nothing" in finding.sentence
     assert not finding.is_problem
 
 

@@ -31,7 +31,7 @@ def test_work_is_what_the_busy_shares_say() -> None:
     assert (work.generate_s, work.train_s, work.fixed_s) == pytest.approx((3.536, 7.904, 2.496))
     assert work.wall_s((1, 1)) == pytest.approx(10.4)
     assert work.wall_s((1, 2)) == pytest.approx(3.952 + 2.496)
-    assert advise(work) == "add 1 trainer device on additional hardware: about 6.4 s an iteration instead of 10.4"
+    assert advise(work) == "with a second machine, to train: about 6.4 s an iteration instead of 10.4"
 
 
 def test_in_sync_both_sides_take_their_turn() -> None:
@@ -51,10 +51,11 @@ def test_advice_knows_how_many_devices_train() -> None:
 @pytest.mark.parametrize(
     ("num_rollouts", "generate_s", "train_s", "fixed_s", "advice"),
     [
-        (6, 6.0, 3.0, 70.0, "remove 4 rollouts: about 73.0 s an iteration instead of 73.0"),  # they do nothing
-        (2, 20.0, 10.0, 1.0, "leave the split as it is"),  # it is balanced
-        (2, 2.0, 20.0, 1.0, "remove 1 rollout, add 3 trainer devices on additional hardware: about 6.0 s"),
-        (1, 100.0, 1.0, 0.0, "add 2 rollouts on additional hardware: about 33.3 s"),  # twice as many at most
+        (6, 6.0, 3.0, 70.0, "with 4 rollouts less: about 73 s an iteration instead of 73"),  # they do nothing
+        (2, 20.0, 10.0, 1.0, "leave the split as it is: another device would save less"),  # it is balanced
+        (1, 10.0, 10.0, 50.0, "leave the split as it is: a second machine would save less"),
+        (2, 2.0, 20.0, 1.0, "with 3 trainer devices more and 1 rollout less: about 6.0 s"),
+        (1, 100.0, 1.0, 0.0, "with 2 more machines, to generate: about 33 s"),  # twice as many at most
     ],
 )
 def test_advice_changes_what_is_worth_it(num_rollouts, generate_s, train_s, fixed_s, advice):

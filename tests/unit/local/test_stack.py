@@ -28,7 +28,7 @@ from onbeat.local.redis_choice import RedisServer
 from onbeat.local.redis_server import checked_port, free_port, redis_service
 from onbeat.local.stack import StackOptions, describe_places, make_scratch, plan_of, service_specs, stack_at_usual_port
 from onbeat.local.state import StackLock, create_data_dir
-from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor, inherited_environment
+from onbeat.local.supervisor import ServiceEnd, ServiceSpec, StackFailed, Supervisor, inherited_environment
 from onbeat.machine.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.machine.malloc import KEEP_FREED
 from onbeat.machine.processor import read_processor
@@ -80,10 +80,17 @@ def reports() -> list[str]:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+def ends() -> list[ServiceEnd]:
+    return []
+
+
+@pytest.fixture
+def supervisor(
+    tmp_path: Path, reports: list[str], ends: list[ServiceEnd], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Supervisor]:
     """It restarts what died at once, and is stopped at the end."""
     monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.001)
-    supervisor = Supervisor(tmp_path, reports.append, [], tmp_path / "scratch")
+    supervisor = Supervisor(tmp_path, reports.append, [], tmp_path / "scratch", ends.append)
     yield supervisor
     supervisor.stop()
 
@@ -101,8 +108,12 @@ def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: P
     supervisor.stop()
 
 
-def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, pids_file, tmp_path):
-    supervisor.start([family(pids_file)])
+def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, ends, pids_file, tmp_path, monkeypatch):
+    supervisor.start([replace(family(pids_file), process="family-0", run_variable="ONBEAT_RUN_ID")])
+    (family_0,) = supervisor.services
+    run = family_0.run
+    assert f"ONBEAT_RUN_ID={run}".encode() in Path(f"/proc/{family_0.guard.pid}/environ").read_bytes()
+    monkeypatch.setattr("onbeat.local.supervisor.num_oom_kills", lambda: 1 << 60)
     (left,) = (tmp_path / "scratch" / "family").iterdir()  # the temporary files of the service are there
     before = pids_in(pids_file)
     pids_file.unlink()
@@ -110,7 +121,10 @@ def test_dead_service_leaves_nothing_and_is_restarted(supervisor, reports, pids_
     wait_until(lambda: supervisor.check() or pids_file.exists(), "it runs again")
     assert not any(map(is_alive, before))
     assert all(map(is_alive, pids_in(pids_file)))
-    assert "family was killed by SIGKILL; restart 1 of" in reports[0]
+    how = "family-0 was killed by SIGKILL by the kernel, as memory ran out here; restart 1 of 4"
+    assert reports[0].startswith(how)
+    assert ends == [ServiceEnd("family-0", run, 128 + signal.SIGKILL, reports[0])]
+    assert family_0.run not in ("", run), "each start has an id of its own"
     assert [path == left for path in (tmp_path / "scratch" / "family").iterdir()] == [False]
 
 
@@ -169,7 +183,7 @@ def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path, is_sto
     code = f"""
 import sys, time
 from pathlib import Path
-from onbeat.local.supervisor import ServiceSpec, Supervisor
+from onbeat.local.supervisor import ServiceEnd, ServiceSpec, Supervisor
 command = [sys.executable, "-c", {DEAF if is_stopping else FAMILY!r}, {str(pids_file)!r}]
 folder = Path({str(tmp_path)!r})
 Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0, grace_s=60)])

@@ -28,8 +28,7 @@ def job_id(broker: BrokerThread) -> str:
 def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return all findings of the broker's doctor."""
     shown: list[Finding] = []
-    for module in ("api.health", "doctor.diagnosis"):
-        monkeypatch.setattr(f"services.broker.{module}.diagnosis", lambda _: diagnosis(shown))
+    monkeypatch.setattr("services.broker.doctor.diagnosis.diagnosis", lambda _, verdict="": diagnosis(shown, verdict))
     return shown
 
 

@@ -60,7 +60,7 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     learning = Finding(sentence="job-1 learns nothing", is_problem=True, key="reward")
-    findings += [learning, Finding(sentence="trainer-0 holds job-1")]
+    findings += [learning, Finding(sentence="trainer-0 is training iteration 1")]
     out = onbeat("jobs", "watch", broker.create_job(schedule={"num_iterations": 6})).out
     lines, _, summary = out.partition("\nstate ")
     assert "\x1b" not in lines  # the summary may be coloured: that was asked for
@@ -71,7 +71,7 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
     assert "0.100 (first 3) -> 0.400 (last 3)" in summary
     assert "clean: 12 groups, each used once" in summary
     assert "job-1 learns nothing" in summary
-    assert "15.1% of the bytes sent, engine open 0.35 s after the step (median)" in summary  # (1000 + 6 * 10) / 7000
+    assert "weights     sync 0.3 s an iteration, 15% of the model's bytes" in summary  # (1000 + 6 * 10) / 7000
     assert summary.count("[bold]\\x1b[2J2") == 4  # text of a model, 2 before and 2 after: no markup and no control code
 
 
@@ -88,14 +88,23 @@ def test_doctor_tells_notes_from_problems(onbeat: Command, job_id: str, findings
         Finding(sentence="it stands", is_problem=True, key="reward"),
         Finding(sentence="it fails", is_problem=True),
         Finding(sentence="few groups teach", key="rollout.num_samples_per_prompt"),
-        Finding(sentence="trainer-0 holds job-1"),
+        Finding(sentence="trainer-0 is training iteration 1"),
+        Finding(sentence="its lease runs out", is_detail=True),
     ]
     lines = onbeat("doctor", job_id, code=1).out.splitlines()
-    others = ["note     few groups teach", "ok       trainer-0 holds job-1"]
+    others = ["note     few groups teach", "ok       trainer-0 is training iteration 1"]
     assert lines == ["PROBLEM  it stands", "PROBLEM  it fails", *others, "2 problems"]
     assert "there is no job 'job-none'" in onbeat("doctor", "job-none", code=1).err
     del findings[:2]
     assert onbeat("doctor").out.splitlines() == [*others, "healthy"]
+    verbose = onbeat("doctor", "--verbose").out.splitlines()
+    assert verbose == [*others, "ok       its lease runs out", "healthy"]
+
+
+def test_doctor_begins_its_verdict_with_learning(onbeat: Command, trained: str) -> None:
+    verdict = onbeat("doctor", trained).out.splitlines()[-1]
+    assert verdict.startswith("reward 0.00 to 0.20")
+    assert verdict.endswith("; healthy")
 
 
 def test_doctor_says_who_does_not_answer_and_why(

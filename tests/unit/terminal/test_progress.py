@@ -20,7 +20,7 @@ from onbeat.contracts.records import (
 from onbeat.contracts.states import JobState
 from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, PIPE_WIDTH, Printer
 from onbeat.terminal.formatting import Column, printable, table_lines
-from onbeat.terminal.job_progress import JobProgress, trainer_activity
+from onbeat.terminal.job_progress import START_STEPS, JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, is_silent, plain_line
 from onbeat.terminal.live import look_until
 from tests.unit.terminal.records import evaluation_record, iteration_record
@@ -78,12 +78,13 @@ def test_live_view_shows_what_everyone_does() -> None:
 
 def test_live_view_has_the_essentials_of_the_dashboard() -> None:
     text = text_of(progress_of(4, **MEASURED))
-    for part in ("spread 0.400", "50 tokens/s", "TPSPD 25.0", "rollouts 50%", "trainer 40%"):
+    for part in ("std 0.40", "50 tokens/s", "25.0 tokens/s per device", "rollouts 50%", "trainer 40%"):
         assert part in text
     line = plain_line(progress_of(4, **MEASURED).committed[-1], progress_of(4))
     assert line.endswith(
-        "rollouts idle 50%  trainer idle 40%  TPSPD 25.0  policy KL 0.0100  entropy 1.200  mismatch 0.0412  "
-        "gradient norm 0.53  cosine 0.98  responses 12.4 tokens  10% truncated  about 16 s left at 2.0 s an iteration"
+        "rollouts idle 50%  trainer idle 40%  25.0 tokens/s per device  policy KL 0.0100  entropy 1.200  "
+        "engine against trainer 0.0412 nats  gradient norm 0.53  cosine 0.98  "
+        "responses 12.4 tokens  10% truncated  about 16 s left at 2.0 s an iteration"
     )
 
 
@@ -117,7 +118,26 @@ def test_engine_that_starts_is_no_cause_for_alarm() -> None:
     printer = Printer(Console(file=out, width=300), progress)
     for _ in range(2):
         printer.show_news()
-    assert out.getvalue().splitlines() == ["rollout-0: importing vLLM"]
+    assert out.getvalue().splitlines() == [START_STEPS[1], "rollout-0: importing vLLM"]
+
+
+def test_start_has_steps_until_responses_arrive() -> None:
+    progress = progress_of(0, num_accepted=0)
+    for changes, step in (
+        ({"state": JobState.PENDING, "queue_position": 1}, 0),
+        ({"state": JobState.PENDING, "queue_position": 2}, None),
+        ({"state": JobState.RUNNING, "policy_version": None}, 1),
+        ({"policy_version": 0}, 2),
+        ({"state": JobState.PAUSED}, None),
+    ):
+        progress.job = progress.job.model_copy(update={"queue_position": None} | changes)
+        assert progress.start_step == (None if step is None else START_STEPS[step])
+        assert (step is None) == ("step " not in text_of(progress))
+    progress.job = progress.job.model_copy(update={"state": JobState.RUNNING})
+    progress.workers = [WorkerRecord(id="rollout-0", job_id=JOB.id, state="generating", last_seen_at=NOW)]
+    assert progress.start_step == START_STEPS[3]
+    assert progress_of(0, num_accepted=1).start_step is None
+    assert progress_of(1).start_step is None
 
 
 def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
@@ -148,7 +168,7 @@ def test_silent_rollouts_are_told_apart_whatever_this_clock_says() -> None:
     progress.workers = [WorkerRecord(id=name, last_seen_at=seen, **working) for name, seen in seen_at.items()]
     for clock in (0.0, 5001.0, 99999.0):
         text = text_of(progress, now=clock)
-        assert "generating, 3 in flight" in text
+        assert "generating, answering 3" in text
         assert "rollout-1    silent for 4" in text
         assert text.count("silent") == 1
 
@@ -217,6 +237,12 @@ async def test_each_look_asks_for_what_is_new_also_after_a_lost_answer() -> None
     assert [
         line[0] for line in lines if line[0]
     ] == shown  # every line once; the evaluation was asked for again while it was open
+
+
+async def test_events_before_a_run_continues_are_no_news() -> None:
+    progress = JobProgress(JOB, cursor="1-0")
+    await progress.look(Scripted(num_losses=0))  # type: ignore[arg-type]
+    assert [event.id for event in progress.news] == ["2-0"]
 
 
 @pytest.fixture

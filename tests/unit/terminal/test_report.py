@@ -75,16 +75,16 @@ def test_totals_of_weights_by_hand() -> None:
     totals = report["totals"]
     assert (totals["weight_bytes_full"], totals["weight_bytes_received"]) == (8000, 2060)
     assert totals["weight_open_s"] == 0.4  # the joining, which waited for no step, is no part of the median
-    assert dict(total_rows(report))["weights"] == "25.8% of the bytes sent, engine open 0.40 s after the step (median)"
+    assert dict(total_rows(report))["weights"] == "sync 0.4 s an iteration, 26% of the model's bytes"
     untold = WeightsRecord(policy_version=1, rollouts=weights_record(1).rollouts)
     joined = make_report(JOB, records(1), weights=[versions[0], untold])  # a share of like with like
-    assert dict(total_rows(joined))["weights"] == "100.0% of the bytes sent"
+    assert dict(total_rows(joined))["weights"] == "sync 100% of the model's bytes"
     assert "weights" not in dict(total_rows(make_report(JOB, records(1))))
 
 
 def test_report_and_summary_say_which_side_is_short_of_devices() -> None:
     report = make_report(JOB, records(12, rollout_idle_frac=0.1, trainer_idle_frac=0.9))
-    assert report["advice"].startswith("add 2 rollouts on additional hardware: about ")
+    assert report["advice"].startswith("with 2 more machines, to generate: about ")
     assert dict(total_rows(report))["advice"] == report["advice"]
     assert make_report(JOB, records(3))["advice"] is None
 

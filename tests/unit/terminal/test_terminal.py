@@ -85,6 +85,7 @@ def test_interrupted_view_leaves_terminal_and_job_in_order(
         assert termios.tcgetattr(terminal.slave) == terminal.modes
     assert "Traceback" not in terminal.screen.text
     if code:
+        assert "reward " in terminal.screen.text, "the last view stays"
         assert f"onbeat jobs watch {endless} --url {url}   comes back" in terminal.screen.text
         assert f"onbeat jobs cancel {endless} --url {url}  ends it" in terminal.screen.text
     assert broker.run(broker.ledger.jobs.state(endless)) is JobState.RUNNING

@@ -1,0 +1,65 @@
+"""The verdict on a job in one line: how its reward moved, how much was truncated, and the time left."""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from onbeat.contracts.records import IterationRecord
+from onbeat.contracts.states import IterationState, JobState
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields, first_iteration, read_iterations
+
+NUM_ENDS = 5  # iterations at either end whose mean is taken; half of them in a young job
+NUM_RECENT = 10  # iterations that the time left is computed from
+
+
+async def read_verdict(ledger: Ledger, fields: Fields) -> str:
+    """Return `reward 0.31 to 0.74; 12% truncated; 3 min left` of a job; '' before its first commit."""
+    start, done, total = first_iteration(fields), int(fields["next_iteration"]), int(fields["num_iterations"])
+
+    async def committed(begin: int, limit: int) -> list[IterationRecord]:
+        records = await read_iterations(ledger, fields["id"], max(start, begin) - 1, limit)
+        return [record for record in records if record.state is IterationState.COMMITTED]
+
+    first, recent = await committed(start, NUM_ENDS), await committed(done - NUM_RECENT, NUM_RECENT)
+    num_left = total - done if fields["state"] == JobState.RUNNING else 0
+    return describe_course(first, recent, done - start, num_left)
+
+
+def describe_course(
+    first: Sequence[IterationRecord], recent: Sequence[IterationRecord], num_committed: int, num_left: int
+) -> str:
+    """Return the verdict on committed iterations: the first ones, and the last ones.
+
+    `num_committed`: by this job. `num_left`: iterations whose time is added up; 0: none is told.
+    """
+    count = max(1, min(NUM_ENDS, num_committed // 2))
+    before, after = rewards_of(first[:count]), rewards_of(recent[-count:])
+    parts = []
+    if before and after:
+        now = f"{fmean(after):.2f}"
+        parts.append(f"reward {fmean(before):.2f} to {now}" if num_committed > 1 else f"reward {now}")
+    truncated = [
+        share for record in recent[-count:] if (share := record.metrics.get("rollout/truncated_frac")) is not None
+    ]
+    if truncated:
+        parts.append(f"{fmean(truncated):.0%} truncated")
+    walls = [record.wall_s for record in recent if record.wall_s and record.iteration != first[0].iteration]
+    if num_left and walls:  # the first iteration contains the engine's start
+        parts.append(describe_time_left(num_left * median(walls)))
+    return "; ".join(parts)
+
+
+def rewards_of(records: Sequence[IterationRecord]) -> list[float]:
+    return [record.reward_mean for record in records if record.reward_mean is not None]
+
+
+def describe_time_left(seconds: float) -> str:
+    """Return seconds in the unit of their size.
+
+    >>> [describe_time_left(seconds) for seconds in (47.2, 185, 9000)]
+    ['47 s left', '3 min left', '2 h 30 min left']
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    minutes = round(seconds / 60)
+    return f"{minutes} min left" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min left"
