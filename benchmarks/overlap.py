@@ -91,8 +91,8 @@ def main(num_iterations: int, num_rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = command_line(__doc__)
-    parser.add_argument("--iterations", type=int, default=10, help=f"of each run; the first {WARMUP} do not count")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--iterations", type=int, default=8, help=f"of each run; the first {WARMUP} do not count")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each mode")
     arguments = start(parser)
     if arguments.iterations <= WARMUP or arguments.rounds < 1:
         parser.error(f"at least {WARMUP + 1} iterations and one round are needed")
