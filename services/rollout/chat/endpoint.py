@@ -23,6 +23,8 @@ from pathlib import Path
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -111,7 +113,9 @@ def create_app(served: Sequence[Served], instance_id: str) -> Starlette:
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/v1/models", list_models, methods=["GET"]),
             Route("/readyz", tell_ready, methods=["GET"]),
-        ]
+        ],
+        # A page whose host name leads to this machine reads no answers.
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"])],
     )
 
 

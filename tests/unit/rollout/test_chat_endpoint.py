@@ -40,11 +40,12 @@ async def client(tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     async with AsyncExitStack() as cleanup:
         served = await start_engines(order_of(after, before), job, partial(TransformersEngine), 60.0, cleanup)
         app = create_app(served, "one")
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here")
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1")
         async with openai.AsyncOpenAI(
-            base_url="http://here/v1", api_key="none", max_retries=0, http_client=http
+            base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http
         ) as client:
             assert (await http.get("/readyz")).text == "one"
+            assert (await http.get("/readyz", headers={"Host": "evil.example"})).status_code == 400
             yield client
 
 
