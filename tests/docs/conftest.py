@@ -40,7 +40,7 @@ class Workplace:
     def shortened(self, text: str) -> str:
         """Shorten a job, a command or a snippet to two iterations, and to the tiny model with two layers."""
         text = text.replace(f'path = "{BUNDLED}"', f'path = "{self.folder / "model"}"\ndtype = "float32"')
-        text = text.replace("max_context_tokens = 96", "max_context_tokens = 256")  # its tokens are characters
+        text = text.replace("max_context_tokens = 96", "max_context_tokens = 256")  # tokens are characters here
         text = re.sub(r"num_iterations ?= ?\d+", lambda match: re.sub(r"\d+", "2", match[0]), text)
         text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
         return text.replace(DEFAULT_URL, self.stack.url)

@@ -80,6 +80,7 @@ def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
             merged[name] = value
             continue
         is_other = name != "schedule" and any(kind in value and value[kind] != old.get(kind) for kind in KINDS)
+        is_other |= name == "evaluation"  # another section has sets where the quick start has data
         merged[name] = value if is_other else old | value
     return merged
 

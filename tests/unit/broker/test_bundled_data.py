@@ -17,7 +17,7 @@ from services.rollout.rewards.builtin import regex
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 JOB = JobConfig.from_file(QUICKSTART)
-SUM = re.compile(r"Calculate (\d) [a-z]+ \+ (\d) [a-z]+\.")
+SUM = re.compile(r"Calculate (\d) ([a-z]+) \+ (\d) \2\.")
 
 
 def rows_of(data: Any, data_dir: Path) -> dict[str, str]:
@@ -29,10 +29,10 @@ def rows_of(data: Any, data_dir: Path) -> dict[str, str]:
     return rows
 
 
-def sums_of(rows: dict[str, str]) -> set[tuple[str, ...]]:
+def things_of(rows: dict[str, str]) -> set[str]:
     sums = {prompt: SUM.fullmatch(prompt) for prompt in rows}
-    assert all(match and int(match[1]) + int(match[2]) == int(rows[prompt]) for prompt, match in sums.items())
-    return {match.groups() for match in sums.values() if match}
+    assert all(match and int(match[1]) + int(match[3]) == int(rows[prompt]) for prompt, match in sums.items())
+    return {match[2] for match in sums.values() if match}
 
 
 def test_no_held_out_question_of_the_quick_start_is_trained(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_no_held_out_question_of_the_quick_start_is_trained(tmp_path: Path) -> N
     assert len(trained) >= 2000
     assert (len(asked), held_out.num_prompts) == (64, 64)
     assert not trained.keys() & asked.keys()
-    assert not sums_of(trained) & sums_of(asked)
+    assert not things_of(trained) & things_of(asked)
     assert JOB.data.system_prompt == held_out.data.system_prompt
 
 
@@ -51,7 +51,7 @@ def test_files_are_what_their_maker_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bundled:", "bundled:nothing.jsonl", "bundled:../files.py", "bundled:make_sums.py"])
-def test_a_file_that_is_not_there_is_refused_with_those_there_are(name: str, tmp_path: Path) -> None:
+def test_a_missing_bundled_file_is_refused_with_those_there_are(name: str, tmp_path: Path) -> None:
     known = "there is: bundled:sums-held-out.jsonl, bundled:sums.jsonl"
     with pytest.raises(DatasetError, match=known):
         resolve_path(name, tmp_path)

@@ -127,7 +127,7 @@ def test_no_alarm_in_a_recorded_quick_start_cut_anywhere(run):
 
 
 def test_a_young_job_that_rises_may_have_cut_responses():
-    """Its first and last eight iterations are mostly the same ones."""
+    """The first and the last eight iterations of it are mostly the same ones."""
     rewards = [0.25, 0.3, 0.28, 0.4, 0.5, 0.62, 0.7, 0.8, 0.83, 0.81]
     course = [iteration(number, reward, **{"rollout/truncated_frac": 0.96}) for number, reward in enumerate(rewards)]
     for num in range(5, len(course) + 1):

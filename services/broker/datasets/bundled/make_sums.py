@@ -1,7 +1,7 @@
 """The maker of the two files beside it: sums of things, and others that are held out.
 
-`python services/broker/datasets/bundled/make_sums.py` writes the same bytes each time. No sum a + b of the held-out
-file is in the other one, with whatever things.
+`python services/broker/datasets/bundled/make_sums.py` writes the same bytes each time. The things of the held-out
+file are in no prompt of the other one.
 """
 
 import json
@@ -15,14 +15,14 @@ NOUNS = (
     "flags flowers forks hats horses keys lamps leaves letters maps pencils pens plates rings roses shells shoes songs "
     "spoons stars stones"
 )
-NUM_HELD_OUT_SUMS, NUM_HELD_OUT = 16, 64
+NUM_HELD_OUT_THINGS, NUM_HELD_OUT = 4, 64
 
 
-def prompts_of(sums: Sequence[tuple[int, int]]) -> list[str]:
-    """Return a line of the file for each of these sums of each thing."""
+def prompts_of(things: Sequence[str]) -> list[str]:
+    """Return a line of the file for each sum of each of these things."""
     rows = (
-        {"prompt": f"Calculate {a} {things} + {b} {things}.", "answer": str(a + b)}
-        for (a, b), things in product(sums, NOUNS.split())
+        {"prompt": f"Calculate {a} {thing} + {b} {thing}.", "answer": str(a + b)}
+        for thing, a, b in product(things, range(1, 10), range(1, 10))
     )
     return [f"{json.dumps(row)}\n" for row in rows]
 
@@ -30,9 +30,9 @@ def prompts_of(sums: Sequence[tuple[int, int]]) -> list[str]:
 def make_files() -> dict[str, str]:
     """Return the text of each file, by its name."""
     rng = random.Random(0)
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    rng.shuffle(sums)
-    trained, held_out = prompts_of(sums[NUM_HELD_OUT_SUMS:]), prompts_of(sums[:NUM_HELD_OUT_SUMS])
+    things = NOUNS.split()
+    rng.shuffle(things)
+    trained, held_out = prompts_of(things[NUM_HELD_OUT_THINGS:]), prompts_of(things[:NUM_HELD_OUT_THINGS])
     rng.shuffle(trained)
     rng.shuffle(held_out)
     return {"sums.jsonl": "".join(trained), "sums-held-out.jsonl": "".join(held_out[:NUM_HELD_OUT])}
