@@ -14,7 +14,7 @@ async def rewards(page: Page) -> set[str]:
 
 async def test_samples_are_filtered_by_reward_and_iteration(visit, gallery):
     page = await visit(gallery.url, gallery.place("samples"))
-    await expect(page.get_by_text("of iteration 29")).to_be_visible()
+    await expect(page.get_by_text(re.compile("^Responses .*of iteration 29"))).to_be_visible()
     await expect(page.get_by_test_id("sample")).to_have_count(16)
     assert await rewards(page) == {"0", "1"}
     await page.get_by_label("Reward from").fill("0.5")
