@@ -19,7 +19,7 @@ REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and
 NUM_BLOCKS = 2  # blocks of REACHED tokens each: within every sequence of the trial, too
 CAP = 2.0  # limit of logits: low enough to have an effect
 DECAY = re.compile(r"A_log$")  # logarithm of the rate at which a recurrent state is forgotten
-SLOWER = 6.0  # what is taken from it
+SLOWER = 6.0  # reduces that logarithm
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(
