@@ -18,7 +18,8 @@ from onbeat.local.stack import StackOptions, local_stack
 
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "screenshots" / "job.png"
 FENCE = "```"
-TOTALS = ("reward  ", "time  ", "tokens  ", "audit  ")  # two blanks: examples of responses begin with a reward, too
+# Two blanks: examples of responses begin with a reward, too.
+TOTALS = ("reward  ", "held out  ", "time  ", "tokens  ", "audit  ")
 CUT_FROM = "  policy entropy"  # lines of iterations are wide
 OTHER_PICTURE = " The picture is of another run."  # a sentence of README until a run with its picture
 

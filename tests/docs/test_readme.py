@@ -54,7 +54,7 @@ def test_new_run_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("start", "name"), [("the quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
+    ("start", "name"), [("0.1's quick start", "time_to_reward"), ("the same in float32", "time_to_reward_float32")]
 )
 def test_times_to_reward_are_named_with_their_seeds(start: str, name: str) -> None:
     measured = results(name)
@@ -77,7 +77,7 @@ def test_seconds_beside_trl_stand_as_measured(name: str) -> None:
 def test_peak_memory_is_that_of_the_named_instructions() -> None:
     in_float32 = results("memory_float32")["float32"]
     peaks = (results("memory")["bfloat16"]["peak"], in_float32["peak"], in_float32["with_plenty"]["peak"])
-    shown = row("peak memory of the whole quick start, in bfloat16, and in float32 with AVX2 alone")
+    shown = row("peak memory of 0.1's quick start, in bfloat16, and in float32 with AVX2 alone")
     assert all(f" {peak / 1000:.1f} GB" in shown for peak in peaks)
 
 
