@@ -15,7 +15,6 @@ import typer
 from onbeat.cli import output
 from onbeat.cli.options import Broker, Engine
 from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
-from onbeat.local.supervisor import StackFailed
 from onbeat.process.brokers import find_broker, refuse_change
 from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import clip
@@ -116,6 +115,8 @@ def converse(partners: "Sequence[Partner]", message: str | None) -> None:
         for partner in partners:
             typer.echo(partner.say(message))
         return
+    from onbeat.local.supervisor import StackFailed
+
     is_complete = True
     for line in read_lines():
         for partner in partners:

@@ -26,6 +26,7 @@ def next_steps(job: JobRecord, data_dir: Path, url: str | None = None) -> Iterat
         yield "see the run", f"{url}/#/jobs/{job.id}"
     else:
         yield "see the run", f"{onbeat} view {quoted(data_dir)}" if where else f"{onbeat} view"
+    yield "send it", f"{onbeat} report {job.id}{where}"
     if folders:
         folder = folders[max(folders)]
         yield "take it", str(folder)

@@ -26,6 +26,7 @@ MADE_PATHS = {
 PARSED_ONLY = {
     "onbeat up": "the stack that the tests watch is up already; tests/unit/local and tests/e2e start it",
     "onbeat down": "would end the stack that the tests watch",
+    "onbeat chat": "starts an engine and reads lines; tests/unit/terminal/test_chat_command.py runs it",
     "onbeat backup": "tests/unit/local/test_data_folder.py and tests/integration/trainer/test_backup.py run it",
     "onbeat restore": "the same",
     "onbeat clean": "refuses a stack that runs; tests/unit/local/test_data_folder.py runs it",

@@ -77,7 +77,7 @@ redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', unit, 'first_accepted_at', time)
 if kind == 'iteration' then -- not of an evaluation: the iteration of its number may be over
   redis.call('HSET', busy, worker, busy_s)
-  add_generated(cjson.decode(generated), tonumber(time))
+  add_generated(cjson.decode(generated or '[]'), tonumber(time))
   record('accepted', number, group_id, span_versions, worker, accepted_entry, digest, string.match(failure, '^[^:]*'))
 end
 if failure ~= '' then

@@ -43,8 +43,9 @@ def describe_course(
     ]
     if truncated:
         parts.append(f"{fmean(truncated):.0%} truncated")
-    walls = [record.wall_s for record in recent if record.wall_s and record.iteration != first[0].iteration]
-    if num_left and walls:  # the first iteration contains the engine's start
+    started = {record.iteration for record in first[:1]}  # this iteration contains the engine's start
+    walls = [record.wall_s for record in recent if record.wall_s and record.iteration not in started]
+    if num_left and walls:
         parts.append(describe_time_left(num_left * median(walls)))
     return "; ".join(parts)
 

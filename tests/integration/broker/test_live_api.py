@@ -206,13 +206,13 @@ async def test_watchers_of_a_job_share_one_reader(broker, ledger, world, calls_o
 async def test_waiting_job_is_explained_now_and_then(broker, world, monkeypatch):
     monkeypatch.setattr(live, "EXPLAIN_S", 1.0)
     explained: list[float] = []
-    explain_job = live.explain_job
+    diagnose_job = live.diagnose_job
 
     async def noting(*args):
         explained.append(asyncio.get_running_loop().time())
-        return await explain_job(*args)
+        return await diagnose_job(*args)
 
-    monkeypatch.setattr(live, "explain_job", noting)
+    monkeypatch.setattr(live, "diagnose_job", noting)
     job_id, num_sent = await world.create_job(pool="nobody-there"), 0
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:

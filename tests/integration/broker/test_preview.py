@@ -39,6 +39,7 @@ async def test_prompts_are_those_of_the_model_with_both_rewards(broker, model, t
     site = install(tmp_path / "site", "lengths", "[onbeat.rewards]\nlength = lengths:score\n", lengths=code)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.syspath_prepend(str(site))
+    jobs_before = (await broker.get("/v1/jobs")).json()
     answer = await ask(broker, model, reward=[{"name": "exact"}, {"name": "length", "weight": 0.5}])
     first, second = answer["prompts"]
     assert (answer["notes"], len(answer["prompts"])) == ([], 2)
@@ -53,7 +54,7 @@ async def test_prompts_are_those_of_the_model_with_both_rewards(broker, model, t
         ("empty", "", "length", 0.0),
     ]
     assert second["trials"][2]["parts"] == {"words": 1.0}
-    assert (await broker.get("/v1/jobs")).json() == {"jobs": []}
+    assert (await broker.get("/v1/jobs")).json() == jobs_before
 
 
 async def test_rows_that_cannot_be_read_are_refused_by_field(broker, model, no_transformers):

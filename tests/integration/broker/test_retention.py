@@ -89,6 +89,7 @@ async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
     assert await ledger.iterations.open(job_id, 3, 3, tasks_for(3), [PromptTask(group_id="3-2", iteration=3)]) == ""
     every_key = JobKeys(job_id)
     await ledger.redis.hset(every_key.lost_rollouts, "0-1", '["rollout-0"]')
+    await ledger.redis.sadd(every_key.notices, "end")
     names = {name.partition(":")[0] for name in await keys_of(ledger, job_id)}
     known = {key.rpartition("}:")[2].partition(":")[0] for key in (*every_key.of_job, *every_key.numbered(0))}
     assert names == known | {"job"}  # else the rest of this test would show nothing
@@ -230,6 +231,7 @@ Call = Callable[[Ledger, str], Coroutine[Any, Any, Any]]
 
 # By script. The answers differ; that none of them writes is what counts.
 LATE_CALLS: dict[str, Call] = {
+    "record_sharing": lambda ledger, job: ledger.jobs.record_sharing(job, "cores"),
     "announce_version": lambda ledger, job: ledger.versions.announce(job, "1", 1, "h:1", "d", WEIGHTS),
     "checkpointed": lambda ledger, job: ledger.trainer.checkpointed(job, "1", 0, 1, "/c"),
     "claim_groups": lambda ledger, job: ledger.rollout.claim(job, "w1", 9, 30.0),

@@ -166,13 +166,15 @@ def test_lines_after_a_run_work_as_they_stand(tmp_path: Path, monkeypatch: pytes
     assert steps["talk to it"] == "onbeat chat job-1"
     assert steps["compare"] == "onbeat chat job-1 --compare"
     assert steps["see the run"] == "onbeat view"
+    assert steps["send it"] == "onbeat report job-1"
     assert steps["take it"] == str(folder)
     assert steps["serve it"] == f"{vllm_server()} .onbeat/jobs/job-1/checkpoints/iteration-000002"
     elsewhere = dict(next_steps(job_record("job-1"), data_dir.rename(tmp_path / "my data")))
     assert elsewhere["talk to it"] == "onbeat chat job-1 --data-dir 'my data'"
     assert elsewhere["see the run"] == "onbeat view 'my data'"
     kept_up = dict(next_steps(job_record("job-2"), tmp_path / "my data", "http://127.0.0.1:8800"))
-    assert kept_up == {"see the run": "http://127.0.0.1:8800/#/jobs/job-2"}
+    seen, sent = "http://127.0.0.1:8800/#/jobs/job-2", "onbeat report job-2 --data-dir 'my data'"
+    assert kept_up == {"see the run": seen, "send it": sent}
 
 
 def test_server_is_the_one_that_the_installed_vllm_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_report_that_cannot_be_written_hides_no_result(
     monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     run = JobRun(broker.url, JobConfig.model_validate(job_body()), [], tmp_path / "report.json", console)
     with pytest.raises(OnbeatError, match=r"report\.json cannot be written: No space left on device"):
-        asyncio.run(run.run(is_fresh=False, tick=lambda: None))
+        asyncio.run(run.run(is_fresh=False, check=None))
     assert "audit       clean: " in console.file.getvalue()
     assert list(tmp_path.iterdir()) == []
 
