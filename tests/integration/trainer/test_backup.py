@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onbeat.config import JobConfig
+from onbeat.contracts.data_folder import REDIS_FOLDER
 from onbeat.contracts.states import JobState, Verdict
 from onbeat.local.backup import write_backup
+from onbeat.local.redis_choice import choose_server
 from onbeat.local.redis_server import redis_service
 from onbeat.local.restore import restore_backup
 from onbeat.local.state import StackLock, create_data_dir
@@ -24,7 +26,6 @@ from services.trainer.job.session import JobSession
 from services.trainer.session import run_job
 from services.trainer.settings import Settings
 from services.trainer.world import ALONE
-from tests.conftest import EMBEDDED
 from tests.tiny_models import write_tied_model
 from tests.trainer_fixtures import make_group
 from tests.waiting import eventually, wait_until
@@ -39,7 +40,7 @@ def stack_in(data_dir: Path) -> Iterator[str]:
     """Be a stack of which only Redis runs. Yield its URL."""
     create_data_dir(data_dir)
     lock = StackLock(data_dir)
-    service, url = redis_service(data_dir, EMBEDDED)
+    service, url = redis_service(data_dir, choose_server(data_dir / REDIS_FOLDER))
     process = subprocess.Popen(service.command, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: not service.missing(), "Redis answers", 20)
