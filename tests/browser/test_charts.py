@@ -244,7 +244,7 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
     }"""
     single, sets, others = await call(modules, "series.js", script)
     assert (single["parts"], single["held-out"], single["held-out-parts"]) == (["right", "short"], ["mean"], ["right"])
-    assert single["solved"] == ["held out, at k"]
+    assert single["solved"] == ["held out, by any of k"]
     assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "right"])
     assert others == ["reward/right_std", "train/odd"]
 
