@@ -195,9 +195,12 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="File to write. Default: report.html; md and json: the terminal."),
     ] = None,
-    form: Annotated[
-        ReportFormat, typer.Option("--format", help="html: a page to send; md: text for a pull request; json: numbers.")
-    ] = ReportFormat.HTML,
+    given_form: Annotated[
+        ReportFormat | None,
+        typer.Option(
+            "--format", help="html: a page to send; md: text for a pull request; json: numbers. Default: html."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report a job to others: a verdict, curves, answers before and after, the audit, the differences from defaults."""
@@ -206,7 +209,9 @@ def report(
     from onbeat.terminal.report_page import page_of
     from onbeat.terminal.run_report import read_run_report
 
-    form = ReportFormat.JSON if as_json else form
+    if as_json and given_form not in (None, ReportFormat.JSON):
+        raise ValueError(f"--json and --format {given_form} ask for two forms; leave one out")
+    form = ReportFormat.JSON if as_json else given_form or ReportFormat.HTML
     if output is None and form is ReportFormat.HTML:
         output = Path("report.html")
     if output is not None:

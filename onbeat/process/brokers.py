@@ -44,7 +44,7 @@ class BrokerPlace:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether nothing goes on there: neither trainer nor rollout runs."""
+        """Tell whether nothing goes on there: neither trainer nor rollout runs."""
         return self.is_read_only and self.source is not Source.DEFAULT
 
 

@@ -21,7 +21,7 @@ from onbeat.contracts.records import JobRecord, Sample
 from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.states import EvaluationState, IterationState
 from onbeat.terminal.answers import short_text_of
-from onbeat.terminal.formatting import clip
+from onbeat.terminal.formatting import PIPE_WIDTH, clip, wrapped
 from onbeat.terminal.live import can_redraw
 
 NUM_RESPONSES = 200  # responses of an iteration that are looked through
@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def change(self) -> tuple[bool | None, bool | None]:
-        """Whether the answer before is right, and the one after."""
+        """Tell whether the answer before is right, and the one after."""
         before, after = (answer.is_right if answer is not None else None for answer in (self.before, self.after))
         return before, after
 
@@ -204,12 +204,15 @@ def print_before_after(console: Console, before_after: BeforeAfter, num_pairs: i
     """Print a few pairs below what they are: a table on a terminal, else a line for each answer."""
     pairs = before_after.telling(num_pairs)
     if not can_redraw(console):
-        console.out(before_after.sentence())
+        lines = [before_after.sentence()]
         for pair in pairs:
-            console.out(f"prompt  {one_line(clip(pair.prompt))}")
+            lines.append(f"prompt  {one_line(clip(pair.prompt))}")
             for name, answer in (("before", pair.before), ("after", pair.after)):
                 if answer is not None:
-                    console.out(f"{name:<6}  {answer.judgement}: {one_line(short_text_of(answer.sample))}")
+                    lines.append(f"{name:<6}  {answer.judgement}: {one_line(short_text_of(answer.sample))}")
+        for line in lines:
+            for part in wrapped(line, PIPE_WIDTH):
+                console.out(part)
         return
     columns = [Column(name, overflow="fold", ratio=1) for name in ("prompt", "before", "after")]
     table = Table(*columns, title=before_after.sentence(), title_justify="left", expand=True, show_lines=True)

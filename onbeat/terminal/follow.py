@@ -11,13 +11,12 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.contracts.records import Event
-from onbeat.terminal.formatting import printable, shortened, wrapped
+from onbeat.terminal.formatting import PIPE_WIDTH, printable, shortened, wrapped
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
 from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
 
 MAX_NOTICES_OF_A_KIND = 5
-PIPE_WIDTH = 120  # characters of a line that is not for a terminal; only a longer word makes it longer
 MAX_REPEATED = 60  # characters of a notice that comes again
 NUMBER = re.compile(r"\d+")
 # Events of these kinds are the same if only their numbers differ, as those of an iteration.

@@ -10,6 +10,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+PIPE_WIDTH = 120  # characters of a line that is not for a terminal; only a longer word makes it longer
 INDENT = "    "  # before the rest of a line that is broken
 EMOJI = r"[\u2190-\u21ff\u2600-\u27bf\u2b00-\u2bff\U0001f300-\U0001faff]"
 EMOJI_JOINER = re.compile(rf"(?:(?<={EMOJI})|(?<={EMOJI}\ufe0f))\u200d(?={EMOJI})")

@@ -33,7 +33,7 @@ NUMBERS = (  # (name, series, unit): rows of the table of numbers
     ("Truncated responses", "rollout/truncated_frac", PERCENT),
     ("Response length, tokens", "rollout/response_tokens_mean", ""),
     ("Entropy, nats", "train/entropy", ""),
-    ("Mismatch, nats", "iteration/mismatch_mean", ""),
+    ("Engine against trainer, nats", "iteration/mismatch_mean", ""),
     ("Seconds for an iteration", "iteration/wall_s", ""),
     ("Overlap", "iteration/overlap_frac", PERCENT),
     ("Tokens per second", "iteration/tokens_per_s", ""),

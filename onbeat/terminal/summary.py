@@ -1,4 +1,4 @@
-"""The summary of a finished run: a table of totals, and example responses of the first and the last iteration."""
+"""The summary of a finished run: a table of totals, and example responses before and after it."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -9,17 +9,18 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from onbeat.client import AsyncClient
-from onbeat.contracts.errors import ApiError, OnbeatError
+from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import Sample
 from onbeat.contracts.rewards import recorded_rules
 from onbeat.terminal.answers import text_of
-from onbeat.terminal.formatting import clip, duration, number, printable, sparkline
+from onbeat.terminal.before_after import print_before_after, read_before_after
+from onbeat.terminal.formatting import PIPE_WIDTH, clip, duration, number, printable, sparkline, wrapped
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
 from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
 
-NUM_EXAMPLES = 3
+NUM_EXAMPLES = 4  # of held-out prompts: one that was mended, one still wrong, and the like
 
 
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
@@ -37,28 +38,24 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     print_rows(console, rows)
     if not committed:
         return
-    first, last = committed[0].iteration, committed[-1].iteration
-    evaluations = [record.evaluation for record in progress.scored]
     try:
-        if pairs := await same_prompts(client, job.id, evaluations, float(job.config.get("solved_at", 1.0))):
-            print_examples(console, "before training, on held-out prompts", [before for before, _ in pairs])
-            print_examples(console, "after, on the same prompts", [after for _, after in pairs])
-            return
-        before = await examples(client, job.id, first)
-        after = await examples(client, job.id, last) if last != first else []
+        before_after = await read_before_after(client, job)
     except OnbeatError as error:  # the report of the run is complete without them
         console.out(f"no example responses: {error}")
         return
-    num_examples = min(len(before), len(after)) or max(len(before), len(after))
-    print_examples(console, f"before training (iteration {first})", before[:num_examples])
-    print_examples(console, f"after (iteration {last})", after[:num_examples])
+    if before_after is not None:
+        console.print()
+        print_before_after(console, before_after, NUM_EXAMPLES)
 
 
 def print_rows(console: Console, rows: Sequence[tuple[str, Text]]) -> None:
     """Print one line per row; on a terminal, long texts are folded below their beginning."""
     if not can_redraw(console):
         for label, text in rows:
-            console.print(Text.assemble(f"{label:<12}", text), soft_wrap=True)
+            beginning, *rest = wrapped(f"{label:<12}{text.plain}", PIPE_WIDTH)
+            console.print(Text.assemble(beginning[:12], (beginning[12:], text.style)), soft_wrap=True)
+            for line in rest:
+                console.print(Text(line, style=text.style), soft_wrap=True)
         return
     table = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
@@ -124,47 +121,6 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
     if not audit.is_clean:
         return f"nothing was trained: {audit.num_groups} groups accepted{failed}; the log breaks no rule"
     return f"clean: {audit.num_trained_groups} groups, each used once, on one policy version per iteration{failed}"
-
-
-async def same_prompts(
-    client: AsyncClient, job_id: str, evaluations: Sequence[int], solved_at: float
-) -> list[tuple[Sample, Sample]]:
-    """Return responses to the same held-out prompts in the first and the last evaluation; none without two of them."""
-    if len(evaluations) < 2:
-        return []
-    first, last = [await client.jobs.evaluation_samples(job_id, number) for number in (evaluations[0], evaluations[-1])]
-    return telling_pairs(first, last, solved_at)
-
-
-def telling_pairs(first: Sequence[Sample], last: Sequence[Sample], solved_at: float) -> list[tuple[Sample, Sample]]:
-    """Return a prompt that was not solved first and is solved now, and one that is not solved now, as far as there are
-    such."""
-
-    def place(sample: Sample) -> tuple[str, int]:
-        return sample.group_id.rpartition("-")[2], sample.index
-
-    later = {place(sample): sample for sample in last}
-    pairs = [(sample, later[place(sample)]) for sample in first if place(sample) in later]
-    learned = (pair for pair in pairs if pair[0].reward < solved_at <= pair[1].reward)
-    unsolved = (pair for pair in pairs if pair[1].reward < solved_at)
-    return [pair for pair in (next(learned, None), next(unsolved, None)) if pair is not None]
-
-
-async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
-    """Return one response of each of the first few groups, or none of an iteration whose groups are no longer kept.
-
-    Different prompts show more than one prompt three times.
-    """
-    try:
-        samples = await client.jobs.samples(job_id, iteration=iteration, limit=100)
-    except ApiError as error:
-        if error.status != 410:
-            raise
-        return []
-    by_group: dict[str, Sample] = {}
-    for sample in samples:
-        by_group.setdefault(sample.group_id, sample)
-    return list(by_group.values())[:NUM_EXAMPLES]
 
 
 def print_examples(console: Console, title: str, samples: Sequence[Sample], *, is_decoded: bool = False) -> None:

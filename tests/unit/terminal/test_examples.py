@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.contracts.records import AuditReport, EpisodeTurn, Sample
-from onbeat.terminal.summary import audit_text, print_examples, telling_pairs
+from onbeat.terminal.summary import audit_text, print_examples
 from tests.unit.terminal.conftest import FakeTerminal
 
 VALUES = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
@@ -39,25 +39,6 @@ def test_a_pipe_gets_one_line_for_each_sample() -> None:
     print_examples(Console(file=out, width=30), "iteration 0", [sample, sample])
     line = rf"reward 0.5  2 + 2 =\nThink. -> {GERMAN} [bold]4"
     assert out.getvalue().splitlines() == ["", "iteration 0", line, line]
-
-
-def test_the_same_prompts_are_shown_before_and_after() -> None:
-    def answers(evaluation: int, *rewards: float) -> list[Sample]:
-        ids = [{"group_id": f"eval-{evaluation}-{index}"} for index in range(len(rewards))]
-        return [
-            Sample(prompt=f"prompt {index}", response="", reward=reward, **VALUES | ids[index])
-            for index, reward in enumerate(rewards)
-        ]
-
-    def chosen(*rewards: tuple[float, float]) -> list[tuple[str, float, float]]:
-        before, after = (answers(15 * number, *column) for number, column in enumerate(zip(*rewards, strict=True)))
-        pairs = telling_pairs(before, list(reversed(after)), solved_at=0.5)
-        assert all(first.prompt == last.prompt for first, last in pairs)
-        return [(first.prompt, first.reward, last.reward) for first, last in pairs]
-
-    assert chosen((1, 1), (0, 0.2), (0, 1), (0, 1)) == [("prompt 2", 0, 1), ("prompt 1", 0, 0.2)]
-    assert chosen((0, 1), (1, 1)) == [("prompt 0", 0, 1)]
-    assert chosen((1, 1)) == []
 
 
 def test_each_message_of_an_episode_is_cut_by_itself() -> None:

@@ -226,6 +226,7 @@ def test_report_is_written_in_every_form(
     assert "/somewhere" not in page
     assert onbeat("report", job_id, "--format", "md").out.startswith("### test\n\nThe reward on held-out prompts")
     told = json.loads(onbeat("report", job_id, "--json").out)
+    assert "ask for two forms" in onbeat("report", job_id, "--json", "--format", "md", code=2).err
     assert told["iterations"] == json.loads(onbeat("jobs", "report", job_id).out)["iterations"]
     assert told["before_after"]["pairs"][0]["after"]["reward"] == 0.3
     onbeat("report", job_id, "--format", "md", "-o", "r.md")
