@@ -7,6 +7,7 @@ from typing import Any
 from docs.generate.markdown import code, generated_note, join, sentence, table
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
+from services.broker.api.reference import type_in_words
 from services.broker.app import create_app
 from services.broker.auth import required_role
 from services.broker.settings import Settings
@@ -22,6 +23,7 @@ in the header `Authorization: Bearer KEY`; [security](../security.md#api-keys) s
 [The Python client](../sdk.md) has a method for nearly every call."""
 
 EVERYWHERE = {"401", "403", "429"}
+THE_JOB = "[the job](job.md)"
 
 
 def document() -> Schema:
@@ -114,25 +116,8 @@ def answer(status: str, response: Schema) -> tuple[str, str]:
 
 
 def kind(schema: Schema) -> str:
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return "[the job](job.md)" if name == "JobConfig" else f"[{name}](#{name.lower()})"
-    if inner := [
-        alternative
-        for alternative in (*schema.get("anyOf", []), *schema.get("oneOf", []))
-        if alternative != {"type": "null"}
-    ]:
-        return " or ".join(dict.fromkeys(kind(alternative) for alternative in inner))
-    if schema.get("type") == "array":
-        parts = schema.get("prefixItems") or [schema.get("items", {})]
-        return "list of " + " and ".join(kind(part) for part in parts)
-    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"map to {kind(schema['additionalProperties'])}"
-    if "enum" in schema:
-        return " or ".join(code(str(value)) for value in schema["enum"])
-    if "const" in schema:
-        return code(str(schema["const"]))
-    return {"string": "text", "object": "object"}.get(schema.get("type", ""), schema.get("type", "anything"))
+    """Return the type of a value in Markdown, with links to records."""
+    return type_in_words(schema, lambda name: f"[{name}](#{name.lower()})" if name != "JobConfig" else THE_JOB, code)
 
 
 def default(parameter: Schema) -> str:

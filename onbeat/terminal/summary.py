@@ -20,7 +20,7 @@ from onbeat.terminal.job_view import state_style
 from onbeat.terminal.live import can_redraw
 from onbeat.terminal.report import make_report
 
-NUM_EXAMPLES = 4  # of held-out prompts: one that was mended, one still wrong, and the like
+NUM_EXAMPLES = 4  # pairs: an answer that was mended, one still wrong, and the like
 
 
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:

@@ -5,7 +5,7 @@ It is the same for every caller, as the dashboard's files are, and needs no key.
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -82,7 +82,7 @@ def route(method: str, path: str, call: Schema) -> Iterator[str]:
     yield f'<p class="help">Role: {role_of(method, path)}.{taken}</p>'
     parameters = [
         (
-            f"<code>{escaped(parameter['name'])}</code>",
+            code(parameter["name"]),
             parameter["in"],
             kind(parameter["schema"]),
             "required" if parameter.get("required") else default_of(parameter["schema"]),
@@ -100,7 +100,7 @@ def record(name: str, schema: Schema) -> Iterator[str]:
     yield f'<section class="stack"><h3 id="{escaped(name)}">{escaped(name)}</h3>'
     yield f"<p>{prose(schema.get('description', ''))}</p>"
     fields = [
-        (f"<code>{escaped(field)}</code>", kind(value), default_of(value), prose(value.get("description", "")))
+        (code(field), kind(value), default_of(value), prose(value.get("description", "")))
         for field, value in schema.get("properties", {}).items()
     ]
     columns = ("field", "type", "default", "meaning")
@@ -117,27 +117,35 @@ def answered(response: Schema) -> str:
 
 
 def kind(schema: Schema) -> str:
-    """Return the type of a value in words, with links to records."""
+    """Return the type of a value in HTML, with links to records."""
+    return type_in_words(schema, lambda name: f'<a href="#{escaped(name)}">{escaped(name)}</a>', code)
+
+
+def type_in_words(schema: Schema, link: Callable[[str], str], mark: Callable[[str], str]) -> str:
+    """Return the type of a value in words. `link`: of a record, by its name; `mark`: of a value that is allowed."""
     if "$ref" in schema:
-        name = escaped(schema["$ref"].removeprefix(SCHEMAS))
-        return f'<a href="#{name}">{name}</a>'
+        return link(schema["$ref"].removeprefix(SCHEMAS))
     choices = [choice for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())) if choice != {"type": "null"}]
     if choices:
-        return " or ".join(dict.fromkeys(kind(choice) for choice in choices))
+        return " or ".join(dict.fromkeys(type_in_words(choice, link, mark) for choice in choices))
     if schema.get("type") == "array":
         parts = schema.get("prefixItems") or [schema.get("items", {})]
-        return "list of " + " and ".join(kind(part) for part in parts)
+        return "list of " + " and ".join(type_in_words(part, link, mark) for part in parts)
     if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"map to {kind(schema['additionalProperties'])}"
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if values:
-        return " or ".join(f"<code>{escaped(str(value))}</code>" for value in values)
-    return {"string": "text"}.get(schema.get("type", ""), escaped(schema.get("type", "anything")))
+        return f"map to {type_in_words(schema['additionalProperties'], link, mark)}"
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return " or ".join(mark(str(value)) for value in values)
+    name: str = schema.get("type", "anything")
+    return "text" if name == "string" else name
+
+
+def code(text: str) -> str:
+    return f"<code>{escaped(text)}</code>"
 
 
 def default_of(schema: Schema) -> str:
     value = schema.get("default")
-    return "" if value is None else f"<code>{escaped(str(value))}</code>"
+    return "" if value is None else code(str(value))
 
 
 def role_of(method: str, path: str) -> str:
