@@ -136,7 +136,11 @@ class Notifier:
     # ---- delivery ------------------------------------------------------------------------------------------------
 
     async def _send(self, kind: str, fields: Fields, message: str) -> None:
-        notice = await self._describe(kind, fields, message)
+        try:
+            notice = await self._describe(kind, fields, message)
+        except ODD as error:
+            logger.warning("no notice of job %s: its record cannot be read: %s", fields.get("id"), error)
+            return
         for way in self._ways:
             delivery = asyncio.create_task(self._deliver(way, notice), name=f"notice {notice['job_id']}")
             self._deliveries.add(delivery)

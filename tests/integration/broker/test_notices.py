@@ -14,6 +14,7 @@ import pytest
 
 from onbeat.contracts.records import Finding
 from onbeat.contracts.states import JobState
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker import notices
 from services.broker.notices import Notifier
@@ -98,6 +99,21 @@ async def test_end_of_a_job_reaches_command_and_webhook_once(
         "next_iteration": 1,
         "reward_mean": 0.25,
     }
+
+
+async def test_record_that_cannot_be_read_costs_its_own_notice_alone(
+    ledger: Ledger, world: World, hook: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd, sound = await world.create_job(), await world.create_job()
+    await ledger.redis.hset(JobKeys(odd).job, "next_iteration", "many")
+    for job_id in (odd, sound):
+        await ledger.jobs.move(job_id, JobState.CANCELLED)
+    notifier = Notifier(ledger, Settings(notify_url=hook.url))
+    await notifier.look()
+    await notifier.close()
+    assert [kind for kind, _ in of_job(hook.bodies, sound)] == ["job.cancelled"]
+    assert of_job(hook.bodies, odd) == []
+    assert f"no notice of job {odd}: its record cannot be read" in caplog.text
 
 
 async def test_first_lasting_problem_is_sent_once(
