@@ -206,10 +206,10 @@ def print_before_after(console: Console, before_after: BeforeAfter, num_pairs: i
     if not can_redraw(console):
         lines = [before_after.sentence()]
         for pair in pairs:
-            lines.append(f"prompt  {one_line(clip(pair.prompt))}")
+            lines.append(f"prompt: {one_line(clip(pair.prompt))}")
             for name, answer in (("before", pair.before), ("after", pair.after)):
                 if answer is not None:
-                    lines.append(f"{name:<6}  {answer.judgement}: {one_line(short_text_of(answer.sample))}")
+                    lines.append(f"{name}: {answer.judgement}: {one_line(short_text_of(answer.sample))}")
         for line in lines:
             for part in wrapped(line, PIPE_WIDTH):
                 console.out(part)

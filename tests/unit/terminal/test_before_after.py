@@ -101,7 +101,7 @@ def test_answers_are_printed_side_by_side(file: io.StringIO) -> None:
     text = file.getvalue()
     assert text.index("wrong, reward 0") < text.index("right, reward 1")
     assert "prompt 1" not in text
-    assert file.isatty() or "after   ✓ right, reward 1: an answer" in text.splitlines()
+    assert file.isatty() or "after: ✓ right, reward 1: an answer" in text.splitlines()
 
 
 def test_command_shows_recorded_answers(onbeat: Command, broker: BrokerThread, trainer: None) -> None:

@@ -75,14 +75,14 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
     assert "weights     sync 0.3 s an iteration, 15% of the model's bytes" in summary  # (1000 + 6 * 10) / 7000
     # Text of a model, a wrong response before and one after: no markup and no control code.
     assert summary.count("[bold]\\x1b[2J2") == 2
-    assert re.search(r"\nbefore  ✗ wrong, reward 0: .*\nprompt .*\nafter   ✗ wrong, reward 0.5: ", summary)
+    assert re.search(r"\nbefore: ✗ wrong, reward 0: .*\nprompt: .*\nafter: ✗ wrong, reward 0.5: ", summary)
 
 
 def test_summary_shows_the_responses_that_are_kept(onbeat: Command, broker: BrokerThread, trained: str) -> None:
     broker.run(broker.ledger.iterations.trim(trained, 0, 1))
     summary = onbeat("jobs", "watch", trained).out
-    assert "\nbefore" not in summary
-    assert re.search(r"\nprompt  .*\nafter   .* (right|wrong), reward ", summary)
+    assert "\nbefore: " not in summary
+    assert re.search(r"\nprompt: .*\nafter: .* (right|wrong), reward ", summary)
     assert "no example responses" not in summary
 
 
