@@ -23,6 +23,7 @@ from onbeat.local.checkpoints import checkpoints_of
 from onbeat.local.next_steps import next_steps
 from onbeat.local.stack import StackOptions, describe_places, stack_at_usual_port
 from onbeat.local.state import create_data_dir
+from onbeat.local.supervisor import Supervisor
 from onbeat.process.stacks import running_stack
 from onbeat.terminal.follow import Following, follow
 from onbeat.terminal.report import build_report, check_report_path, write_report
@@ -124,9 +125,9 @@ def run_job(
     run: JobRun | None = None
     with terminations_as_interrupts():
         try:
-            with open_stack(replace(options, pool=config.pool), console) as (url, check):
+            with open_stack(replace(options, pool=config.pool), console) as (url, supervisor):
                 run = JobRun(url, config, files, report_path, console)
-                exit_code = run_or_pause(run, is_fresh, check, console)
+                exit_code = run_or_pause(run, is_fresh, supervisor, console)
         except KeyboardInterrupt:
             is_submitted = run is not None and run.job is not None
             goes_on = "continues where the job stands" if is_submitted else "starts the services again"
@@ -148,8 +149,12 @@ def say_what_now(job: JobRecord, data_dir: Path, console: Console, *, is_stopped
         console.out(f"{label:<12} {line}")
 
 
-def run_or_pause(run: JobRun, is_fresh: bool, check: Callable[[], None] | None, console: Console) -> int:
-    """Run the job; pause it after Ctrl-C, and when nothing can be written, as to a terminal that has just gone."""
+def run_or_pause(run: JobRun, is_fresh: bool, supervisor: Supervisor | None, console: Console) -> int:
+    """Run the job; pause it after Ctrl-C, and when nothing can be written, as to a terminal that has just gone.
+
+    `supervisor`: looks after the services, and hurries after the next Ctrl-C; None: they are not ours.
+    """
+    check = None if supervisor is None else supervisor.check
     try:
         return 0 if asyncio.run(run.run(is_fresh, check)) == JobState.SUCCEEDED else 1
     except (KeyboardInterrupt, OSError) as reason:
@@ -158,9 +163,12 @@ def run_or_pause(run: JobRun, is_fresh: bool, check: Callable[[], None] | None, 
                 signal.signal(number, signal.SIG_IGN)
         try:
             asyncio.run(run.pause())
-            console.out("stopping (Ctrl-C again to stop at once)")
+            notice = "stopping (Ctrl-C again to stop at once)"
         except (OnbeatError, TimeoutError) as error:
-            console.out(f"the job was not paused in time, and goes on when services are back: {error}")
+            notice = f"the job was not paused in time, and goes on when services are back: {error}"
+        if supervisor is not None:
+            signal.signal(signal.SIGINT, lambda *_: supervisor.hurry())
+        console.out(notice)
         if isinstance(reason, OSError):
             raise
         return INTERRUPTED
@@ -186,8 +194,8 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
 
 
 @contextmanager
-def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Callable[[], None] | None]]:
-    """Yield the URL of the stack of `onbeat up`, or else of our own with a function to call about every second."""
+def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Supervisor | None]]:
+    """Yield the URL of the stack of `onbeat up`, or else of our own with the supervisor of its services."""
     running = running_stack(options.data_dir)
     if running is not None and running.command == "up":
         if options.pool != UP_POOL:
@@ -201,8 +209,8 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
     rollouts = "1 rollout" if options.num_rollouts == 1 else f"{options.num_rollouts} rollouts"
     console.out(f"starting Redis, broker, trainer and {rollouts} in {options.data_dir}")
     console.out(describe_places(options))
-    with stack_at_usual_port(options, "run", console.out) as (url, supervisor):
-        yield url, supervisor.check
+    with stack_at_usual_port(options, "run", console.out) as stack:
+        yield stack
 
 
 @contextmanager
@@ -224,7 +232,8 @@ def terminations_as_interrupts() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in numbers}  # a terminal may close under nohup
+    before = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    before |= {number: signal.signal(number, interrupt) for number in numbers}  # a terminal may close under nohup
     try:
         yield
     finally:

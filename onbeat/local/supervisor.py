@@ -137,6 +137,7 @@ class Supervisor:
         self._held_fds = held_fds
         self._report, self._on_end = report, on_end
         self._num_oom_kills, self._oom_at = num_oom_kills(), -math.inf  # the latter by time.monotonic()
+        self._is_hurried = False
         self.services: list[Service] = []
 
     def start(self, specs: Sequence[ServiceSpec]) -> None:
@@ -182,10 +183,17 @@ class Supervisor:
             raise StackFailed(f"{spec.name} {cause}, after {MAX_RESTARTS} restarts; {service.tail()}")
         self._report(f"{process} {cause}; {then}")
 
+    def hurry(self) -> None:
+        """Let the `stop` that runs, or the next one, kill everything and raise KeyboardInterrupt.
+
+        This is for a handler of Ctrl-C: an exception that it raises itself is lost where Python frees objects.
+        """
+        self._is_hurried = True
+
     def stop(self, *, is_urgent: bool = False) -> None:
         """Stop the services, the last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice.
 
-        `is_urgent`, or an exception (Ctrl-C) meanwhile: everything is killed.
+        `is_urgent`, or `hurry` or an exception (Ctrl-C) meanwhile: everything is killed.
         """
         try:
             waves = {service.spec.wave for service in self.services} if not is_urgent else set()
@@ -193,7 +201,9 @@ class Supervisor:
                 services = [service for service in self.services if service.spec.wave == wave]
                 for service in services:
                     service.guard.terminate()
-                wait_for_end(services, max(service.spec.grace_s for service in services))
+                wait_for_end(services, max(service.spec.grace_s for service in services), lambda: self._is_hurried)
+                if self._is_hurried:
+                    raise KeyboardInterrupt
         finally:
             for service in self.services:
                 service.guard.send_signal(signal.SIGINT)  # it kills the service and all that this has started
@@ -201,10 +211,12 @@ class Supervisor:
             self.services = []
 
 
-def wait_for_end(services: Sequence[Service], grace_s: float) -> None:
+def wait_for_end(services: Sequence[Service], grace_s: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
     """Return when all guards are gone and nothing is left of their process groups."""
     deadline = time.monotonic() + grace_s + GUARD_S
     while any(service.guard.poll() is None for service in services) and time.monotonic() < deadline:
+        if is_hurried():
+            break
         time.sleep(0.02)
     for service in services:
         service.kill_group()

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rich.console import Console
@@ -23,7 +23,7 @@ from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.states import JobState
-from onbeat.local.run import JobRun
+from onbeat.local.run import INTERRUPTED, JobRun, RunConsole, run_or_pause, terminations_as_interrupts
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.process.stacks import has_processes, running_stack, state_path
 from tests.broker_thread import BrokerThread
@@ -185,6 +185,27 @@ def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], job_file:
     assert time.monotonic() - started < TRAINER_GRACE_S / 4
     assert process.returncode == 130
     wait_until(lambda: processes_of(data_dir) == [], "nothing is left")
+
+
+class SignalsItsEnd:
+    """An object that gets Ctrl-C while it is freed. There Python prints an exception, and goes on."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class FreesWhenWritten(io.StringIO):
+    def write(self, text: str) -> int:
+        SignalsItsEnd()  # freed at once
+        return super().write(text)
+
+
+def test_second_ctrl_c_counts_while_an_object_is_freed() -> None:
+    run, supervisor = Mock(run=AsyncMock(side_effect=KeyboardInterrupt), pause=AsyncMock()), Mock()
+    with terminations_as_interrupts():
+        assert run_or_pause(run, False, supervisor, RunConsole(file=FreesWhenWritten())) == INTERRUPTED
+    assert supervisor.hurry.called
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_ctrl_c_before_the_job_promises_no_job(cli: list[str], job_file: str, data_dir: Path) -> None:
