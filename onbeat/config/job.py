@@ -17,6 +17,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.objectives.base.objective import PART
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -185,6 +186,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
+    yield from problems_of_signal(job)
     negative = [reward.part for reward in job.rewards if reward.weight < 0]
     if job.rollout.truncated == "zero" and negative:
         yield (
@@ -236,6 +238,28 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "
             "for the policy that generated; elsewhere use behaviour"
         )
+
+
+def problems_of_signal(job: JobConfig) -> Iterator[str]:
+    """Yield what is wrong with `objective.signal` for the job's rewards."""
+    signal = job.objective.signal
+    if signal == "solved" and "solved_at" not in job.model_fields_set:
+        yield (
+            "objective.signal: solved compares rewards with solved_at, which is not given; set solved_at to the reward "
+            "from which a response is solved"
+        )
+    if isinstance(signal, str) and signal.startswith(PART):
+        parts = [reward.part for reward in job.rewards if reward.part is not None]
+        if not parts:
+            yield (
+                f"objective.signal: {signal} is a part of several rewards, and the job has none under [[reward]]; use "
+                "solved or reward, or write the rewards under [[reward]]"
+            )
+        elif signal.removeprefix(PART) not in parts:
+            yield (
+                f"objective.signal: no reward is called {signal.removeprefix(PART)}; use part:NAME with one of "
+                f"{', '.join(parts)}"
+            )
 
 
 def is_nested_deeper(value: Any, depth: int) -> bool:

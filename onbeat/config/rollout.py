@@ -44,9 +44,9 @@ class RolloutConfig(Section):
     max_prompts_per_iteration: PositiveInt | None = Field(
         None,
         le=MAX_PROMPTS,
-        description="dynamic sampling (DAPO): a group whose rewards are all equal does not count, and the next prompt "
-        "takes its place, until `num_prompts_per_iteration` groups count or so many prompts were used; leave it out to "
-        "keep such groups",
+        description="dynamic sampling (DAPO): a group without signal (`objective.signal`: rewards that are all equal) "
+        "does not count, and the next prompt takes its place, until `num_prompts_per_iteration` groups count or so "
+        "many prompts were used; leave it out to keep such groups",
     )
     num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in a group (G)")
     max_response_tokens: PositiveInt = Field(le=1_048_576, description="length at which a response is cut")

@@ -83,8 +83,8 @@ class IterationRecord(Record):
     policy_version: int
     num_groups: int
     num_accepted: int = 0
-    num_replaced: int = 0  # accepted, but with equal rewards or none, so that another prompt came in its place
-    num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with different rewards are missing
+    num_replaced: int = 0  # accepted, but without signal, so that another prompt came in its place
+    num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with signal are missing
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0

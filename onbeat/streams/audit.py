@@ -8,7 +8,7 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
-    replaced   iteration, group id, group id of the next spare prompt   the rewards of the accepted group do not differ
+    replaced   iteration, group id, group id of the next spare prompt   the accepted group has no signal
     committed  iteration, version, is_published, digest of the weights, used_digest
 
 A clean log proves: one policy version per iteration and group, each group accepted once and used by exactly one commit,

@@ -13,6 +13,7 @@ import torch
 
 from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.signal import Signal
 from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
@@ -104,7 +105,7 @@ class GradientSum:
 
     def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
         """Compute all policies on the same packed row, then the objective and its gradient."""
-        batch = pack(row, self._device)
+        batch = pack(row, self._device, signal=Signal.of(self._config))
         probed = self._probed_logprobs(batch)
         temperature = self._config.rollout.temperature
         logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)

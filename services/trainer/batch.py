@@ -8,9 +8,11 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
 from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ
+from onbeat.streams.signal import Signal
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.episode import lay_out, num_response_places
 
+BY_REWARD = Signal()
 MIN_PREFIX = 16  # tokens; a shorter prefix is not worth the one or two more calls that every kernel makes for it
 
 
@@ -36,8 +38,14 @@ class MicroBatch(Responses):
     group_ids: list[str]
 
 
-def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
-    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once."""
+def pack(
+    groups: Sequence[RolloutGroup | Part],
+    device: torch.device,
+    is_prefix_shared: bool = True,
+    signal: Signal = BY_REWARD,
+) -> MicroBatch:
+    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once.
+    `signal`: that of the job, by which their rewards count."""
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
@@ -62,7 +70,7 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
-        group_rewards=[group_rewards(part.group, device) for part in parts],
+        group_rewards=[group_rewards(part.group, signal, device) for part in parts],
         members=[torch.tensor(part.members, device=device) for part in parts],
         group_ids=[part.group.group_id for part in parts],
     )
@@ -84,9 +92,12 @@ def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
     return lowest[:length] if length >= MIN_PREFIX else []
 
 
-def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
-    """Return the rewards of all responses, [G] float32."""
-    return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
+def group_rewards(group: RolloutGroup, signal: Signal = BY_REWARD, device: torch.device | None = None) -> torch.Tensor:
+    """Return the rewards of all responses as the objective gets them, [G] float32. In a group without signal whose
+    rewards differ they are 0: rewards that are equal have advantages of exactly 0."""
+    is_muted = do_rewards_differ(group) and not signal.is_in(group)
+    rewards = [0.0 if is_muted else response.reward for response in group.responses]
+    return torch.tensor(rewards, dtype=torch.float32, device=device)
 
 
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
@@ -111,7 +122,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
-    members = config.objective.trained_members(group_rewards(group))
+    members = config.objective.trained_members(group_rewards(group, Signal.of(config)))
     if config.objective.needs_whole_group:
         return [Part(group, members)]
     parts: list[tuple[int, ...]] = []
@@ -132,19 +143,19 @@ def idle_batch(device: torch.device) -> MicroBatch:
 
 def does_count(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group is one of those that the update is divided by: not if it was to be replaced."""
-    return config.rollout.max_prompts_per_iteration is None or do_rewards_differ(group)
+    return config.rollout.max_prompts_per_iteration is None or Signal.of(config).is_in(group)
 
 
 def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group can change the update, so that it is passed through the model."""
-    return does_count(group, config) and config.objective.has_signal(group_rewards(group))
+    return does_count(group, config) and config.objective.has_signal(group_rewards(group, Signal.of(config)))
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
     if not is_trained(group, config):
         return 0
-    return num_places(group, config.objective.trained_members(group_rewards(group)))
+    return num_places(group, config.objective.trained_members(group_rewards(group, Signal.of(config))))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

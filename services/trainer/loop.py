@@ -28,8 +28,9 @@ from onbeat.contracts.errors import JobFailed
 from onbeat.contracts.response_stats import ResponseStats
 from onbeat.contracts.states import JobState
 from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.signal import Signal
 from services.trainer.accumulate import GradientSum
-from services.trainer.batch import does_count
+from services.trainer.batch import does_count, group_rewards
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.feed import create_feed
 from services.trainer.gac import GacAction
@@ -83,7 +84,8 @@ class TrainLoop:
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        stats = IterationStats(current_version, responses=ResponseStats(solved_at=self._config.solved_at))
+        responses = ResponseStats(solved_at=self._config.solved_at)
+        stats = IterationStats(current_version, responses=responses, signal=Signal.of(self._config))
         self._opened = OpenIteration(self._config, iteration, current_version)
         updates: list[Iterable[list[RolloutGroup]]] = [
             self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
@@ -154,9 +156,8 @@ class TrainLoop:
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
-        local_rewards = json.dumps(
-            [[response.reward for response in group.responses] for group in groups if group.responses]
-        )
+        signal = Signal.of(self._config)
+        local_rewards = json.dumps([group_rewards(group, signal).tolist() for group in groups if group.responses])
         messages = self._world.all_gather_bytes(local_rewards.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0

@@ -11,10 +11,11 @@ import torch
 
 from onbeat.config.schedule import Schedule
 from onbeat.contracts.errors import JobFailed
-from onbeat.contracts.response_stats import ResponseStats
+from onbeat.contracts.response_stats import ResponseStats, is_solved, part_name
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
 from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
+from onbeat.streams.signal import Signal, does_part_differ
 from services.trainer.batch import MicroBatch
 from services.trainer.checkpoints.store import TrainState
 from services.trainer.episode import CACHED_FRAC, episode_sums
@@ -55,6 +56,7 @@ class IterationStats:
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
+    signal: Signal = field(default_factory=Signal)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -85,7 +87,7 @@ class IterationStats:
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
-        self._add("rollout/uniform_groups", bool(rewards) and not do_rewards_differ(group))
+        self._add("rollout/uniform_groups", bool(rewards) and not self.signal.is_in(group))
         self._add("train/skipped_groups", bool(rewards) and not is_trained)
         self._add("reward", sum(rewards))
         self._add("reward_square", sum(reward * reward for reward in rewards))
@@ -98,11 +100,22 @@ class IterationStats:
             self.tally.num_responses += len(rewards)
             self.tally.num_tokens += sum(len(response.token_ids) for response in group.responses)
         self.responses.add(group.responses)
+        self._add_unsolved(group)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
             self._add("truncated", response.finish_reason == "length")
             oldest = min(span.policy_version for span in response.version_spans)
             self._raise("staleness_max", self.policy_version - oldest)
+
+    def _add_unsolved(self, group: RolloutGroup) -> None:
+        """Count a group whose rewards differ although no response is solved, and the parts that differ in it."""
+        is_any_solved = any(is_solved(response.reward, self.responses.solved_at) for response in group.responses)
+        is_counted = do_rewards_differ(group) and not is_any_solved
+        self._add("rollout/mixed_unsolved_groups", is_counted)
+        names = {name for response in group.responses for name in response.reward_parts} if is_counted else set()
+        for name in sorted(names):
+            if does_part_differ(name, group.responses) and part_name(name) in self.responses.parts:
+                self._add(f"unsolved/{part_name(name)}", 1)
 
     def add_loss(
         self,
@@ -175,7 +188,7 @@ class IterationStats:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards of any group differ."""
+        """True if any group has signal."""
         num_groups = len(self.digests) - self.sums.get("rollout/failed_groups", 0.0)
         return self.sums.get("rollout/uniform_groups", 0.0) < num_groups
 
@@ -206,7 +219,10 @@ class IterationStats:
         report |= {f"rollout/{name}": value for name, value in self.responses.shape().items()}
         report |= self.responses.part_scores(parts)
         for name, total in sums.items():
-            if name.startswith("token/"):
+            if name.startswith("unsolved/"):
+                part = name.removeprefix("unsolved/")
+                report |= {f"rollout/mixed_unsolved_{part}": total} if part in parts else {}
+            elif name.startswith("token/"):
                 divisor = compared if name in COMPARED else tokens
                 report[name.replace("token/", "train/")] = total / divisor
             elif name.startswith("per_episode/"):
@@ -240,6 +256,7 @@ def check_signal(stats: IterationStats, schedule: Schedule, state: TrainState, l
     mean = stats.sums["reward"] / stats.sums["num_responses"]
     raise JobFailed(
         f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
-        f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
+        f"responses had {stats.signal.words}; rewards were {mean:g} on average in the last iteration "
+        "(schedule.stop_without_signal). "
         f"Read samples, and correct reward or data in a new job; {more}"
     )

@@ -7,10 +7,11 @@ An iteration's tokens are counted only when its last rollout is in. So the accum
 clipping: exactly the gradient of the mean.
 """
 
+import re
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from onbeat.contracts.section import Section
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
@@ -24,6 +25,22 @@ Normalization = Annotated[
         "of responses; the number of responses; that times max_response_tokens"
     ),
 ]
+PART = "part:"  # the beginning of a signal that is a part of the reward
+
+
+def is_signal(rule: str) -> bool:
+    """Return whether a group may be said to teach by this rule (`onbeat/streams/signal.py`)."""
+    return re.fullmatch(rf"reward|solved|{PART}[A-Za-z0-9_.-]{{1,40}}", rule) is not None
+
+
+def check_rule(rule: str) -> str:
+    if not is_signal(rule):
+        raise ValueError(
+            f"{rule!r} is no signal; use reward, solved, or part:NAME with the name of a part of the reward"
+        )
+    return rule
+
+
 TokenLoss = tuple[Tensor, Tensor | None]  # [N], and where a clip cut the gradient off, [N] bool; None: nowhere
 
 
@@ -39,6 +56,12 @@ class Objective(Section):
     importance: TruncatedImportance | BandImportance | None = Field(
         None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
     )
+    signal: Annotated[str, AfterValidator(check_rule)] = Field(
+        "reward",
+        description="difference between responses that makes a group teach. reward: their rewards; solved: one reaches "
+        "`solved_at` and another does not; part:NAME: their values of this part of several rewards. In other groups "
+        "all advantages are 0, and dynamic sampling replaces them",
+    )
     type: str
 
     modes: ClassVar[tuple[str, ...]] = ("periodic", "sync", "bounded")  # modes of the schedule
@@ -46,6 +69,15 @@ class Objective(Section):
     needs_whole_iteration: ClassVar[bool] = False
     has_importance_ratio: ClassVar[bool] = True  # the ratio divides by the old policy
     has_advantages: ClassVar[bool] = True  # one for each response, not just for the two of a pair a preference
+
+    @model_validator(mode="after")
+    def check_signal(self) -> "Objective":
+        if self.signal != "reward" and self.kl.coef > 0 and self.kl.placement == "reward":
+            raise ValueError(
+                "objective.signal: a KL term in the reward gives advantages to groups without signal; use kl.placement "
+                "= 'loss', or signal = 'reward'"
+            )
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -66,7 +98,8 @@ class Objective(Section):
 
     @abstractmethod
     def has_signal(self, rewards: Tensor) -> bool:
-        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
+        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant. The
+        rewards of a group without the job's `signal` are equal here and in `loss`."""
 
     @abstractmethod
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:

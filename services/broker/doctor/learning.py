@@ -13,16 +13,17 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
-from onbeat.contracts.response_stats import parts_of
+from onbeat.contracts.response_stats import part_name, parts_of
 from onbeat.contracts.states import EvaluationState, IterationState
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_evaluations, read_iterations
+from onbeat.streams.signal import Signal
 
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5
 MIN_TO_LOOK = 2  # iterations of a young job that are looked at
 MIN_EVALUATIONS = 4
-MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding; of `solved_at` that is a good reward
+MOSTLY = 0.75  # share of groups without signal from which there is a finding; of `solved_at` that is a good reward
 TRUNCATED = 0.5  # share of truncated responses above which there is a finding
 COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of the first one; nats per token
 MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
@@ -60,10 +61,24 @@ class Course:
         return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
 
     @property
+    def num_groups(self) -> int:
+        """The number of groups of the last iterations that have responses."""
+        return sum(record.num_groups - record.num_failed_groups for record in self.recent)
+
+    @property
     def equal_share(self) -> float:
-        """The share of groups whose responses all got the same reward."""
-        num_groups = sum(record.num_groups - record.num_failed_groups for record in self.recent)
-        return sum(record.metrics.get("rollout/uniform_groups", 0.0) for record in self.recent) / max(1, num_groups)
+        """The share of groups without signal: by default, whose responses all got the same reward."""
+        return self.total("rollout/uniform_groups") / max(1, self.num_groups)
+
+    def total(self, name: str) -> float:
+        return sum(record.metrics.get(name, 0.0) for record in self.recent)
+
+    @property
+    def main_part(self) -> str | None:
+        """The part with the largest weight, as metrics call it: the outcome. None unless there are several rewards."""
+        rewards = [reward for reward in self.config.rewards if reward.part is not None]
+        largest = max(rewards, key=lambda reward: abs(reward.weight), default=None)
+        return part_name(largest.part) if len(rewards) > 1 and largest is not None and largest.part else None
 
     def mean(self, name: str, records: Sequence[IterationRecord] | None = None) -> float | None:
         """Return the mean of a metric over these records (default: the last ones); None where it is unknown."""
@@ -159,15 +174,18 @@ def look_at_truncation(c: Course) -> Finding | None:
 
 
 def look_at_signal(c: Course) -> Finding | None:
-    """Look at groups of equal rewards, which have no gradient: is the task too hard, too easy, or solved by now?"""
+    """Look at groups without signal, which have no gradient: is the task too hard, too easy, or solved by now?"""
     share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
     if share < MOSTLY or (share < 1 and c.has_risen):
         return None
+    signal = Signal.of(c.config)
     if share < 1:
-        sentence = f"{share:.0%} of the groups of {c.job_id} had equal rewards {c.lately} and taught nothing: {more}, "
+        sentence = f"{share:.0%} of the groups of {c.job_id} had {signal.words} {c.lately} and taught nothing: {more}, "
         return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
+    if signal.rule != "reward":
+        return explain_no_signal(c, signal)
     mean, wanted = fmean(rewards_of(c.recent) or [0.0]), f"solved_at = {c.config.solved_at:g}"
     sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
     sentence += f"{mean:g} on average"
@@ -178,6 +196,38 @@ def look_at_signal(c: Course) -> Finding | None:
     return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
 
 
+def explain_no_signal(c: Course, signal: Signal) -> Finding:
+    """Explain a job whose responses never differ in what its `objective.signal` compares."""
+    main, sentence = c.main_part, f"{c.job_id} learns nothing: {c.lately} "
+    if signal.rule == "solved" and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
+        sentence += (
+            f"no response reached solved_at = {c.config.solved_at:g}, although part {main} of the reward varies; "
+        )
+        sentence += f'another part may keep every sum below: set objective.signal = "part:{main}", or lower solved_at'
+        return c.find(sentence, "objective.signal", is_problem=True)
+    sentence += f"its groups had {signal.words}: raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}, "
+    return c.find(f"{sentence}or take easier prompts (data)", "data", is_problem=True)
+
+
+def look_at_unsolved(c: Course) -> Finding | None:
+    """Look for groups that teach a lesser part alone: no response is solved, and the main part is equal in all of them.
+    A normalised advantage makes a small part as large as an outcome. A problem once the main part stands still."""
+    main, num_groups = c.main_part, c.total("rollout/mixed_unsolved_groups")
+    if main is None or c.config.objective.signal != "reward" or num_groups < MOSTLY * c.num_groups:
+        return None
+    parts = [part_name(reward.part or "") for reward in c.config.rewards]
+    differing = [name for name in parts if c.total(f"rollout/mixed_unsolved_{name}")]
+    if main in differing or not differing:
+        return None
+    noun = "part" if len(differing) == 1 else "parts"
+    sentence = (
+        f"in {num_groups:.0f} of {c.num_groups} groups of {c.job_id} no answer is solved {c.lately}; they differ "
+    )
+    sentence += f"only in {noun} {', '.join(differing)}, which is all that they teach: set objective.signal = "
+    sentence += f'"part:{main}", so that only groups whose responses differ in {main} teach'
+    return c.find(sentence, "objective.signal", is_problem=not varies(c.recent, main))
+
+
 def look_at_missing_groups(c: Course) -> Finding | None:
     """Look for dynamic sampling that nearly always runs out of prompts."""
     num_short = sum(record.num_not_replaced > 0 for record in c.recent)
@@ -185,7 +235,7 @@ def look_at_missing_groups(c: Course) -> Finding | None:
         return None
     rollout, missing = c.config.rollout, fmean(record.num_not_replaced for record in c.recent)
     sentence = f"{c.lately} of {c.job_id}, {num_short} used all {rollout.max_prompts_per_iteration} prompts, and "
-    sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with different rewards were missing on "
+    sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with signal were missing on "
     sentence += "average: raise rollout.max_prompts_per_iteration, or take prompts of another difficulty (data)"
     return c.find(sentence, "rollout.max_prompts_per_iteration", is_problem=False)
 
@@ -253,7 +303,9 @@ def look_at_skips(c: Course) -> Finding | None:
 
 
 def look_at_parts(c: Course) -> Finding | None:
-    steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
+    """Look for parts that never vary. The main one is the task itself: `look_at_unsolved` looks at that."""
+    names = [name for name in parts_of(c.recent[-1].metrics) if name != c.main_part]
+    steady = [name for name in names if not varies(c.recent, name)]
     if not steady:
         return None
     parts, teaches = ("part", "it teaches") if len(steady) == 1 else ("parts", "they teach")
@@ -275,6 +327,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_truncation,
     look_at_signal,
+    look_at_unsolved,
     look_at_missing_groups,
     look_at_held_out,
     look_at_entropy,

@@ -184,7 +184,7 @@ def replacement_times(groups: Iterable[AcceptedGroup], record: IterationRecord) 
 
     `groups`: in the order of their acceptance, in which spare prompts are taken.
     """
-    moments = [group.accepted_at for group in groups if not group.do_rewards_differ]
+    moments = [group.accepted_at for group in groups if not group.has_signal]
     first = record.num_groups - record.num_replaced
     replacing = [f"{record.iteration}-{index}" for index in range(first, record.num_groups)]
     return dict(zip(replacing, moments, strict=False))

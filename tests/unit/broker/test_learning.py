@@ -154,7 +154,7 @@ def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short, num_equal,
     said = [finding for finding in find(course, rollout=rollout) if finding.key == "rollout.max_prompts_per_iteration"]
     assert [finding.is_problem for finding in said] == [False] * is_said
     if is_said:
-        start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with different rewards"
+        start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with signal"
         assert said[0].sentence.startswith(start)
 
 
@@ -216,6 +216,56 @@ def test_parts_that_never_vary_are_named():
     (finding,) = [candidate for candidate in find(learning(10, **parts)) if candidate.key == "reward"]
     assert "part format of the reward gave every response the same value, so it teaches nothing" in finding.sentence
     assert not finding.is_problem
+
+
+PARTS = [{"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short", "weight": 0.1}]
+
+
+def shaped(num_groups: float, right: Sequence[float], **metrics: float) -> list[IterationRecord]:
+    """Return iterations of four groups, of which so many differ in the part short while no answer is solved."""
+    values = {"rollout/uniform_groups": 0.0, "rollout/mixed_unsolved_groups": num_groups}
+    values |= {"rollout/mixed_unsolved_short": num_groups, "reward/short_mean": 0.5, "reward/short_std": 0.5}
+    return [
+        iteration(number, 0.05, **(DULL | values | {"reward/exact_mean": mean, "reward/exact_std": mean} | metrics))
+        for number, mean in enumerate(right)
+    ]
+
+
+def test_groups_that_teach_a_lesser_part_alone_name_the_signal():
+    findings = find(shaped(3, [0.0] * 8), reward=PARTS)
+    sentence = problems(findings)["objective.signal"]
+    start = "in 24 of 32 groups of job-1 no answer is solved in the last 8 iterations; they differ only in part short, "
+    assert sentence.startswith(start)
+    assert 'set objective.signal = "part:exact"' in sentence
+    assert not any("leave out" in finding.sentence for finding in findings)
+    (note,) = [finding for finding in find(shaped(3, [0.1, 0.2] * 4), reward=PARTS) if finding.key]
+    assert (note.key, note.is_problem) == ("objective.signal", False), "the task is learned, too"
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "metrics", "sections"),
+    [
+        (2, {}, {"reward": PARTS}),
+        (3, {"rollout/mixed_unsolved_exact": 1.0}, {"reward": PARTS}),
+        (3, {}, {"reward": PARTS, "objective": {"signal": "part:exact"}}),
+        (3, {}, {}),
+    ],
+)
+def test_groups_that_teach_more_are_left_alone(num_groups, metrics, sections):
+    keys = [finding.key for finding in find(shaped(num_groups, [0.1, 0.2] * 4, **metrics), **sections)]
+    assert "objective.signal" not in keys
+
+
+def test_a_job_without_the_signal_it_names_says_why():
+    solved = {"objective": {"signal": "solved"}, "solved_at": 1.0, "reward": PARTS}
+    dull = {"rollout/uniform_groups": 4.0}
+    sentence = problems(find(shaped(0, [0.1, 0.2] * 4, **dull), **solved))["objective.signal"]
+    assert "no response reached solved_at = 1, although part exact of the reward varies" in sentence
+    assert 'set objective.signal = "part:exact", or lower solved_at' in sentence
+    sentence = problems(find(shaped(0, [0.0] * 8, **dull), **solved))["data"]
+    assert "its groups had no signal (objective.signal = solved): raise rollout.num_samples_per_prompt" in sentence
+    half = find(shaped(0, [0.1] * 8, **{"rollout/uniform_groups": 3.0}), **solved)
+    assert any("75% of the groups of job-1 had no signal (objective.signal = solved)" in f.sentence for f in half)
 
 
 def test_held_out_that_falls_while_training_rises_is_a_problem():
