@@ -10,7 +10,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
-from onbeat.config.rollout import MAX_PROMPTS
+from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
@@ -187,12 +187,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
     yield from problems_of_signal(job)
-    negative = [reward.part for reward in job.rewards if reward.weight < 0]
-    if job.rollout.truncated == "zero" and negative:
-        yield (
-            f"rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "
-            f"and the weight of reward {negative[0]} is; make that weight positive, or use truncated = 'score'"
-        )
+    yield from problems_of_long_responses(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2:
         yield (
@@ -260,6 +255,50 @@ def problems_of_signal(job: JobConfig) -> Iterator[str]:
                 f"objective.signal: no reward is called {signal.removeprefix(PART)}; use part:NAME with one of "
                 f"{', '.join(parts)}"
             )
+
+
+def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
+    """Yield what is wrong with the job's rules for responses that were cut, or nearly were."""
+    rollout, objective = job.rollout, job.objective
+    negative = [reward.part for reward in job.rewards if reward.weight < 0]
+    if rollout.truncated == "zero" and negative and rollout.truncated_reward >= 0:
+        yield (
+            "rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "
+            f"and the weight of reward {negative[0]} is; set rollout.truncated_reward to the worst reward there is, "
+            "make that weight positive, or use truncated = 'score'"
+        )
+    if rollout.truncated != "zero" and rollout.truncated_reward != 0:
+        yield (
+            f"rollout.truncated_reward: {rollout.truncated_reward:g} has no effect with truncated = "
+            f"'{rollout.truncated}'; use truncated = 'zero', or leave it out"
+        )
+    if rollout.truncated == "mask" and objective.needs_whole_group:
+        reason = "a KL term in the reward" if objective.has_advantages else f"objective {objective.type}"
+        yield (
+            f"rollout.truncated: mask takes responses out of their group, which {reason} needs as a whole; use zero or "
+            "score"
+        )
+    cache = rollout.overlong_cache
+    if cache is not None and job.environment is not None:
+        yield (
+            "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
+            "punish; leave it out, and let the environment's reward punish long episodes"
+        )
+    if cache is not None and cache > rollout.max_response_tokens:
+        yield (
+            f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
+            f"rollout.max_response_tokens, which is {rollout.max_response_tokens}, or less"
+        )
+    if cache is None and rollout.overlong_penalty != 1:
+        yield (
+            f"rollout.overlong_penalty: {rollout.overlong_penalty:g} has no effect without overlong_cache; set "
+            "overlong_cache, or leave it out"
+        )
+    if cache is not None and OVERLONG in [reward.part for reward in job.rewards]:
+        yield (
+            f"reward.part: {OVERLONG} is the part of the penalty of rollout.overlong_cache; give the reward another "
+            "part, or leave overlong_cache out"
+        )
 
 
 def is_nested_deeper(value: Any, depth: int) -> bool:

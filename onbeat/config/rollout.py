@@ -9,6 +9,7 @@ from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
 MAX_PROMPTS = 10_000  # prompts of an iteration
 MAX_STOPS = 32
+OVERLONG = "overlong"  # the part of a reward that shows the penalty of a long response, from 0 to -1
 HELD_OUT_ONLY = ("top_p", "top_k", "min_p", "min_tokens")  # keys of other frameworks
 
 StopStrings = Annotated[
@@ -50,10 +51,26 @@ class RolloutConfig(Section):
     )
     num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in a group (G)")
     max_response_tokens: PositiveInt = Field(le=1_048_576, description="length at which a response is cut")
-    truncated: Literal["score", "zero"] = Field(
+    truncated: Literal["score", "zero", "mask"] = Field(
         "score",
         description="reward of a response that was cut at `max_response_tokens`, also in a turn of an episode. score: "
-        "as its text is scored; zero: 0, so that ending pays; held-out responses are always scored",
+        "as its text is scored; zero: `truncated_reward`, so that ending pays; mask: as score, but its tokens are not "
+        "trained and not counted in the divisor; held-out responses are always scored",
+    )
+    truncated_reward: Float = Field(
+        0.0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="reward of a response that was cut, with `truncated = 'zero'`: no more than that of the worst "
+        "response, where rewards can be negative",
+    )
+    overlong_cache: PositiveInt | None = Field(
+        None,
+        description="DAPO's punishment of long responses: over so many tokens before `max_response_tokens` the reward "
+        "falls linearly, by `overlong_penalty` at the limit; default: it does not",
+    )
+    overlong_penalty: Float = Field(
+        1.0, gt=0, le=1000, description="reward that a response loses at the limit, with `overlong_cache`"
     )
     temperature: Float = Field(
         1.0, ge=0.01, le=10, description="sampling temperature; logprobs are those of the tempered distribution"

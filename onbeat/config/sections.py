@@ -30,7 +30,7 @@ class JobSections(Section):
     )
     seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
     solved_at: Float = Field(
-        1.0, description="reward from which a response counts as solved, for pass_at_k and for shares of groups"
+        1.0, description="reward from which a response counts as solved, for pass_at_k, shares of groups, and objective.signal"
     )
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")

@@ -188,6 +188,11 @@ def do_rewards_differ(group: RolloutGroup) -> bool:
     return len(set(array("f", [response.reward for response in group.responses]))) > 1
 
 
+def is_truncated(response: Response) -> bool:
+    """Return whether the response was cut at its limit of tokens; an episode is as soon as one of its turns was."""
+    return "length" in (response.finish_reason, *(turn.finish_reason for turn in response.turns))
+
+
 def span_versions(group: RolloutGroup) -> list[int]:
     """Return the distinct policy versions of all tokens, ascending."""
     return sorted({span.policy_version for response in group.responses for span in response.version_spans})

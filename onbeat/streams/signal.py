@@ -1,4 +1,4 @@
-"""What a group teaches by: `objective.signal`, one rule for passes, divisor, replaced groups, audit and replay.
+"""The signal of a group, `objective.signal`: one rule for passes, divisor, replaced groups, audit and replay.
 
     reward      s_i = the reward of response i, in float32
     solved      s_i = whether its reward reaches `solved_at`
@@ -44,7 +44,7 @@ class Signal:
 
     @property
     def words(self) -> str:
-        """What the responses of a group without signal had, for people."""
+        """The words for a group without signal: `its responses had equal rewards`."""
         return "equal rewards" if self.rule == "reward" else f"no signal (objective.signal = {self.rule})"
 
 

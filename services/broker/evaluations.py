@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from onbeat.config import HeldOutSet, JobConfig
 from onbeat.contracts.response_stats import ResponseStats, more_parts, parts_of, rewards_of_sets
 from onbeat.contracts.states import EvaluationState
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import RolloutGroup, is_truncated
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.evaluations import Scores
 from onbeat.streams.records import Fields, following_evaluation, read_evaluations
@@ -148,7 +148,7 @@ def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: S
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         "response_tokens_mean": fmean(len(response.token_ids) for response in responses),
-        "truncated_frac": fmean(response.finish_reason == "length" for response in responses),
+        "truncated_frac": fmean(map(is_truncated, responses)),
     }
     if len(responses) > stats.num_groups:
         scores["pass_at_k"] = 1.0 - stats.num_solved_none / stats.num_groups

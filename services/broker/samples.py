@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from onbeat.contracts.records import EpisodeTurn, PromptPart, Sample
 from onbeat.streams import codec
-from onbeat.streams.codec import Response, RolloutGroup, Turn
+from onbeat.streams.codec import Response, RolloutGroup, Turn, is_truncated
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
@@ -35,7 +35,7 @@ class Choice:
         """Return whether a response is chosen, but for the text."""
         return (
             self.least <= response.reward <= self.most
-            and self.is_truncated in (None, response.finish_reason == "length")
+            and self.is_truncated in (None, is_truncated(response))
             and self.is_solved in (None, response.reward >= self.solved_at)
         )
 

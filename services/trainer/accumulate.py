@@ -14,7 +14,16 @@ import torch
 from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.signal import Signal
-from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
+from services.trainer.batch import (
+    MicroBatch,
+    Part,
+    counted_responses,
+    idle_batch,
+    is_masked,
+    is_trained,
+    pack,
+    rows,
+)
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats, Tally
@@ -42,11 +51,12 @@ class GradientSum:
         for group in groups:
             self._opened.verify(group, vocab_size)
             has_passes = is_trained(group, self._config)
-            self._stats.add_group(group, has_passes, does_count(group, self._config))
+            self._stats.add_group(group, has_passes, counted_responses(group, self._config))
             if has_passes:
                 trained.append(group)
             elif group.responses and self._config.objective.has_advantages:
-                self._stats.advantages[group.group_id] = [0.0] * len(group.responses)
+                values = [None if is_masked(response, self._config) else 0.0 for response in group.responses]
+                self._stats.advantages[group.group_id] = values
             if self._witness is None and group.responses:
                 self._witness = group
         self._add_rows(rows(trained, self._config))

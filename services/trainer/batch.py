@@ -7,7 +7,7 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
-from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ
+from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ, is_truncated
 from onbeat.streams.signal import Signal
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.episode import lay_out, num_response_places
@@ -122,7 +122,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
-    members = config.objective.trained_members(group_rewards(group, Signal.of(config)))
+    members = trained_members(group, config) or tuple(range(len(group.responses)))  # all masked: to be measured only
     if config.objective.needs_whole_group:
         return [Part(group, members)]
     parts: list[tuple[int, ...]] = []
@@ -146,16 +146,35 @@ def does_count(group: RolloutGroup, config: JobConfig) -> bool:
     return config.rollout.max_prompts_per_iteration is None or Signal.of(config).is_in(group)
 
 
+def is_masked(response: Response, config: JobConfig) -> bool:
+    """Return whether the response was cut and is therefore not trained; its group is compared with its reward."""
+    return config.rollout.truncated == "mask" and is_truncated(response)
+
+
+def counted_responses(group: RolloutGroup, config: JobConfig) -> list[Response]:
+    """Return the responses that the update is divided by."""
+    if not does_count(group, config):
+        return []
+    return [response for response in group.responses if not is_masked(response, config)]
+
+
+def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
+    """Return the responses that a pass is for, ascending."""
+    members = config.objective.trained_members(group_rewards(group, Signal.of(config)))
+    return tuple(member for member in members if not is_masked(group.responses[member], config))
+
+
 def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group can change the update, so that it is passed through the model."""
-    return does_count(group, config) and config.objective.has_signal(group_rewards(group, Signal.of(config)))
+    has_signal = config.objective.has_signal(group_rewards(group, Signal.of(config)))
+    return has_signal and bool(counted_responses(group, config))
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
     if not is_trained(group, config):
         return 0
-    return num_places(group, config.objective.trained_members(group_rewards(group, Signal.of(config))))
+    return num_places(group, trained_members(group, config))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

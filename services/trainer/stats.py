@@ -14,7 +14,7 @@ from onbeat.contracts.errors import JobFailed
 from onbeat.contracts.response_stats import ResponseStats, is_solved, part_name
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
-from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
+from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ, group_digest, is_truncated
 from onbeat.streams.signal import Signal, does_part_differ
 from services.trainer.batch import MicroBatch
 from services.trainer.checkpoints.store import TrainState
@@ -79,8 +79,9 @@ class IterationStats:
         self._add("train/micro_batches", 1)
         self._add("train/passes", num_rows)
 
-    def add_group(self, group: RolloutGroup, is_trained: bool, does_count: bool = True) -> None:
-        """Count a group, whether or not it has a gradient. `does_count`: the update is divided by it, too."""
+    def add_group(self, group: RolloutGroup, is_trained: bool, counted: Sequence[Response] | None = None) -> None:
+        """Count a group, whether or not it has a gradient. `counted`: the responses by which the update is divided;
+        default: all."""
         rewards = [response.reward for response in group.responses]
         assert group.group_id not in self.digests, f"group {group.group_id} is used twice"
         self.digests[group.group_id] = group_digest(group)
@@ -96,14 +97,14 @@ class IterationStats:
         for name, total in episode_sums(group).items():
             self._add(name, total)
         self.tally.num_arrived += len(rewards)
-        if does_count:
-            self.tally.num_responses += len(rewards)
-            self.tally.num_tokens += sum(len(response.token_ids) for response in group.responses)
+        counted = group.responses if counted is None else counted
+        self.tally.num_responses += len(counted)
+        self.tally.num_tokens += sum(len(response.token_ids) for response in counted)
         self.responses.add(group.responses)
         self._add_unsolved(group)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
-            self._add("truncated", response.finish_reason == "length")
+            self._add("truncated", is_truncated(response))
             oldest = min(span.policy_version for span in response.version_spans)
             self._raise("staleness_max", self.policy_version - oldest)
 

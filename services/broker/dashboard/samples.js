@@ -101,10 +101,10 @@ class SamplesPage extends Component {
   async readEvaluation(signal, { evaluation, min, max, truncated, wrong, text, page }) {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
     const { solved_at: solvedAt = 1 } = this.job.config;
-    const isWanted = ({ reward, finish_reason: end, ...sample }) =>
+    const isWanted = ({ reward, ...sample }) =>
       (min === "" || reward >= Number(min)) &&
       (max === "" || reward <= Number(max)) &&
-      (!truncated || end === "length") &&
+      (!truncated || [sample, ...(sample.turns ?? [])].some((part) => part.finish_reason === "length")) &&
       (!wrong || reward < solvedAt) &&
       [sample.prompt, sample.decoded_prompt ?? "", sample.response].some((part) => part.toLowerCase().includes(text.toLowerCase()));
     return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);

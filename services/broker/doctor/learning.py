@@ -173,6 +173,19 @@ def look_at_truncation(c: Course) -> Finding | None:
     return c.find(sentence, "rollout.max_response_tokens", is_problem=not (c.has_risen or c.is_good))
 
 
+def look_at_reward_of_cut(c: Course) -> Finding | None:
+    """Look for cut responses that get more than the others do, which teaches the policy to go on for ever."""
+    rollout, mean = c.config.rollout, fmean(rewards_of(c.recent) or [0.0])
+    reward = rollout.truncated_reward - (rollout.overlong_penalty if rollout.overlong_cache else 0.0)
+    if rollout.truncated != "zero" or mean >= reward or not c.mean("rollout/truncated_frac"):
+        return None
+    sentence = f"being cut pays more than answering in {c.job_id}: {c.lately} the mean reward was {mean:.3g}, and a "
+    sentence += f"response that is cut gets {reward:g}: set rollout.truncated_reward to the worst "
+    return c.find(
+        f"{sentence}reward there is, or rollout.truncated to score", "rollout.truncated_reward", is_problem=True
+    )
+
+
 def look_at_signal(c: Course) -> Finding | None:
     """Look at groups without signal, which have no gradient: is the task too hard, too easy, or solved by now?"""
     share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
@@ -326,6 +339,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_truncation,
+    look_at_reward_of_cut,
     look_at_signal,
     look_at_unsolved,
     look_at_missing_groups,

@@ -176,6 +176,23 @@ def test_truncation_names_the_limit():
     assert "rollout.max_response_tokens" in [finding.key for finding in findings]
 
 
+@pytest.mark.parametrize(
+    ("rollout", "is_said"),
+    [
+        ({"truncated": "zero"}, True),
+        ({"truncated": "zero", "truncated_reward": -1.0}, False),
+        ({"truncated": "score"}, False),
+    ],
+)
+def test_being_cut_that_pays_is_a_problem(rollout, is_said):
+    course = [iteration(number, -0.25, **{"rollout/truncated_frac": 0.2}) for number in range(8)]
+    sentence = problems(find(course, rollout=rollout)).get("rollout.truncated_reward", "")
+    words = "the mean reward was -0.25, and a response that is cut gets 0: set rollout.truncated_reward"
+    assert (words in sentence) is is_said
+    uncut = [iteration(number, -0.25, **{"rollout/truncated_frac": 0.0}) for number in range(8)]
+    assert "rollout.truncated_reward" not in problems(find(uncut, rollout=rollout))
+
+
 def test_a_solved_task_is_no_problem_unless_it_always_was():
     solved = {"rollout/uniform_groups": 4.0, "rollout/solved_all_frac": 1.0, "rollout/solved_none_frac": 0.0}
     always = [iteration(number, 1.0, **solved) for number in range(20)]
