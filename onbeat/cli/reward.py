@@ -74,8 +74,7 @@ def try_reward(
     if any(item["context"].get(PROMPT_SUFFIX, "").rstrip().endswith(THINK) for item in items):
         say(f"note: prompts end with {THINK}, which is no part of a response: it has the end of the reasoning alone")
     responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
-    contexts = [(items[index]["context"], text) for index, _, text in responses]
-    scores = [(reward, score(reward, contexts)) for reward in config.rewards]
+    scores = [(reward, score(reward, items)) for reward in config.rewards]
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first response of the row
             show_prompt(f"row {index}", prompts[index])
@@ -144,14 +143,15 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
     return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
 
 
-def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
-    """Score each response in a scoring process like a rollout's, with the same limits. Return the answers by number."""
-    fields = {"reward": reward.name, "options": reward.options}
-    requests = [
-        {"request": number, "context": context, "responses": [response]} | fields
-        for number, (context, response) in enumerate(responses)
-    ]
-    deadline_s = START_S + len(requests) * reward.timeout_s
+def score(reward: "RewardConfig", items: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Score the responses to each prompt in a scoring process like a rollout's, with the same limits. Return answers by
+    number: each response has a request, with all responses to its prompt as the group."""
+    requests: list[dict[str, Any]] = []
+    for item in items:
+        texts = [text for _, text in responses_to(item)]
+        fields = {"reward": reward.name, "options": reward.options, "context": item["context"], "responses": texts}
+        requests += [{"request": len(requests) + place, "positions": [place]} | fields for place in range(len(texts))]
+    deadline_s = START_S + reward.timeout_s * sum(len(request["responses"]) for request in requests)
     answers = ask_service(REWARDS, [str(reward.timeout_s), str(reward.memory_limit_mb)], requests, deadline_s)
     return {answer["request"]: answer for answer in answers if answer["step"] in ("scored", "failed")}
 

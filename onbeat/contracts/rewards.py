@@ -30,12 +30,19 @@ class RewardConfig(Section):
         description="keyword arguments of the reward; http: `service` names the service, which gets the others",
     )
     timeout_s: Float = Field(
-        10.0, gt=0, le=3600, description="hard time limit for scoring a response; http: for each response of a group"
+        10.0,
+        gt=0,
+        le=3600,
+        description="hard time limit for scoring a response; http, and a function of `responses`: for each of a group",
     )
     memory_limit_mb: Int = Field(
         2048, ge=64, le=1_048_576, description="hard memory limit of a scoring process; http: no limit"
     )
-    max_attempts: PositiveInt = Field(2, le=100, description="attempts at a response (http: at a group) in one rollout")
+    max_attempts: PositiveInt = Field(
+        2,
+        le=100,
+        description="attempts at a response, or at a group that is scored at once, in one rollout",
+    )
     weight: Float = Field(
         1.0,
         ge=-1000,
