@@ -171,7 +171,8 @@ def show_prompt(title: str, prompt: str) -> None:
 def show_score(name: str, response: str, answer: dict[str, Any]) -> None:
     if "reward" in answer:
         parts = "".join(f"  {part} {value:g}" for part, value in answer["parts"].items())
-        outcome = f"reward {answer['reward']:g}{parts}"
+        reward = answer["reward"]
+        outcome = ("no opinion" if reward is None else f"reward {reward:g}") + parts
     else:
         outcome = f"failed: {printable(answer.get('message', answer))}"
     typer.echo(f"  {name:<12}{clip(response)!r}\n  {'':<12}{outcome}")

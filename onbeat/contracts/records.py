@@ -257,7 +257,7 @@ class Sample(Record):
     prompt: str  # the row's text
     decoded_prompt: str | None = Field(default=None, repr=False)  # as the model saw it; None: not recorded
     response: str
-    reward: float
+    reward: float | None  # None: no reward of the job had an opinion on it, so it was left out of training and means
     reward_parts: dict[str, float] = {}
     advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
     num_tokens: int

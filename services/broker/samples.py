@@ -33,11 +33,14 @@ class Choice:
 
     def takes(self, response: Response) -> bool:
         """Return whether a response is chosen, but for the text."""
-        return (
-            self.least <= response.reward <= self.most
-            and self.is_truncated in (None, response.finish_reason == "length")
-            and self.is_solved in (None, response.reward >= self.solved_at)
-        )
+        is_cut = response.finish_reason == "length"
+        return self._takes_reward(response) and self.is_truncated in (None, is_cut)
+
+    def _takes_reward(self, response: Response) -> bool:
+        if response.has_no_reward:  # it is neither high nor low, neither right nor wrong
+            return (self.least, self.most, self.is_solved) == (-math.inf, math.inf, None)
+        is_solved = response.reward >= self.solved_at
+        return self.least <= response.reward <= self.most and self.is_solved in (None, is_solved)
 
     def has_text(self, *texts: str) -> bool:
         """Return whether one of the texts holds the text that is looked for."""
@@ -83,7 +86,7 @@ def group_samples(
             prompt=group.prompt_text,
             decoded_prompt=decoded_prompt,
             response=response.text,
-            reward=response.reward,
+            reward=None if response.has_no_reward else response.reward,
             reward_parts={name: x for name, x in sorted(response.reward_parts.items()) if math.isfinite(x)},
             advantage=advantages[index] if index < len(advantages) else None,
             num_tokens=len(response.token_ids),

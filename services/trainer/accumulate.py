@@ -45,7 +45,8 @@ class GradientSum:
             if has_passes:
                 trained.append(group)
             elif group.responses and self._config.objective.has_advantages:
-                self._stats.advantages[group.group_id] = [0.0] * len(group.responses)
+                untrained = [None if response.has_no_reward else 0.0 for response in group.responses]
+                self._stats.advantages[group.group_id] = untrained
             if self._witness is None and group.responses:
                 self._witness = group
         self._add_rows(rows(trained, self._config))

@@ -1,5 +1,6 @@
 """The step from groups on the stream to one packed micro-batch of tensors."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,8 +86,9 @@ def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
 
 
 def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
-    """Return the rewards of all responses, [G] float32."""
-    return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
+    """Return the rewards of all responses, [G] float32; NaN for one without."""
+    rewards = [math.nan if response.has_no_reward else response.reward for response in group.responses]
+    return torch.tensor(rewards, dtype=torch.float32, device=device)
 
 
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:

@@ -27,7 +27,7 @@ from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobFailed
 from onbeat.contracts.response_stats import ResponseStats
 from onbeat.contracts.states import JobState
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import RolloutGroup, given_rewards
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
@@ -83,7 +83,9 @@ class TrainLoop:
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        stats = IterationStats(current_version, responses=ResponseStats(solved_at=self._config.solved_at))
+        summed = [reward.part for reward in self._config.rewards if reward.part is not None]
+        responses = ResponseStats(solved_at=self._config.solved_at, summed_parts=summed)
+        stats = IterationStats(current_version, responses=responses)
         self._opened = OpenIteration(self._config, iteration, current_version)
         updates: list[Iterable[list[RolloutGroup]]] = [
             self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
@@ -154,9 +156,7 @@ class TrainLoop:
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
-        local_rewards = json.dumps(
-            [[response.reward for response in group.responses] for group in groups if group.responses]
-        )
+        local_rewards = json.dumps([rewards for group in groups if (rewards := given_rewards(group))])
         messages = self._world.all_gather_bytes(local_rewards.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0

@@ -16,6 +16,7 @@ from onbeat.contracts.section import Section
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
 from onbeat.objectives.base.kl import KlConfig, kl_estimate
+from onbeat.objectives.base.opinions import has_reward, members_with_reward, with_zeros
 
 Normalization = Annotated[
     Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
@@ -57,8 +58,8 @@ class Objective(Section):
         return self.kl.coef > 0 and self.kl.placement == "reward"
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
-        """Return the responses that a pass is for, of a group with these rewards [G]; ascending."""
-        return tuple(range(len(rewards)))
+        """Return the responses that a pass is for, of a group with these rewards [G]; ascending. NaN is no reward."""
+        return members_with_reward(rewards)
 
     def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
         """Return the divisor of advantages, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
@@ -66,7 +67,8 @@ class Objective(Section):
 
     @abstractmethod
     def has_signal(self, rewards: Tensor) -> bool:
-        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
+        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant. NaN is
+        no reward."""
 
     @abstractmethod
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -96,7 +98,7 @@ class PolicyObjective(Objective):
         teaches nothing."""
         import torch
 
-        if bool((rewards == rewards[0]).all()):
+        if len(rewards) == 0 or bool((rewards == rewards[0]).all()):
             return torch.zeros_like(rewards)
         advantages = self.advantages(rewards)
         self._check_shape("advantages", advantages, rewards)
@@ -108,6 +110,7 @@ class PolicyObjective(Objective):
         """
         is_band_in_divisor = isinstance(self.importance, BandImportance) and self.normalization == "token_mean"
         has_other_terms = self.kl.coef > 0 or is_band_in_divisor or not self.is_zero_without_advantage
+        rewards = rewards[has_reward(rewards)]
         return len(rewards) > 0 and (has_other_terms or bool(self.group_advantages(rewards).any()))
 
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -148,12 +151,17 @@ class PolicyObjective(Objective):
         """Return the advantages [R] of the responses that are here, after a penalty in the reward from `kl` [N]."""
         import torch
 
-        rewards = batch.group_rewards
+        rewards = list(batch.group_rewards)
         if self.kl.placement == "reward" and kl is not None:
-            penalties = batch.response_sum(self.kl.coef * kl).split([len(group) for group in rewards])
-            rewards = [group - penalty for group, penalty in zip(rewards, penalties, strict=True)]
-        by_group = [self.group_advantages(group, scale) for group in rewards]
-        return torch.cat([group[here] for group, here in zip(by_group, batch.members, strict=True)])
+            penalties = batch.response_sum(self.kl.coef * kl).split([len(here) for here in batch.members])
+            for index, (here, penalty) in enumerate(zip(batch.members, penalties, strict=True)):
+                rewards[index] = rewards[index] - penalty.new_zeros(len(rewards[index])).index_copy(0, here, penalty)
+        advantages = []
+        for given, penalized, here in zip(batch.group_rewards, rewards, batch.members, strict=True):
+            is_rewarded = has_reward(given)  # a penalty that is NaN is an error, and stays one
+            among_rewarded = self.group_advantages(penalized[is_rewarded], scale)
+            advantages.append(with_zeros(among_rewarded, is_rewarded)[here])
+        return torch.cat(advantages)
 
     def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
         return {

@@ -400,11 +400,14 @@ class Response(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_LENGTHS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    HAS_NO_REWARD_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop" | "length" """
     reward: _builtins.float
     """from -1000000 to 1000000"""
     text: _builtins.str
+    has_no_reward: _builtins.bool
+    """no reward of the job has an opinion on it: `reward` is 0 and means nothing; never trained"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[T], end-of-sequence included when it was sampled"""
@@ -443,10 +446,11 @@ class Response(_message.Message):
         text: _builtins.str = ...,
         token_lengths: _abc.Iterable[_builtins.int] | None = ...,
         turns: _abc.Iterable[Global___Turn] | None = ...,
+        has_no_reward: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_no_reward", b"has_no_reward", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,9 +36,9 @@ class Trial(BaseModel):
     response: str  # "own answer" or "empty"
     text: str
     reward_name: str
-    reward: float | None  # None: it failed
+    reward: float | None  # None: it failed, or has no opinion
     parts: dict[str, float] = {}
-    message: str = ""  # reason why it failed
+    message: str = ""  # reason why it failed; empty if it did not
 
 
 class PreviewedPrompt(BaseModel):

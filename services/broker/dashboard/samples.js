@@ -102,6 +102,7 @@ class SamplesPage extends Component {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
     const { solved_at: solvedAt = 1 } = this.job.config;
     const isWanted = ({ reward, finish_reason: end, ...sample }) =>
+      (reward !== null || (min === "" && max === "" && !wrong)) &&
       (min === "" || reward >= Number(min)) &&
       (max === "" || reward <= Number(max)) &&
       (!truncated || end === "length") &&

@@ -5,6 +5,8 @@ with fewer than MIN_ITERATIONS iterations has a note on truncated responses at m
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
@@ -264,6 +266,20 @@ def look_at_parts(c: Course) -> Finding | None:
     return c.find(sentence, "reward", is_problem=False)
 
 
+def look_at_opinions(c: Course) -> Finding | None:
+    """Look for parts of the reward that judge only some responses to a prompt: the others are compared without them."""
+    counts: Counter[str] = Counter()
+    for record in c.recent:
+        matches = ((re.fullmatch(r"reward/(.+)_mixed_groups", name), value) for name, value in record.metrics.items())
+        counts.update({match[1]: round(value) for match, value in matches if match})
+    if not counts:
+        return None
+    named = ", ".join(f"{part} (in {number} groups)" for part, number in sorted(counts.items()))
+    sentence = f"{c.lately} of {c.job_id}, some responses to a prompt were compared with others without an opinion of "
+    sentence += f"{named}: let that part of the reward judge all responses to a prompt, or none (reward)"
+    return c.find(sentence, "reward", is_problem=False)
+
+
 def varies(records: Iterable[IterationRecord], part: str) -> bool:
     """Return whether a part of the reward differs within an iteration or from one to the next."""
     means = [record.metrics.get(f"reward/{part}_mean", math.nan) for record in records]
@@ -281,6 +297,7 @@ LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_mismatch,
     look_at_skips,
     look_at_parts,
+    look_at_opinions,
 )
 
 

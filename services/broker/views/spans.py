@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from onbeat.contracts.records import Event, Record, Span
-from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
+from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ, given_rewards
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import MAX_INTERVALS, failure_text
@@ -67,12 +67,12 @@ async def read_groups(
 
 
 def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
-    rewards = [response.reward for response in group.responses]
+    rewards = given_rewards(group)
     return AcceptedGroup(
         iteration=group.iteration,
         group_id=group.group_id,
         policy_version=group.policy_version,
-        num_responses=len(rewards),
+        num_responses=len(group.responses),
         reward_mean=fmean(rewards) if rewards else None,
         worker_id=group.worker_id,
         accepted_at=time_of(entry),

@@ -2,7 +2,8 @@
 
 The rewards are those that the operator installed under the entry-point group `onbeat.rewards`. No request brings code.
 A reward is a function `(response, context, **options)` that returns a finite number, or a mapping with the number under
-"reward" and its parts under other names; a function `(responses, context, **options)` returns a list of them.
+"reward" and its parts under other names; a function `(responses, context, **options)` returns a list of them. None, in
+place of a number, is no opinion.
 `context` is the prompt's: {"question", "answer", "metadata", ...}.
 
 It speaks JSON lines: one request on stdin, several answers on stdout, each with the request's number.

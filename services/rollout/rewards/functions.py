@@ -49,12 +49,12 @@ def read_scores(result: Any, num_responses: int) -> list[Fields]:
 
 
 def read_score(result: Any) -> Fields:
-    """Return the reward and its parts. Raises InvalidReward."""
+    """Return the reward, None for no opinion, and the parts on which there is one. Raises InvalidReward."""
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(map(str, parts))}")
-    values = check_numbers(parts)
-    return {"reward": values.pop("reward"), "parts": values}
+    values = check_numbers({name: value for name, value in parts.items() if value is not None})
+    return {"reward": values.pop("reward", None), "parts": values}
 
 
 def settle(result: Any) -> Any:

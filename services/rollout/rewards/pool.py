@@ -26,7 +26,7 @@ class LoadedReward(Loaded):
 class Scored(Answer):
     step: Literal["scored"]
     position: int
-    reward: Number
+    reward: Number | None  # None: no opinion
     parts: dict[str, Number]
 
 

@@ -1,7 +1,8 @@
 """A reward behind HTTP: one POST scores a group. Its address comes from the operator's settings, never from a job.
 
 -> {"service": "judge", "options": {}, "context": {"question": ..., "answer": ...}, "responses": ["4", "5"]}
-<- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts
+<- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts;
+                                                            null: no opinion
 """
 
 import asyncio
@@ -29,11 +30,11 @@ BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the r
 
 
 # An error for each of 300,000 wrong numbers would take a gigabyte.
-Parts = Annotated[dict[str, Number], Field(fail_fast=True)]
+Parts = Annotated[dict[str, Number | None], Field(fail_fast=True)]
 
 
 class ServiceAnswer(BaseModel):
-    scores: Annotated[list[Number | Parts], Field(fail_fast=True)]
+    scores: Annotated[list[Number | Parts | None], Field(fail_fast=True)]
 
 
 class RewardService:
@@ -139,7 +140,8 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
         parts = dict(score) if isinstance(score, dict) else {"reward": score}
         if "reward" not in parts:
             raise RewardRefused("invalid", f"a score of service {service} has no 'reward', only {sorted(parts)}")
-        scores.append(Score(parts.pop("reward"), parts))
+        reward = parts.pop("reward")
+        scores.append(Score(reward, {name: value for name, value in parts.items() if value is not None}))
     return scores
 
 

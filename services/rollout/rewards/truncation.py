@@ -18,6 +18,7 @@ def reward_truncated(group: RolloutGroup, rule: Literal["score", "zero"]) -> Non
     for response in group.responses:
         if is_truncated(response):
             response.reward = 0.0
+            response.has_no_reward = False
 
 
 def is_truncated(response: Response) -> bool:

@@ -60,6 +60,8 @@ def behave(response, context, **options):
         os.abort()
     if response == "real-time":
         os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    if response == "abstain":
+        return None
     if response == "nan":
         return float("nan")
     if response == "print":
@@ -163,6 +165,11 @@ async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
 async def test_timeout_is_per_response_not_per_group(scorer):
     with pytest.raises(RewardUnavailable, match="response 2: timeout"):
         await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
+
+
+async def test_none_is_a_score_without_a_reward(scorer):
+    scores = await score(scorer, request("abstain", "a"))
+    assert [score.reward for score in scores] == [None, 1.0]
 
 
 async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
@@ -289,7 +296,7 @@ async def test_process_left_by_a_reward_blocks_no_caller_and_no_pipe(scorer, beh
 
 @pytest.fixture
 def of_group(tmp_path):
-    """Requests to the reward `rank`, and the file with a line for each call."""
+    """Return a function that makes requests to the reward `rank`, and the file with a line for each call."""
     calls = tmp_path / "calls"
     return lambda *responses, **kwargs: request(*responses, name="rank", context={"calls": str(calls)}, **kwargs), calls
 
@@ -298,7 +305,7 @@ async def test_group_is_scored_in_one_call_within_its_own_time(scorer, of_group)
     ask, calls = of_group
     scores = await score(scorer, ask("nap", "nap a", "nap ab", timeout_s=0.9))
     assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
-    assert calls.read_text() == "3\n"
+    assert calls.read_text(encoding="utf-8") == "3\n"
 
 
 async def test_group_that_takes_too_long_fails_as_a_whole(scorer, of_group):
@@ -311,7 +318,7 @@ async def test_group_is_scored_again_as_a_whole_after_a_crash(scorer, of_group):
     ask, calls = of_group
     scores = await score(scorer, ask("once", "a", max_attempts=2))
     assert [score.reward for score in scores] == [1.0, 0.0]
-    assert calls.read_text() == "2\n2\n"
+    assert calls.read_text(encoding="utf-8") == "2\n2\n"
 
 
 async def test_other_number_of_rewards_names_both_numbers(scorer, of_group):

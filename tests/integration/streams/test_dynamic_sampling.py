@@ -33,6 +33,13 @@ def equal_group(task: PromptTask) -> RolloutGroup:
     return group
 
 
+def group_of_one_opinion(task: PromptTask) -> RolloutGroup:
+    group = make_group(task)
+    for response in group.responses[1:]:
+        response.reward, response.has_no_reward = 0.0, True
+    return group
+
+
 async def submit_next(ledger: Ledger, job_id: str, make: object) -> str:
     """Be a rollout for one group; returns its id."""
     (claim,) = await World(ledger).claim_all(job_id, count=1)
@@ -46,7 +53,7 @@ async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
     return fields["state"], fields["num_groups"], fields["num_replaced"]
 
 
-@pytest.mark.parametrize("make", [equal_group, failed_group])
+@pytest.mark.parametrize("make", [equal_group, failed_group, group_of_one_opinion])
 async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, world, make):
     job_id, epoch = await open_job(ledger)
     assert await submit_next(ledger, job_id, make) == "0-0"

@@ -234,3 +234,12 @@ def test_held_out_that_falls_while_training_rises_is_a_problem():
     assert problems(find(flat, falls, evaluation=many)) == {}  # both fall: that is another matter
     sets = [{"name": "few", "data": data, "num_prompts": 4}, {"name": "many", "data": data, "num_prompts": 60}]
     assert problems(find(learning(), falls, evaluation={"sets": sets})) == {}  # four prompts say little
+
+
+def test_part_that_judges_only_some_responses_is_named() -> None:
+    findings = find(learning(**{"reward/form_mixed_groups": 2.0, "reward/style_mixed_groups": 1.0}))
+    (finding,) = [candidate for candidate in findings if "without an opinion" in candidate.sentence]
+    assert "in the last 8 iterations of job-1" in finding.sentence
+    assert "form (in 16 groups), style (in 8 groups)" in finding.sentence
+    assert (finding.key, finding.is_problem) == ("reward", False)
+    assert all("without an opinion" not in candidate.sentence for candidate in find(learning()))
