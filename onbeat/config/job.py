@@ -17,6 +17,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.objectives.base.gdpo import problems_of_parts
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -203,6 +204,8 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"schedule.mode: objective {objective.type} {reason}cannot run in {schedule.mode}; "
             f"use {' or '.join(objective.modes)}, or another objective"
         )
+    advantages_from = getattr(objective, "advantages_from", "reward")
+    yield from problems_of_parts(advantages_from, len(job.rewards), schedule.mode, job.rollout.truncated)
     if schedule.ends != sorted(set(schedule.ends)):
         yield (
             f"schedule.earlier_ends: {schedule.earlier_ends} must ascend and stay below the "

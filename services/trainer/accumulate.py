@@ -105,7 +105,7 @@ class GradientSum:
 
     def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
         """Compute all policies on the same packed row, then the objective and its gradient."""
-        batch = pack(row, self._device)
+        batch = pack(row, self._device, config=self._config)
         probed = self._probed_logprobs(batch)
         temperature = self._config.rollout.temperature
         logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)

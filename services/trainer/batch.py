@@ -37,8 +37,16 @@ class MicroBatch(Responses):
     group_ids: list[str]
 
 
-def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
-    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once."""
+def pack(
+    groups: Sequence[RolloutGroup | Part],
+    device: torch.device,
+    is_prefix_shared: bool = True,
+    config: JobConfig | None = None,
+) -> MicroBatch:
+    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once.
+
+    `config`: of the job, whose objective says what responses are compared by; None: by their rewards.
+    """
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
@@ -63,7 +71,10 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
-        group_rewards=[group_rewards(part.group, device) for part in parts],
+        group_rewards=[
+            group_rewards(part.group, device) if config is None else compared(part.group, config, device)
+            for part in parts
+        ],
         members=[torch.tensor(part.members, device=device) for part in parts],
         group_ids=[part.group.group_id for part in parts],
     )
@@ -91,6 +102,15 @@ def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> to
     return torch.tensor(rewards, dtype=torch.float32, device=device)
 
 
+def compared(group: RolloutGroup, config: JobConfig, device: torch.device | None = None) -> torch.Tensor:
+    """Return what the objective compares the responses by, [G] float32: their rewards, or a function of their parts."""
+    summed = {reward.part: reward.weight for reward in config.rewards if reward.part is not None}
+    parts = [[response.reward_parts.get(part, math.nan) for response in group.responses] for part in summed]
+    weights = torch.tensor(list(summed.values()), dtype=torch.float32, device=device)
+    parts_KG = torch.tensor(parts, dtype=torch.float32, device=device)
+    return config.objective.compared(group_rewards(group, device), parts_KG, weights)
+
+
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     """Distribute groups over rows under the token budget, in order: each inner list is packed into one row.
 
@@ -113,7 +133,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
-    members = config.objective.trained_members(group_rewards(group))
+    members = config.objective.trained_members(compared(group, config))
     if config.objective.needs_whole_group:
         return [Part(group, members)]
     parts: list[tuple[int, ...]] = []
@@ -139,14 +159,14 @@ def does_count(group: RolloutGroup, config: JobConfig) -> bool:
 
 def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group can change the update, so that it is passed through the model."""
-    return does_count(group, config) and config.objective.has_signal(group_rewards(group))
+    return does_count(group, config) and config.objective.has_signal(compared(group, config))
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
     if not is_trained(group, config):
         return 0
-    return num_places(group, config.objective.trained_members(group_rewards(group)))
+    return num_places(group, config.objective.trained_members(compared(group, config)))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

@@ -61,8 +61,18 @@ class Objective(Section):
         """Return the responses that a pass is for, of a group with these rewards [G]; ascending. NaN is no reward."""
         return members_with_reward(rewards)
 
+    @property
+    def waits_for_iteration(self) -> bool:
+        """True if advantages are divided by an `iteration_scale`."""
+        return self.needs_whole_iteration
+
+    def compared(self, rewards: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
+        """Return what the responses of a group are compared by, [G]: the rewards [G], or a function of their parts
+        [K, G] with weights [K], of several rewards. NaN is no opinion. Other methods get this for the rewards."""
+        return rewards
+
     def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
-        """Return the divisor of advantages, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
+        """Return the divisor of advantages, from the rewards [G] of all groups; called if `waits_for_iteration`."""
         return 1.0
 
     @abstractmethod
