@@ -1,12 +1,8 @@
 """Time to reward: seconds until the mean reward of five iterations in a row reaches 0.8, with the quick start's job.
 
-Also what comes out: reward and truncated responses of the held-out prompts before and after, what those prompts cost,
-and the curves that the doctor reads (tests/unit/broker/test_learning.py cuts them after every iteration).
-
-`--trl-times 8` is another measurement, of 0.1's quick start: TRL's GRPOTrainer gets the same task, model, cores, limits
-of tokens and reward, in the dtype in which it learns this task best. It is stopped once it has had that many times as
-long as Onbeat's median. vLLM is not available to it. Both times run from the command: imports, loading and the start of
-Onbeat's engine count.
+Both times run from the command: imports, loading and the start of Onbeat's engine count. TRL's GRPOTrainer gets the
+same task, model, cores, limits of tokens and reward, in the dtype in which it learns this task best. It is stopped once
+it has had `--times` as long as Onbeat's median. vLLM is not available to it.
 """
 
 import itertools
@@ -19,12 +15,7 @@ from vs_trl import run_trl
 
 from onbeat.config import JobConfig
 
-QUICKSTART = "examples/quickstart.toml"
-QUICKSTART_OF_TRL = "benchmarks/jobs/quickstart-0.1.toml"
-FOR_DOCTOR = (
-    *("rollout/truncated_frac", "rollout/uniform_groups", "rollout/solved_all_frac", "rollout/solved_none_frac"),
-    "train/entropy",
-)
+QUICKSTART = "benchmarks/jobs/quickstart-0.1.toml"
 WINDOW, WANTED = 5, 0.8
 MAX_TRL_STEPS = 400
 
@@ -41,25 +32,9 @@ def lowest_window(rewards: list[float], first: int) -> float:
     return min(statistics.fmean(rewards[end - WINDOW : end]) for end in ends)
 
 
-def course_of(iteration: dict[str, Any]) -> dict[str, Any]:
-    """Return what the doctor reads of an iteration."""
-    metrics = {name: round(iteration["metrics"][name], 4) for name in FOR_DOCTOR}
-    return {name: iteration[name] for name in ("reward_mean", "mismatch_mean", "num_groups")} | {"metrics": metrics}
-
-
-def held_out_of(report: dict[str, Any]) -> dict[str, Any] | None:
-    """Return scores of the held-out prompts before and after, and the share of the job's time that they took."""
-    if not (records := report["evaluations"]):
-        return None
-    scores = {name: [records[index][name] for index in (0, -1)] for name in ("reward_mean", "truncated_frac")}
-    spent_s = sum(record["ended_at"] - record["opened_at"] for record in records)
-    return scores | {"seconds": spent_s, "share_of_job": spent_s / report["totals"]["job_s"]}
-
-
-def run_onbeat(job: str, seed: int) -> dict[str, Any]:
+def run_onbeat(seed: int) -> dict[str, Any]:
     started = time.time()
-    report = run_job(job, f"seed={seed}")
-    ended = time.time()
+    report = run_job(QUICKSTART, f"seed={seed}")
     rewards = [iteration["reward_mean"] for iteration in report["iterations"]]
     ends = [iteration["committed_at"] - started for iteration in report["iterations"]]
     first = first_window(rewards)
@@ -72,14 +47,12 @@ def run_onbeat(job: str, seed: int) -> dict[str, Any]:
         "lowest_window_after": None if first is None else lowest_window(rewards, first),
         "last_window": statistics.fmean(rewards[-WINDOW:]),
         "job_s": report["totals"]["job_s"],
-        "command_s": ended - started,
-        "held_out": held_out_of(report),
-        "iterations": [course_of(iteration) for iteration in report["iterations"]],
+        "rewards": rewards,
     }
 
 
 def train_with_trl(dtype: str, limit_s: float) -> dict[str, Any]:
-    job = JobConfig.from_file(ROOT / QUICKSTART_OF_TRL)
+    job = JobConfig.from_file(ROOT / QUICKSTART)
     rollout = job.rollout
     sizes = (MAX_TRL_STEPS, rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     arguments = (quickstart_model(), *sizes, rollout.max_response_tokens, dtype)
@@ -103,22 +76,27 @@ def train_with_trl(dtype: str, limit_s: float) -> dict[str, Any]:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--trl-times", type=float, default=0.0, help="TRL's time, as a multiple of Onbeat's; 0: no TRL")
+    parser.add_argument("--times", type=float, default=8.0, help="TRL's time, as a multiple of Onbeat's; 0: no TRL")
     arguments = start(parser)
-    dtype, is_beside_trl = own_dtype(), arguments.trl_times > 0
-    runs = [run_onbeat(QUICKSTART_OF_TRL if is_beside_trl else QUICKSTART, seed) for seed in arguments.seeds]
+    dtype = own_dtype()
+    runs = [run_onbeat(seed) for seed in arguments.seeds]
     reached = [run["seconds_to_reward"] for run in runs if run["seconds_to_reward"] is not None]
     median_s = statistics.median(reached) if reached else None
-    result = {
-        "goal": f"mean reward of {WINDOW} iterations >= {WANTED}",
-        "seconds_to_reward": {"median": median_s, "slowest": max(reached, default=None)},
-        "num_seeds_that_reached_it": len(reached),
-        "num_seeds_that_stayed": sum((run["lowest_window_after"] or 0.0) >= WANTED for run in runs),
-        "onbeat": runs,
-    }
-    if is_beside_trl and median_s is not None:
-        result["trl"] = train_with_trl("mixed" if dtype == "bfloat16" else "float32", arguments.trl_times * median_s)
-    save("time_to_reward_trl" if is_beside_trl else "time_to_reward", result, dtype)
+    trl = None
+    if arguments.times and median_s is not None:
+        trl = train_with_trl("mixed" if dtype == "bfloat16" else "float32", arguments.times * median_s)
+    save(
+        "time_to_reward",
+        {
+            "goal": f"mean reward of {WINDOW} iterations >= {WANTED}",
+            "seconds_to_reward": {"median": median_s, "slowest": max(reached, default=None)},
+            "num_seeds_that_reached_it": len(reached),
+            "num_seeds_that_stayed": sum((run["lowest_window_after"] or 0.0) >= WANTED for run in runs),
+            "onbeat": runs,
+            "trl": trl,
+        },
+        dtype,
+    )
 
 
 if __name__ == "__main__":

@@ -193,13 +193,18 @@ def samples(
         bool,
         typer.Option("--before-after", help="Show answers to the same held-out prompts before and after training."),
     ] = False,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show responses to the prompts of one of several sources.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show responses with their rewards."""
     from onbeat.terminal.summary import print_examples
 
+    if evaluation is not None and source is not None:
+        raise ValueError("--source chooses among the prompts of training; leave it out, or --evaluation")
     if is_before_after:
-        if iteration is not None or evaluation is not None or is_decoded:
+        if iteration is not None or evaluation is not None or source is not None or is_decoded:
             raise ValueError("--before-after shows the first and the last answers; leave out the other options")
         show_before_after(broker, job_id, limit, as_json)
         return
@@ -207,7 +212,7 @@ def samples(
     def ask_for(client: "AsyncClient") -> "Awaitable[Sequence[Sample]]":
         if evaluation is not None:
             return client.jobs.evaluation_samples(job_id, evaluation)
-        return client.jobs.samples(job_id, iteration=iteration, limit=limit)
+        return client.jobs.samples(job_id, iteration=iteration, limit=limit, source=source)
 
     samples = broker.ask(ask_for)[:limit]
     if as_json:

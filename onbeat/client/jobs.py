@@ -183,11 +183,13 @@ class AsyncJobs:
         offset: int | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
+        source: str | None = None,
     ) -> Records[Sample]:
         """Return responses of an iteration (default: the newest that has any), after the first `offset` ones, with
-        rewards from `min_reward` to `max_reward`."""
+        rewards from `min_reward` to `max_reward`. `source`: one of several sources of the job."""
         page = {"iteration": iteration, "limit": limit, "offset": offset}
-        answer = await self._get(job_id, "/samples", **page, min_reward=min_reward, max_reward=max_reward)
+        choice = {"min_reward": min_reward, "max_reward": max_reward, "source": source}
+        answer = await self._get(job_id, "/samples", **page, **choice)
         return parse_list(Sample, "samples", answer)
 
     async def group(self, job_id: str, group_id: str) -> GroupDetail:

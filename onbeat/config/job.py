@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
+from onbeat.config.data import KEYS_OF_SEVERAL, DataConfig
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
@@ -17,6 +18,7 @@ from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.contracts.slots import Slots
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -62,21 +64,60 @@ class JobConfig(JobSections):
 
     def continues(self, other: "JobConfig") -> bool:
         """Return whether this is the other job, perhaps extended since."""
-        if other.data.now is None and self.data.now is not None:
-            other = other.dated(self.data.now)
+        if other.rendering.now is None and self.rendering.now is not None:
+            other = other.dated(self.rendering.now)
         ends = other.schedule.ends
         return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
 
     def dated(self, now: str) -> "JobConfig":
         """Return the job with the moment that its chat template takes for now, unless it has one."""
-        if self.data.now is not None:
+        if self.rendering.now is not None:
             return self
-        return self.model_copy(update={"data": self.data.model_copy(update={"now": now})})
+        first: DataConfig = self.rendering.model_copy(update={"now": now})
+        return self.model_copy(update={"data": [first, *self.data[1:]] if isinstance(self.data, list) else first})
+
+    @property
+    def sources(self) -> list[tuple[str, DataConfig]]:
+        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
+        if not isinstance(self.data, list):
+            return [("data", self.data)]
+        return [(f"data.{place}", source) for place, source in enumerate(self.data)]
+
+    @property
+    def rendering(self) -> DataConfig:
+        """The data whose template arguments and form (`as_chat`) are those of all prompts: the first source."""
+        return self.sources[0][1]
+
+    @property
+    def has_system_prompt(self) -> bool:
+        """True if any of the sources has one."""
+        return any(source.system_prompt for _, source in self.sources)
+
+    @property
+    def slots(self) -> Slots:
+        """The turns that several sources take at the prompts."""
+        return Slots.by_weights([source.weight for _, source in self.sources])
 
     @property
     def rewards(self) -> list[RewardConfig]:
         """The rewards, whose weighted sum a response gets. A single one has no `part`. Empty with an environment."""
         return rewards_in(self.reward) if self.reward is not None else []
+
+    @property
+    def rewards_by_source(self) -> dict[str, list[RewardConfig]]:
+        """The rewards of each source by its name; a single source has the name ''."""
+        return {
+            source.name or "": self.rewards if source.reward is None else rewards_in(source.reward)
+            for _, source in self.sources
+        }
+
+    @property
+    def solved_at_by_source(self) -> dict[str, float]:
+        """The reward from which a response counts as solved, by its source; a single source has the name ''."""
+        return {
+            source.name or "": self.solved_at if source.solved_at is None else source.solved_at
+            for _, source in self.sources
+        }
 
     @property
     def longest_response(self) -> int:
@@ -179,13 +220,26 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
+    if job.environment is not None and any(source.reward is not None for _, source in job.sources):
+        yield "data: the environment gives the reward; leave out those of the sources"
     longest, min_tokens = job.rollout.max_response_tokens, job.evaluation.min_tokens if job.evaluation else 0
     if min_tokens > longest:
         yield (
             f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
-    negative = [reward.part for reward in job.rewards if reward.weight < 0]
+    for held_out in job.held_out:
+        if held_out.data.is_one_of_several:
+            keys = ", ".join(KEYS_OF_SEVERAL)
+            yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"
+    for field, source in job.sources:
+        if (tokens := source.max_response_tokens or 0) > job.rollout.max_response_tokens:
+            yield (
+                f"{field}.max_response_tokens: {tokens} are more than rollout.max_response_tokens, which is the most "
+                f"of all sources; raise that to {tokens}, or lower this"
+            )
+    all_rewards = (job.rewards, *job.rewards_by_source.values())
+    negative = [reward.part for rewards in all_rewards for reward in rewards if reward.weight < 0]
     if job.rollout.truncated == "zero" and negative:
         yield (
             f"rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "

@@ -113,3 +113,9 @@ class RolloutConfig(Section):
     def num_reserved_prompts(self) -> int:
         """The number of prompts of the data that each iteration has for itself."""
         return self.max_prompts_per_iteration or self.num_prompts_per_iteration
+
+    @property
+    def num_rows_per_slot(self) -> int:
+        """The number of rows that a slot has in a source for itself: for its prompt, and for those that may replace
+        groups."""
+        return -(-self.num_reserved_prompts // self.num_prompts_per_iteration)

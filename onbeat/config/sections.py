@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from onbeat.config.data import DataConfig
+from onbeat.config.data import OneOrSeveralSources
 from onbeat.config.evaluation import EvaluationConfig
 from onbeat.config.model import LoraConfig, ModelConfig
 from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
@@ -34,7 +34,7 @@ class JobSections(Section):
     )
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
-    data: DataConfig
+    data: OneOrSeveralSources = Field(description="one or several sources of prompts")
     reward: OneOrSeveralRewards | None = Field(
         None, description="one or several rewards that score responses; needed unless there is an environment"
     )

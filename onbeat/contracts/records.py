@@ -252,6 +252,7 @@ class Sample(Record):
 
     iteration: int
     group_id: str
+    source: str = ""  # name of the prompt's source, in a job of several
     index: int = 0  # place in the group
     policy_version: int
     prompt: str  # the row's text

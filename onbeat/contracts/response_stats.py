@@ -63,20 +63,25 @@ def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 class ResponseStats(BaseModel):
-    """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved."""
+    """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved,
+    where `by_source` has none for the source of its prompt."""
 
     solved_at: float = 1.0
+    by_source: dict[str, float] = {}
     num_groups: int = 0
     num_solved_all: int = 0
     num_solved_none: int = 0
     lengths: Counter[int] = Counter()  # number of tokens -> responses
     parts: dict[str, Sums] = {}
 
-    def add(self, responses: Sequence[Response]) -> None:
+    def solved_at_of(self, source: str) -> float:
+        return self.by_source.get(source, self.solved_at)
+
+    def add(self, responses: Sequence[Response], source: str = "") -> None:
         """Add a group; one that failed has no responses and counts for nothing."""
         if not responses:
             return
-        num_solved = sum(is_solved(response.reward, self.solved_at) for response in responses)
+        num_solved = sum(is_solved(response.reward, self.solved_at_of(source)) for response in responses)
         self.num_groups += 1
         self.num_solved_all += num_solved == len(responses)
         self.num_solved_none += num_solved == 0

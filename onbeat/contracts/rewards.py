@@ -91,7 +91,8 @@ def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
 def recorded_rules(config: Mapping[str, Any]) -> int | None:
     """Return the ANSWER_RULES recorded with a job; 0 for one of a version without them, None if nothing is compared."""
     sets = (config.get("evaluation") or {}).get("sets") or []
-    sections = [config.get("reward"), *(held_out.get("reward") for held_out in sets)]
+    sources = data if isinstance(data := config.get("data"), list) else []
+    sections = [config.get("reward"), *(section.get("reward") for section in (*sets, *sources))]
     rewards = [reward for section in sections for reward in ([section] if isinstance(section, dict) else section or [])]
     rules = [reward.get("answer_rules", 0) for reward in rewards if reward.get("name") in REWARDS_THAT_COMPARE]
     return min(rules, default=None)

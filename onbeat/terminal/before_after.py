@@ -178,10 +178,14 @@ def pair_training(job: JobRecord, before: Sequence[Sample], after: Sequence[Samp
 
     Of different prompts, a right and a wrong response of each side are shown.
     """
-    solved_at = float(job.config.get("solved_at", 1.0))
+    default = float(job.config.get("solved_at", 1.0))
+    try:
+        solved_at = JobConfig.model_validate(job.config, context=IS_ACCEPTED).solved_at_by_source
+    except ValidationError:  # the job is of another version of Onbeat
+        solved_at = {}
 
     def judged(sample: Sample) -> Answer:
-        return Answer(sample, sample.reward >= solved_at)
+        return Answer(sample, sample.reward >= solved_at.get(sample.source, default))
 
     first, last = ({sample.prompt: sample for sample in reversed(side)} for side in (before, after))
     if same := [prompt for prompt in first if prompt in last]:

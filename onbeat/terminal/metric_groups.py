@@ -10,7 +10,7 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 
 # The title of each group, and the beginnings of the names in it; a name belongs to the first group that fits.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "reward": ("iteration/reward_", "reward/"),
+    "reward": ("iteration/reward_", "reward/", "source/"),
     "held out": ("eval/",),
     "responses": ("rollout/", "episode/"),
     "training": ("train/", "token/"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -20,23 +20,26 @@ Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each re
 class Choice:
     """A choice of responses: those that meet all of it. None and "" leave a thing open.
 
-    `least` to `most`: the rewards, both ends included. `is_solved`: whether the reward reaches `solved_at`, of the job.
-    `text`: is in the prompt, the decoded prompt or the response, in any case of letters.
+    `least` to `most`: the rewards, both ends included. `is_solved`: whether the reward reaches what `solved_at` has for
+    the source, by default 1.
+    `text`: is in the prompt, the decoded prompt or the response, in any case of letters. `source`: name of the
+    prompt's, in a job of several.
     """
 
     least: float = -math.inf
     most: float = math.inf
     is_truncated: bool | None = None
     is_solved: bool | None = None
-    solved_at: float = 1.0
+    solved_at: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
+    source: str = ""
 
-    def takes(self, response: Response) -> bool:
-        """Return whether a response is chosen, but for the text."""
+    def takes(self, response: Response, source: str) -> bool:
+        """Return whether a response is chosen, but for the text and its source."""
         return (
             self.least <= response.reward <= self.most
             and self.is_truncated in (None, response.finish_reason == "length")
-            and self.is_solved in (None, response.reward >= self.solved_at)
+            and self.is_solved in (None, response.reward >= self.solved_at.get(source, 1.0))
         )
 
     def has_text(self, *texts: str) -> bool:
@@ -55,7 +58,8 @@ def sample_groups(
     advantages: Advantages = MappingProxyType({}),
 ) -> list[Sample]:
     """Return up to `limit` chosen responses of many prompts, after the first `offset` ones."""
-    in_order = sorted(groups, key=lambda group: group_order(group.group_id))
+    of_source = (group for group in groups if choice.source in ("", group.source))
+    in_order = sorted(of_source, key=lambda group: group_order(group.group_id))
     of_groups = [group_samples(group, choice, advantages.get(group.group_id, ())) for group in in_order]
     # The first response of every group, then the second of every group: few samples show many prompts.
     samples = (sample for next_samples in zip_longest(*of_groups) for sample in next_samples if sample is not None)
@@ -73,11 +77,12 @@ def group_samples(
     decoded_prompt = text_of(group.prompt_parts)
     is_prompt_chosen = choice.has_text(group.prompt_text, decoded_prompt or "")
     for index, response in enumerate(group.responses):
-        if not choice.takes(response) or not (is_prompt_chosen or choice.has_text(response.text)):
+        if not choice.takes(response, group.source) or not (is_prompt_chosen or choice.has_text(response.text)):
             continue
         yield Sample(
             iteration=group.iteration,
             group_id=group.group_id,
+            source=group.source,
             index=index,
             policy_version=group.policy_version,
             prompt=group.prompt_text,

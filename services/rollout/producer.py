@@ -60,6 +60,7 @@ class GroupProducer:
             policy_version=task.policy_version,
             prompt_text=prompt_text(task),
             data_row=task.data_row if task.HasField("data_row") else None,
+            source=task.source,
         )
         flight.failed_episodes = self._failed_episodes.setdefault(task.group_id, flight.failed_episodes)
         forget_oldest(self._failed_episodes)

@@ -83,7 +83,8 @@ class TrainLoop:
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        stats = IterationStats(current_version, responses=ResponseStats(solved_at=self._config.solved_at))
+        responses = ResponseStats(solved_at=self._config.solved_at, by_source=self._config.solved_at_by_source)
+        stats = IterationStats(current_version, responses=responses)
         self._opened = OpenIteration(self._config, iteration, current_version)
         updates: list[Iterable[list[RolloutGroup]]] = [
             self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)

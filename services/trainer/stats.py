@@ -19,6 +19,7 @@ from services.trainer.batch import MicroBatch
 from services.trainer.checkpoints.store import TrainState
 from services.trainer.episode import CACHED_FRAC, episode_sums
 from services.trainer.gac import GacAction, GacDecision
+from services.trainer.sources import source_sums, take_source_scores
 from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
@@ -91,13 +92,14 @@ class IterationStats:
         self._add("reward_square", sum(reward * reward for reward in rewards))
         self._add("prompt_tokens", len(rewards) * len(group.prompt_token_ids))
         self._add("num_responses", len(rewards))
-        for name, total in episode_sums(group).items():
+        solved_at = self.responses.solved_at_of(group.source)
+        for name, total in (episode_sums(group) | source_sums(group, solved_at)).items():
             self._add(name, total)
         self.tally.num_arrived += len(rewards)
         if does_count:
             self.tally.num_responses += len(rewards)
             self.tally.num_tokens += sum(len(response.token_ids) for response in group.responses)
-        self.responses.add(group.responses)
+        self.responses.add(group.responses, group.source)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
             self._add("truncated", response.finish_reason == "length")
@@ -154,7 +156,7 @@ class IterationStats:
         The fixed order gives the same bits everywhere: each replica makes decisions from the total by itself.
         """
         self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
-        self.responses = ResponseStats(solved_at=self.responses.solved_at)
+        self.responses = ResponseStats(solved_at=self.responses.solved_at, by_source=self.responses.by_source)
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -204,7 +206,7 @@ class IterationStats:
             "rollout/truncated_frac": sums.pop("truncated", 0.0) / responses,
         }
         report |= {f"rollout/{name}": value for name, value in self.responses.shape().items()}
-        report |= self.responses.part_scores(parts)
+        report |= self.responses.part_scores(parts) | take_source_scores(sums)
         for name, total in sums.items():
             if name.startswith("token/"):
                 divisor = compared if name in COMPARED else tokens

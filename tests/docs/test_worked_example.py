@@ -15,7 +15,7 @@ PAGE = "docs/performance.md"
 
 
 def measured() -> SimpleNamespace:
-    results = json.loads((ROOT / "benchmarks/results/overlap.json").read_text())
+    results = json.loads((ROOT / "benchmarks/results/periodic_vs_sync.json").read_text())
     return SimpleNamespace(**results["medians"]["periodic"])
 
 

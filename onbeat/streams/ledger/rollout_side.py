@@ -125,6 +125,7 @@ class RolloutSide(LedgerPart):
             *length_of(group),
             int(do_rewards_differ(group)),
             json.dumps(generated_ago(group)),
+            group.source,
         ]
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())

@@ -69,13 +69,15 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
     trials: list[list[Trial]] = [[] for _ in items]
     if config.environment is not None:
         notes.append(OF_ENVIRONMENT)
-    for reward in config.rewards if config.environment is None else ():
-        if reward.name == HTTP_REWARD:
-            notes.append(OF_SERVICE)
-            continue
-        answers = await score(reward, [case for _, _, case in cases])
-        for (number, response, (_, text)), answer in zip(cases, answers, strict=True):
-            trials[number].append(trial_of(reward, response, text, answer))
+    for source, rewards in config.rewards_by_source.items():
+        chosen = [case for case in cases if items[case[0]].source == source]
+        for reward in rewards if chosen else ():
+            if reward.name == HTTP_REWARD:
+                notes += [OF_SERVICE] if OF_SERVICE not in notes else []
+                continue
+            answers = await score(reward, [case for _, _, case in chosen])
+            for (number, response, (_, text)), answer in zip(chosen, answers, strict=True):
+                trials[number].append(trial_of(reward, response, text, answer))
     prompts = [
         PreviewedPrompt(text=prompt["text"], num_tokens=prompt["num_tokens"], trials=tried)
         for prompt, tried in zip(rendered, trials, strict=True)
@@ -97,7 +99,7 @@ async def render(config: JobConfig, items: Sequence[PromptItem]) -> tuple[list[d
     ]
     if importlib.util.find_spec("transformers") is None:
         return plain, NO_TRANSFORMERS
-    arguments = config.data.template_arguments()
+    arguments = config.rendering.template_arguments()
     given = {
         "arguments": arguments,
         "chat_template": config.model.chat_template,

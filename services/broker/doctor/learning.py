@@ -56,8 +56,20 @@ class Course:
 
     @property
     def is_good(self) -> bool:
-        """True if the mean reward of the last iterations is near the reward of a solved response."""
-        return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
+        """True if the mean reward of the last iterations is near the reward of a solved response; of several sources,
+        if that of each is."""
+        limits = self.config.solved_at_by_source
+        if len(limits) == 1:
+            return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
+        means = [(limit, self.mean(f"source/{name}/reward_mean")) for name, limit in limits.items()]
+        known = [(limit, mean) for limit, mean in means if mean is not None]
+        return bool(known) and all(mean >= MOSTLY * limit > 0 for limit, mean in known)
+
+    @property
+    def wanted(self) -> str:
+        """The reward of a solved response, in words."""
+        limits = set(self.config.solved_at_by_source.values())
+        return f"solved_at = {min(limits):g}" if len(limits) == 1 else "solved_at of its source"
 
     @property
     def equal_share(self) -> float:
@@ -168,14 +180,35 @@ def look_at_signal(c: Course) -> Finding | None:
         return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
-    mean, wanted = fmean(rewards_of(c.recent) or [0.0]), f"solved_at = {c.config.solved_at:g}"
+    mean = fmean(rewards_of(c.recent) or [0.0])
     sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
     sentence += f"{mean:g} on average"
     if c.mean("rollout/solved_none_frac") in (None, 1):
-        sentence += f", and none reached {wanted}: read samples, then let the reward pay for parts of an answer "
+        sentence += f", and none reached {c.wanted}: read samples, then let the reward pay for parts of an answer "
         sentence += f"(reward), {more}, or take easier prompts (data)"
         return c.find(sentence, "reward", is_problem=not c.has_risen)
     return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
+
+
+def look_at_sources(c: Course) -> Finding | None:
+    """Look for sources, of several, that have nothing more to teach."""
+    if c.equal_share == 1:
+        return None
+    idle = []
+    for _, source in c.config.sources:
+        groups, uniform = (
+            sum(record.metrics.get(f"source/{source.name}/{name}", 0.0) for record in c.recent)
+            for name in ("groups", "uniform_groups")
+        )
+        if groups >= MIN_ITERATIONS and uniform == groups:
+            solved = c.mean(f"source/{source.name}/solved_frac") or 0.0
+            idle.append(f"{source.name} (solved {solved:.0%})")
+    if not idle:
+        return None
+    sources = "source" if len(idle) == 1 else "sources"
+    sentence = f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} had equal rewards and taught "
+    sentence += "nothing: lower the weight, or take prompts of another difficulty (data)"
+    return c.find(sentence, "data", is_problem=False)
 
 
 def look_at_missing_groups(c: Course) -> Finding | None:
@@ -184,14 +217,15 @@ def look_at_missing_groups(c: Course) -> Finding | None:
     if num_short < MOSTLY * len(c.recent) or c.equal_share == 1:
         return None
     rollout, missing = c.config.rollout, fmean(record.num_not_replaced for record in c.recent)
-    sentence = f"{c.lately} of {c.job_id}, {num_short} used all {rollout.max_prompts_per_iteration} prompts, and "
+    used = "prompts of a source" if len(c.config.sources) > 1 else f"{rollout.max_prompts_per_iteration} prompts"
+    sentence = f"{c.lately} of {c.job_id}, {num_short} used all {used}, and "
     sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with different rewards were missing on "
     sentence += "average: raise rollout.max_prompts_per_iteration, or take prompts of another difficulty (data)"
     return c.find(sentence, "rollout.max_prompts_per_iteration", is_problem=False)
 
 
 def explain_solved(c: Course) -> Finding:
-    sentence = f"{c.lately} every response reached solved_at = {c.config.solved_at:g}"
+    sentence = f"{c.lately} every response reached {c.wanted}"
     if c.has_risen:
         sentence = f"{c.job_id} has solved its task, {sentence}: it may end (schedule.num_iterations), or needs harder "
         return c.find(f"{sentence}prompts (data)", "schedule.num_iterations", is_problem=False)
@@ -275,6 +309,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_truncation,
     look_at_signal,
+    look_at_sources,
     look_at_missing_groups,
     look_at_held_out,
     look_at_entropy,

@@ -45,6 +45,7 @@ class AcceptedGroup(Record):
     prompt_tokens: int
     response_tokens: int
     do_rewards_differ: bool
+    source: str = ""  # '' in a job of one source
 
 
 async def read_groups(
@@ -83,6 +84,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
         do_rewards_differ=do_rewards_differ(group),
+        source=group.source,
     )
 
 

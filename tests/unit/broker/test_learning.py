@@ -234,3 +234,25 @@ def test_held_out_that_falls_while_training_rises_is_a_problem():
     assert problems(find(flat, falls, evaluation=many)) == {}  # both fall: that is another matter
     sets = [{"name": "few", "data": data, "num_prompts": 4}, {"name": "many", "data": data, "num_prompts": 60}]
     assert problems(find(learning(), falls, evaluation={"sets": sets})) == {}  # four prompts say little
+
+
+# ---- several sources ---------------------------------------------------------------------------------------------
+
+SOURCES = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
+
+
+def with_sources(uniform: dict[str, float], solved: dict[str, float]) -> list[Finding]:
+    """Return the findings on a job whose sources have two groups in each iteration."""
+    metrics = {"rollout/uniform_groups": 2.0} | {f"source/{name}/groups": 2.0 for name in uniform}
+    metrics |= {f"source/{name}/uniform_groups": value for name, value in uniform.items()}
+    metrics |= {f"source/{name}/solved_frac": value for name, value in solved.items()}
+    return [finding for finding in find(learning(**metrics), data=SOURCES) if "source" in finding.sentence]
+
+
+def test_source_that_is_all_solved_is_a_note() -> None:
+    (note,) = with_sources({"easy": 2.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5})
+    assert note.sentence.startswith(
+        "in the last 8 iterations of job-1, all groups of source easy (solved 100%) had equal rewards"
+    )
+    assert (note.key, note.is_problem) == ("data", False)
+    assert with_sources({"easy": 1.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5}) == []
