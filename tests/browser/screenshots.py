@@ -1,8 +1,7 @@
-"""Remakes docs/screenshots from three jobs of a local stack that is running, as a person sees them.
+"""Remakes docs/screenshots from two jobs of a local stack that is running, as a person sees them.
 
-After `onbeat up --rollout-cores 0 --trainer-cores 1`, `onbeat jobs create examples/quickstart.toml`, twice, the second
-one with another learning rate, and the same with examples/overlap.toml:
-`python -m tests.browser.screenshots http://127.0.0.1:8800 JOB OTHER_JOB OVERLAPPED_JOB`.
+After `onbeat up --rollout-cores 0 --trainer-cores 1` and `onbeat jobs create examples/quickstart.toml`, twice, the
+second one with another learning rate: `python -m tests.browser.screenshots http://127.0.0.1:8800 JOB OTHER_JOB`.
 """
 
 import argparse
@@ -47,13 +46,13 @@ async def save(page: Page, name: str, height: int) -> None:
     await page.close()
 
 
-async def take_all(browser: Browser, url: str, job: str, other: str, overlapped: str) -> None:
+async def take_all(browser: Browser, url: str, job: str, other: str) -> None:
     places = {
         "jobs": ("#/", "jobs", 400),
         "new-job": ("#/new", "new job", 1000),
         "job": (f"#/jobs/{job}", "job", 1500),
         "samples": (f"#/jobs/{job}/samples", "samples", 800),
-        "timeline": (f"#/jobs/{overlapped}/timeline", "timeline", 640),
+        "timeline": (f"#/jobs/{job}/timeline", "timeline", 640),
         "compare": (f"#/compare?jobs={job},{other}", "comparison", 1000),
         "workers": ("#/workers", "workers", 560),
     }
@@ -68,25 +67,20 @@ async def take_all(browser: Browser, url: str, job: str, other: str, overlapped:
     await save(page, "group", height=1000)
 
 
-async def take(chromium: str, url: str, *jobs: str) -> None:
+async def take(chromium: str, url: str, job: str, other: str) -> None:
     no_sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=no_sandbox)
-        await take_all(browser, url, *jobs)
+        await take_all(browser, url, job, other)
         await browser.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, purpose in {
-        "url": "of the broker",
-        "job": "one that has trained",
-        "other": "to compare it with",
-        "overlapped": "one of examples/overlap.toml",
-    }.items():
+    for name, purpose in (("url", "of the broker"), ("job", "one that has trained"), ("other", "to compare it with")):
         parser.add_argument(name, help=purpose)
     install = subprocess.run([INSTALL], stdout=subprocess.PIPE, text=True, check=True, timeout=INSTALL_S)
-    asyncio.run(take(install.stdout.strip(), *vars(parser.parse_args()).values()))
+    asyncio.run(take(install.stdout.strip(), **vars(parser.parse_args())))
 
 
 if __name__ == "__main__":
