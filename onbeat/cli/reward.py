@@ -51,7 +51,7 @@ def try_reward(
     should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
-    from onbeat.contracts.rewards import HTTP_REWARD, ZERO
+    from onbeat.contracts.rewards import SERVICE_REWARDS, ZERO
     from onbeat.process.extras import require_extra
 
     if job_id is not None:
@@ -64,8 +64,8 @@ def try_reward(
     if config.environment is not None:
         remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
         raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
-    if any(reward.name == HTTP_REWARD for reward in config.rewards):
-        raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
+    if any(reward.name in SERVICE_REWARDS for reward in config.rewards):
+        raise ValueError("rewards http and judge ask a service that rollouts know by name; call it yourself, or use --job")
     require_extra("broker", user="the data of a job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
     prompts, problem = render_prompts(config, items)

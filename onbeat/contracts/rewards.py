@@ -9,7 +9,9 @@ from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Section
 
 MAX_REWARDS = 8
-HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
+HTTP_REWARD, JUDGE_REWARD = "http", "judge"
+SERVICE_REWARDS = (HTTP_REWARD, JUDGE_REWARD)  # these ask a service, which rollouts know by its own name
+JUDGE_MODES = ("score", "ranking")  # one response at a time, or all of a group against one another
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
 ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
@@ -24,10 +26,10 @@ def check_rules(rules: int, info: ValidationInfo) -> int:
 
 
 class RewardConfig(Section):
-    name: str = Field(description="name of an installed entry point of the group `onbeat.rewards`, or http")
+    name: str = Field(description="name of an installed entry point of the group `onbeat.rewards`, or http or judge")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="keyword arguments of the reward; http: `service` names the service, which gets the others",
+        description="keyword arguments of the reward; http and judge: `service` names the service; http: it gets the others",
     )
     timeout_s: Float = Field(
         10.0, gt=0, le=3600, description="hard time limit for scoring a response; http: for each response of a group"

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from onbeat.config import JobConfig
 from onbeat.contracts.answers import PROMPT_SUFFIX
-from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
+from onbeat.contracts.rewards import SERVICE_REWARDS, RewardConfig
 from onbeat.process.children import ChildDied, ChildProcess
 from services.broker.admission.rewards import CHILD as SCORER
 from services.broker.admission.rewards import TRIAL_S
@@ -25,7 +25,7 @@ RENDER_MEMORY_MB = 8192
 OWN_ANSWER, EMPTY = "own answer", "empty"
 NO_TRANSFORMERS = "the package transformers is not installed where the broker runs"
 OF_ENVIRONMENT = "rewards are not tried: they come from the job's environment, which plays whole episodes"
-OF_SERVICE = "reward http is not tried: it is a service that the rollouts know by name"
+OF_SERVICE = "rewards http and judge are not tried: they ask a service that the rollouts know by name"
 
 Case = tuple[dict[str, Any], str]  # context of a prompt, response
 
@@ -70,7 +70,7 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
     if config.environment is not None:
         notes.append(OF_ENVIRONMENT)
     for reward in config.rewards if config.environment is None else ():
-        if reward.name == HTTP_REWARD:
+        if reward.name in SERVICE_REWARDS:
             notes.append(OF_SERVICE)
             continue
         answers = await score(reward, [case for _, _, case in cases])

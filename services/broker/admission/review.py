@@ -16,7 +16,7 @@ from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
-from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig, compares_with_answer
+from onbeat.contracts.rewards import JUDGE_MODES, JUDGE_REWARD, SERVICE_REWARDS, RewardConfig, compares_with_answer
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
@@ -34,6 +34,7 @@ REWARD_OPTIONS = {
     "regex": ("pattern", "as_number"),
     "math": (),
     "reasoning_gym": ("answer_pattern",),
+    JUDGE_REWARD: ("service", "rubric", "mode"),
 }
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
@@ -86,7 +87,7 @@ class Admission:
             reward_complaints = review_reward(use, num_groups)
             complaints += reward_complaints + pattern_complaints
             checked += [] if pattern_complaints else [use]  # a slow pattern must not hold up the data
-            if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not reward_complaints:
+            if use.field.startswith("reward") and use.reward.name not in SERVICE_REWARDS and not reward_complaints:
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
@@ -266,10 +267,10 @@ def review_environment(config: JobConfig) -> list[Complaint]:
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     """Check the reward without its data's content. `num_groups`: capture groups in the reward's pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
-    if name == HTTP_REWARD:
-        return review_service(use)
+    if name in SERVICE_REWARDS:
+        return [*review_service(use), *(review_judge(use) if name == JUDGE_REWARD else ())]
     if name not in installed:
-        known = {*installed, HTTP_REWARD}
+        known = {*installed, *SERVICE_REWARDS}
         message = f"no reward {name!r} is installed; {suggest(close_names(name, known), known)}"
         return [(f"{use.field}.name", message)]
     for field, data in use.data:
@@ -300,7 +301,20 @@ def review_service(use: RewardUse) -> list[Complaint]:
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []
     message = (
-        f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {show(service)}; "
-        "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
+        f"reward {use.reward.name} needs the name of a service here (letters, digits, _ . -; at most 64), got "
+        f"{show(service)}; its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
     return [(f"{use.field}.options.service", message)]
+
+
+def review_judge(use: RewardUse) -> list[Complaint]:
+    """Check the options of a judge, all of which are Onbeat's own."""
+    options, complaints = use.reward.options, review_options(use)
+    rubric, mode = options.get("rubric"), options.get("mode", JUDGE_MODES[0])
+    if not isinstance(rubric, str) or not rubric.strip():
+        message = "reward judge needs a text that says what a good response is, such as 'Is it polite and short?'"
+        complaints.append((f"{use.field}.options.rubric", message))
+    if mode not in JUDGE_MODES:
+        message = f"reward judge has the modes {' and '.join(JUDGE_MODES)}, not {show(mode)}"
+        complaints.append((f"{use.field}.options.mode", message))
+    return complaints
