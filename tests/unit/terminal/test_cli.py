@@ -315,6 +315,22 @@ def test_what_a_job_did_is_printed(onbeat: Command, trained: str, tmp_path: Path
     assert (report["mode"], len(report["iterations"]), len(report["weights"])) == ("periodic", 3, 4)
 
 
+@pytest.mark.usefixtures("trainer")
+def test_samples_are_chosen_by_end_reward_and_text(onbeat: Command, broker: BrokerThread) -> None:
+    job_id = broker.create_job(solved_at=0.15)  # the reward of iteration 1 is 0.1, and of the newest one 0.2
+    onbeat("jobs", "watch", job_id)
+
+    def chosen(*options: str) -> list[str]:
+        return [sample["group_id"] for sample in json.loads(onbeat("jobs", "samples", job_id, "--json", *options).out)]
+
+    assert chosen("--search", "OF 2-1") == ["2-1", "2-1"]
+    assert chosen("--iteration", "1", "--wrong") == ["1-0", "1-1", "1-0", "1-1"]
+    assert chosen("--wrong") == []
+    assert onbeat("jobs", "samples", job_id, "--truncated").out == "no such samples\n"
+    for other, said in ((["--evaluation", "0"], "leave them or --evaluation out"), (["--before-after"], "leave out")):
+        assert said in onbeat("jobs", "samples", job_id, "--wrong", *other, code=2).err
+
+
 def test_logs_of_local_services_are_printed(onbeat: Command, tmp_path: Path) -> None:
     assert "no stack was started with this data folder" in onbeat("logs", "--data-dir", str(tmp_path), code=2).err
     (tmp_path / "logs").mkdir()
