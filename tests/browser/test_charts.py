@@ -57,6 +57,8 @@ def walk(number: int) -> list[list[float]]:
 
 # Results of functions: (module, function of the module and an argument, argument, result).
 TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
+LINES = """(m, a) => m.linesOf(a.map(([lr, seed], place) => ({ name: `job-${place}`, config: { lr, seed } })))
+    .map(({ label, places }) => [label, places])"""
 IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
 
 
@@ -80,11 +82,54 @@ IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
             id="values that hardly move are told apart",
         ),
         pytest.param(
-            "compare.js",
+            "differences.js",
             "(m, a) => [...m.flatten(a)]",
-            {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}},
-            [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]],
+            {
+                "lora": None,
+                "schedule": {"mode": "sync", "earlier_ends": []},
+                "sets": [{"top_k": 5}],
+                "betas": [0.9, 0.95],
+            },
+            [["schedule.mode", "sync"], ["sets.0.top_k", "5"], ["betas", "[0.9,0.95]"]],
             id="empty values are no difference of jobs",
+        ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.differencesOf(a)",
+            [{"name": "a", "lr": 1e-5, "seed": 0}, {"name": "b", "lr": 2.5e-6, "seed": 0, "lora": {"rank": 8}}],
+            [["lr", ["1e-5", "2.5e-6"]], ["lora.rank", ["\N{EN DASH}", "8"]]],
+            id="only what differs is shown, and not the name",
+        ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.shortNames(a)",
+            ["a.top_k", "b.top_k", "c.decay"],
+            ["a.top_k", "b.top_k", "decay"],
+            id="keys with the same last word are whole",
+        ),
+        *(
+            pytest.param("differences.js", LINES, configs, lines, id=name)
+            for name, configs, lines in [
+                ("jobs that differ only in seeds are one line", [[1, 0], [1, 1]], [["2 seeds", [0, 1]]]),
+                (
+                    "other seeds join the line of their values",
+                    [[1, 0], [2, 0], [1, 1], [1, 2]],
+                    [["lr=1, 3 seeds", [0, 2, 3]], ["lr=2", [1]]],
+                ),
+                ("jobs of the same seed have their names", [[1, 0], [1, 0]], [["job-0", [0]], ["job-1", [1]]]),
+                ("long values give way to names", [["x" * 60, 0], ["y", 0]], [["job-0", [0]], ["job-1", [1]]]),
+                ("a job alone has its name", [[1, 0]], [["job-0", [0]]]),
+            ]
+        ),
+        pytest.param(
+            "compare.js",
+            "(m, a) => m.overSeeds(a)",
+            [[[0, 1], [1, 2]], [[0, 3]], [[2, 5], [4, 6]]],
+            {
+                "points": [[0, 2], [1, 2], [2, 5], [4, 6]],
+                "band": [[0, 1, 3], [1, 2, 2], [2, 5, 5], [4, 6, 6]],
+            },
+            id="a band is around the seeds that have a value",
         ),
         pytest.param(
             "events.js",

@@ -1,8 +1,11 @@
 """Several jobs on the same axes, chosen in the list."""
 
+from typing import Any
+
 from playwright.async_api import expect
 
 from tests.browser.gallery import drawn
+from tests.world import World
 
 
 async def test_jobs_ticked_in_the_list_are_compared(visit, gallery):
@@ -19,9 +22,11 @@ async def test_jobs_ticked_in_the_list_are_compared(visit, gallery):
     await expect(rows.filter(has_text="\N{EN DASH}")).to_have_count(10)  # the other one has 20 iterations
     for row in (await rows.all())[20:]:
         await expect(row).to_contain_text("\N{EN DASH}")
+    await expect(reward.get_by_role("listitem")).to_contain_text(["num_iterations=30", "num_iterations=20"])
     for name in ("learned", "slower"):
-        await expect(reward.get_by_role("listitem").filter(has_text=name)).to_be_visible()
         await expect(page.get_by_role("columnheader", name=name).first).to_be_visible()
+    headings = page.get_by_role("heading", level=2)
+    await expect(headings).to_have_text(["Configuration differences", "Results", "Curves"])
     different = page.get_by_role("row").filter(has_text="schedule.num_iterations")
     await expect(different.get_by_role("cell")).to_have_text(["30", "20"])
     await expect(page.get_by_role("row").filter(has_text="optimizer.learning_rate")).to_have_count(0)
@@ -34,9 +39,35 @@ async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit, ga
     await page.keyboard.press("Home")
     other = page.get_by_test_id("chart-entropy").get_by_role("slider")
     await expect(other).to_have_attribute("aria-valuenow", "0")
-    await expect(other).to_have_attribute("aria-valuetext", "iteration 0: learned 1.2, slower 1.2 nats")
+    await expect(other).to_have_attribute(
+        "aria-valuetext", "iteration 0: num_iterations=30 1.2, num_iterations=20 1.2 nats"
+    )
     await page.keyboard.press("Escape")
     await expect(other).to_have_attribute("aria-valuenow", "29")
+
+
+async def test_seeds_of_a_job_are_one_line_with_a_band(visit, broker, world):
+    ids = [await finish(world, seed, reward) for seed, reward in ((0, 0.25), (1, 0.75))]
+    ids.append(await finish(world, 0, 0.5, optimizer={"learning_rate": 3e-5}))
+    page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
+    reward = page.get_by_test_id("chart-reward")
+    await expect(reward.get_by_role("listitem")).to_have_text(
+        ["learning_rate=1e-6, 2 seeds0.5, lowest to highest: 0.25 to 0.75", "learning_rate=3e-50.5"]
+    )
+    await expect(page.get_by_role("row", name="seed").get_by_role("cell")).to_have_text(["0", "1", "0"])
+    colours = [
+        await page.get_by_role("columnheader").nth(place).locator("svg").get_attribute("style") for place in (1, 2, 3)
+    ]
+    assert colours[0] == colours[1] != colours[2]
+
+
+async def finish(world: World, seed: int, reward_mean: float, **sections: Any) -> str:
+    """Run a job of one iteration."""
+    job_id, epoch = await world.started_job(seed=seed, schedule={"num_iterations": 1}, **sections)
+    await world.wait_open(job_id, 0)
+    await world.drain(job_id)
+    await world.commit(job_id, epoch, 0, reward_mean=reward_mean)
+    return job_id
 
 
 async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit, gallery):
