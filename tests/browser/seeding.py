@@ -18,7 +18,7 @@ from onbeat.streams.codec import PromptPart, PromptTask, Response, RolloutGroup,
 from onbeat.streams.ledger import Ledger
 from services.broker.evaluations import score
 from services.broker.samples import sample_groups
-from tests.world import LEASE_S, job_body
+from tests.world import LEASE_S, World, job_body
 
 WORKERS = ("rollout-0", "rollout-1")
 A_DAY_S = 86_400
@@ -66,6 +66,13 @@ async def seed_job(
         await seed_evaluation(ledger, job_id, num_iterations, num_iterations + 1, content)
     if state is not JobState.RUNNING:
         await ledger.jobs.move(job_id, state, "the machine went away" if state is JobState.FAILED else "")
+    return job_id
+
+
+async def seed_reward(world: World, reward_mean: float, **sections: Any) -> str:
+    """Create a job with this reward in its only iteration, and return its id, while no broker runs."""
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 1}, **sections)
+    await world.run_iteration(job_id, epoch, 0, reward_mean=reward_mean)
     return job_id
 
 

@@ -107,6 +107,27 @@ IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
             ["a.top_k", "b.top_k", "decay"],
             id="keys with the same last word are whole",
         ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.columnsOf(a).map(({ key, name, texts }) => [key, name, [...texts]])",
+            [
+                {"id": "odd", "config": {}},
+                {"id": "a", "config": {"lora": {"rank": 8}, "optimizer": {"lr": 1}, "seed": 0}},
+                {"id": "b", "config": {"optimizer": {"lr": 2}, "seed": 0}},
+            ],
+            [
+                ["optimizer.lr", "lr", [["a", "1"], ["b", "2"]]],
+                ["lora.rank", "rank", [["a", "8"], ["b", "\N{EN DASH}"]]],
+            ],
+            id="keys that all jobs have are the first columns",
+        ),
+        pytest.param(
+            "jobs.js",
+            "(m, a) => a.map(m.scaleOf)",
+            [[[[0, 0.2], [1, 0.4]], [[0, 0.75]]], [[[0, -2], [1, -1]]], [[], []]],
+            [[0, 0.75], [-2, 0], None],
+            id="one scale has all curves and 0",
+        ),
         *(
             pytest.param("differences.js", LINES, configs, lines, id=name)
             for name, configs, lines in [

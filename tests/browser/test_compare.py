@@ -1,11 +1,9 @@
 """Several jobs on the same axes, chosen in the list."""
 
-from typing import Any
-
 from playwright.async_api import expect
 
 from tests.browser.gallery import drawn
-from tests.world import World
+from tests.browser.seeding import seed_reward
 
 
 async def test_jobs_ticked_in_the_list_are_compared(visit, gallery):
@@ -46,28 +44,22 @@ async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit, ga
     await expect(other).to_have_attribute("aria-valuenow", "29")
 
 
-async def test_seeds_of_a_job_are_one_line_with_a_band(visit, broker, world):
-    ids = [await finish(world, seed, reward) for seed, reward in ((0, 0.25), (1, 0.75))]
-    ids.append(await finish(world, 0, 0.5, optimizer={"learning_rate": 3e-5}))
-    page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
-    reward = page.get_by_test_id("chart-reward")
-    await expect(reward.get_by_role("listitem")).to_have_text(
-        ["learning_rate=1e-6, 2 seeds0.5, lowest to highest: 0.25 to 0.75", "learning_rate=3e-50.5"]
-    )
-    await expect(page.get_by_role("row", name="seed").get_by_role("cell")).to_have_text(["0", "1", "0"])
-    colours = [
-        await page.get_by_role("columnheader").nth(place).locator("svg").get_attribute("style") for place in (1, 2, 3)
+async def test_seeds_of_a_job_are_one_line_with_a_band(visit, ledger, world, tmp_path):
+    slow, fast = {"learning_rate": 1e-6}, {"learning_rate": 3e-5}
+    ids = [
+        await seed_reward(world, 0.25, seed=0, optimizer=slow),
+        await seed_reward(world, 0.5, seed=0, optimizer=fast),
+        await seed_reward(world, 0.75, seed=1, optimizer=slow),
     ]
-    assert colours[0] == colours[1] != colours[2]
-
-
-async def finish(world: World, seed: int, reward_mean: float, **sections: Any) -> str:
-    """Run a job of one iteration."""
-    job_id, epoch = await world.started_job(seed=seed, schedule={"num_iterations": 1}, **sections)
-    await world.wait_open(job_id, 0)
-    await world.drain(job_id)
-    await world.commit(job_id, epoch, 0, reward_mean=reward_mean)
-    return job_id
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
+        await expect(page.get_by_test_id("chart-reward").get_by_role("listitem")).to_have_text(
+            ["learning_rate=1e-6, 2 seeds0.5, lowest to highest: 0.25 to 0.75", "learning_rate=3e-50.5"]
+        )
+        differences = page.get_by_role("region", name="Configuration differences")
+        await expect(differences.get_by_role("row", name="seed").get_by_role("cell")).to_have_text(["0", "0", "1"])
+        colours = [await swatch.get_attribute("style") for swatch in await differences.locator("svg").all()]
+        assert colours[0] == colours[2] != colours[1]
 
 
 async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit, gallery):

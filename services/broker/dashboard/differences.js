@@ -3,6 +3,7 @@
 import { isTable, isTables } from "./format.js";
 
 const LONGEST = 60; // characters of a label
+const MISSING = "–";
 
 /**
  * The values of a configuration as text, by dotted key, as in onbeat/config/differences.py: {"data": {"type": "jsonl"}}
@@ -28,13 +29,26 @@ function textOf(value) {
 export function differencesOf(configs) {
   const flat = configs.map((config) => flatten(config));
   const keys = [...new Set(flat.flatMap((values) => [...values.keys()]))].filter((key) => key !== "name");
-  return keys.map((key) => [key, flat.map((values) => values.get(key) ?? "–")]).filter(([, texts]) => new Set(texts).size > 1);
+  return keys.map((key) => [key, flat.map((values) => values.get(key) ?? MISSING)]).filter(([, texts]) => new Set(texts).size > 1);
 }
 
 /** The last word of each key, or the whole key where several end with that word. */
 export function shortNames(keys) {
   const last = (key) => key.split(".").at(-1);
   return keys.map((key) => (keys.filter((other) => last(other) === last(key)).length > 1 ? key : last(key)));
+}
+
+/**
+ * A column of the list for each key in which its jobs differ: [{key, name, texts}, ...], `texts` by job id. Keys that all
+ * jobs have come first. A job whose record cannot be read has an empty configuration, and no texts.
+ */
+export function columnsOf(jobs) {
+  const readable = jobs.filter(({ config }) => Object.keys(config).length);
+  const numMissing = ([, texts]) => texts.filter((text) => text === MISSING).length;
+  const differences = differencesOf(readable.map(({ config }) => config)).sort((one, other) => numMissing(one) - numMissing(other));
+  const names = shortNames(differences.map(([key]) => key));
+  const textsOf = (texts) => new Map(readable.map(({ id }, place) => [id, texts[place]]));
+  return differences.map(([key, texts], index) => ({ key, name: names[index], texts: textsOf(texts) }));
 }
 
 /**
