@@ -305,14 +305,16 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
         const linesOf = (chart) => series.lines(chart).map(({ name }) => name);
         const charts = () => Object.fromEntries(CHARTS.map((chart) => [chart.id, linesOf(chart)]));
         const single = charts();
-        series.add(0, { "eval/hard/reward_mean": 1, "eval/easy/reward_mean": 1, "eval/easy/reward/right_mean": 1 });
+        const scores = ["reward_mean", "reward/right_mean", "reward/short_mean", "response_tokens_mean"];
+        for (const prefix of ["eval/", "eval/easy/"]) for (const name of scores) series.add(0, { [prefix + name]: 1 });
+        series.add(0, { "eval/hard/reward_mean": 0.5, "eval/hard/reward/right_mean": 0.5 });
         return [single, charts(), series.others()];
     }"""
     single, sets, others = await call(modules, "series.js", script)
     assert (single["parts"], single["held-out"], single["held-out-parts"]) == (["right", "short"], ["mean"], ["right"])
     assert single["solved"] == ["held out, by any of k"]
-    assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "right"])
-    assert others == ["reward/right_std", "train/odd"]
+    assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "easy/short", "hard/right"])
+    assert others == ["eval/easy/response_tokens_mean", "reward/right_std", "train/odd"]
 
 
 async def test_answers_are_paired_and_the_telling_ones_come_first(modules: Page) -> None:
