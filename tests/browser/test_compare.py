@@ -62,6 +62,16 @@ async def test_seeds_of_a_job_are_one_line_with_a_band(visit, ledger, world, tmp
         assert colours[0] == colours[2] != colours[1]
 
 
+async def test_ninth_line_is_left_out_and_more_seeds_are_not(visit, ledger, world, tmp_path):
+    ids = [await seed_reward(world, 0.5, seed=seed) for seed in (0, 1)]
+    ids += [await seed_reward(world, 0.5, optimizer={"learning_rate": number * 1e-5}) for number in range(1, 9)]
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
+        await expect(page.get_by_role("heading", level=1, name="Compare 9 jobs")).to_be_visible()
+        await expect(page.get_by_test_id("chart-reward").get_by_role("listitem")).to_have_count(8)
+        await expect(page.get_by_text("left out: 1 of 10 jobs")).to_be_visible()
+
+
 async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit, gallery):
     visit.watch.expect("status of 404")
     page = await visit(gallery.url, gallery.place("comparison") + ",job-that-is-gone")

@@ -8,7 +8,8 @@ import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadg
 import { Series } from "./series.js";
 import { CHARTS } from "./table.js";
 
-const MOST = 8; // jobs: as many as there are colours
+const MOST_LINES = 8; // lines: as many as there are colours
+const MOST_JOBS = 24; // jobs that are loaded: three seeds for each line
 const REFRESH_MS = 5000;
 const AGAIN = 5; // iterations that are asked for once more: their evaluations may come later
 const ENDS = 5; // iterations that the first and the last reward are the mean of
@@ -19,9 +20,12 @@ const ABOUT_SEEDS =
 export async function show(main, { jobs = "" }, signal) {
   const ids = [...new Set(jobs.split(",").filter(Boolean))];
   if (ids.length < 2) return render(HOW_TO, main);
-  const { runs, notes } = await load(ids.slice(0, MOST), signal);
-  if (ids.length > MOST) notes.push(`Only the first ${MOST} of ${ids.length} jobs are shown.`);
-  if (!signal.aborted) render(html`<${Comparison} runs=${runs} notes=${notes} signal=${signal} />`, main);
+  const { runs, notes } = await load(ids.slice(0, MOST_JOBS), signal);
+  const places = linesOf(runs.map(({ job }) => job)).slice(0, MOST_LINES).flatMap((line) => line.places);
+  const shown = runs.filter((_, place) => places.includes(place));
+  const numLeft = runs.length - shown.length + Math.max(0, ids.length - MOST_JOBS);
+  if (numLeft) notes.push(`One page has at most ${MOST_LINES} lines and ${MOST_JOBS} jobs; left out: ${numLeft} of ${ids.length} jobs.`);
+  if (!signal.aborted) render(html`<${Comparison} runs=${shown} notes=${notes} signal=${signal} />`, main);
 }
 
 const HOW_TO = html`
