@@ -74,6 +74,10 @@ async def test_curves_share_a_scale_and_differences_have_columns(visit, ledger, 
         rows = {name: page.get_by_test_id("job-row").filter(has_text=name) for name in ("fast", "slow")}
         await expect(rows["fast"].locator("circle")).to_have_attribute("cy", "3.0")  # the top of the scale
         await expect(rows["slow"].locator("circle")).to_have_attribute("cy", "16.3")  # a third of it
+        strokes = await page.locator(".spark polyline").evaluate_all(
+            "(all) => all.map((one) => getComputedStyle(one).stroke)"
+        )
+        assert "none" not in strokes
         column = page.get_by_role("columnheader", name="learning_rate")
         await expect(column).to_have_count(0)
         await page.get_by_label("Columns for what differs").check()
