@@ -96,9 +96,9 @@ IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
         pytest.param(
             "differences.js",
             "(m, a) => m.differencesOf(a)",
-            [{"name": "a", "lr": 1e-5, "seed": 0}, {"name": "b", "lr": 2.5e-6, "seed": 0, "lora": {"rank": 8}}],
-            [["lr", ["1e-5", "2.5e-6"]], ["lora.rank", ["\N{EN DASH}", "8"]]],
-            id="only what differs is shown, and not the name",
+            [{"name": "a", "seed": 0, "pool": "p", "lr": 1e-5}, {"name": "b", "seed": 1, "pool": "p", "lr": 2.5e-6}],
+            [["lr", ["1e-5", "2.5e-6"]], ["seed", ["0", "1"]]],
+            id="only what differs is shown, without the name",
         ),
         pytest.param(
             "differences.js",

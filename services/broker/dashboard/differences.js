@@ -25,10 +25,11 @@ function textOf(value) {
   return isTiny ? value.toExponential() : JSON.stringify(value);
 }
 
-/** [[key, [text, ...]], ...]: the keys that are not equal everywhere, with a text for each configuration. Not the name. */
+/** [[key, [text, ...]], ...]: the keys that are not equal everywhere, the seed last, with a text for each configuration. Not the name. */
 export function differencesOf(configs) {
   const flat = configs.map((config) => flatten(config));
   const keys = [...new Set(flat.flatMap((values) => [...values.keys()]))].filter((key) => key !== "name");
+  keys.sort((one, other) => (one === "seed") - (other === "seed"));
   return keys.map((key) => [key, flat.map((values) => values.get(key) ?? MISSING)]).filter(([, texts]) => new Set(texts).size > 1);
 }
 

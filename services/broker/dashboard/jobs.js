@@ -12,7 +12,7 @@ const TYPING_MS = 250; // until the broker is asked for what is typed
 const PAGE = 50;
 const ALL = 500; // the most that the broker lists; a search looks at the newest ones
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
-const MOST_COLUMNS = 5; // columns for keys that differ
+const MOST_COLUMNS = 4; // columns for keys that differ
 const NUM_POINTS = 40; // points of a small curve
 const MAX_CURVES = 20; // curves read at a time; the next look goes on with the others
 const [WIDTH, HEIGHT] = [96, 26]; // pixels of a small curve
@@ -169,8 +169,10 @@ class JobsPage extends Component {
           <option value="">Any state</option>
           ${STATES.map((each) => html`<option value=${each}>${each.toLowerCase()}</option>`)}
         </select>
-        <input id="differ" type="checkbox" checked=${hasKeys} onChange=${(event) => this.filter({ hasKeys: event.target.checked })} />
-        <label for="differ">Columns for what differs</label>
+        <span class="actions">
+          <input id="differ" type="checkbox" checked=${hasKeys} onChange=${(event) => this.filter({ hasKeys: event.target.checked })} />
+          <label for="differ">Columns for what differs</label>
+        </span>
       </search>
     `;
   }
