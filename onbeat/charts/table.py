@@ -103,8 +103,27 @@ def lines_of(entry: Chart, curves: Curves) -> list[Line]:
 
 def series_of(entry: Chart, curves: Curves) -> list[LineOfChart]:
     """Return the lines of a chart, or those that its pattern matches."""
-    matches = [match for name in sorted(curves) if entry.pattern and (match := re.search(entry.pattern, name))]
+    names = sorted(set(curves) - repeated_names(curves))
+    matches = [match for name in names if entry.pattern and (match := re.search(entry.pattern, name))]
     return [LineOfChart(match[1].replace("reward/", "", 1), match.string) for match in matches] or entry.lines
+
+
+def repeated_names(curves: Curves) -> set[str]:
+    """Return the unnamed scores that a named held-out set has, too.
+
+    The first of several sets has each score twice: as `eval/reward_mean` for readers of one set, and as
+    `eval/NAME/reward_mean`.
+
+    >>> repeated_names({"eval/reward_mean": [(0, 0.5)], "eval/easy/reward_mean": [(0, 0.5)], "eval/num": [(0, 1.0)]})
+    {'eval/reward_mean'}
+    """
+    scores = {name.removeprefix("eval/"): list(points) for name, points in curves.items() if name.startswith("eval/")}
+    return {
+        f"eval/{score}"
+        for score, points in scores.items()
+        for other, others in scores.items()
+        if other.endswith(f"/{score}") and others == points
+    }
 
 
 def line_of(line: LineOfChart, curves: Curves) -> Line:
@@ -120,5 +139,5 @@ def line_of(line: LineOfChart, curves: Curves) -> Line:
 def other_series(curves: Curves) -> Iterator[str]:
     """Yield the names of the series that are in no chart, sorted."""
     lines = [line for entry in table().charts for line in (*entry.lines, *series_of(entry, curves))]
-    shown = {name for line in lines for name in (line.series, line.spread)}
+    shown = {name for line in lines for name in (line.series, line.spread)} | repeated_names(curves)
     yield from (name for name in sorted(curves) if name not in shown and curves[name])

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -186,6 +186,15 @@ def samples(
     iteration: Annotated[int | None, typer.Option(min=0, help="Iteration to show. Default: the newest.")] = None,
     evaluation: Annotated[int | None, typer.Option(min=0, help="Show responses of this evaluation instead.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of responses.")] = 10,
+    is_truncated: Annotated[
+        bool, typer.Option("--truncated", help="Show only responses that were cut at the limit of tokens.")
+    ] = False,
+    is_wrong: Annotated[
+        bool, typer.Option("--wrong", help="Show only responses with a reward below `solved_at` of the job.")
+    ] = False,
+    search: Annotated[
+        str, typer.Option(metavar="TEXT", help="Show only responses with this text in them or in their prompt.")
+    ] = "",
     is_decoded: Annotated[
         bool, typer.Option("--decoded", help="Show prompts as the model saw them, with special tokens.")
     ] = False,
@@ -193,13 +202,21 @@ def samples(
         bool,
         typer.Option("--before-after", help="Show answers to the same held-out prompts before and after training."),
     ] = False,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show responses to the prompts of one of several sources.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show responses with their rewards."""
     from onbeat.terminal.summary import print_examples
 
+    choice: dict[str, Any] = {"truncated": is_truncated, "wrong": is_wrong, "search": search, "source": source}
+    if evaluation is not None and any(choice.values()):
+        raise ValueError(
+            "--truncated, --wrong, --search and --source are for iterations; leave them or --evaluation out"
+        )
     if is_before_after:
-        if iteration is not None or evaluation is not None or is_decoded:
+        if iteration is not None or evaluation is not None or is_decoded or any(choice.values()):
             raise ValueError("--before-after shows the first and the last answers; leave out the other options")
         show_before_after(broker, job_id, limit, as_json)
         return
@@ -207,13 +224,13 @@ def samples(
     def ask_for(client: "AsyncClient") -> "Awaitable[Sequence[Sample]]":
         if evaluation is not None:
             return client.jobs.evaluation_samples(job_id, evaluation)
-        return client.jobs.samples(job_id, iteration=iteration, limit=limit)
+        return client.jobs.samples(job_id, iteration=iteration, limit=limit, **choice)
 
     samples = broker.ask(ask_for)[:limit]
     if as_json:
         print_json(samples)
     elif not samples:
-        typer.echo("no samples yet")
+        typer.echo("no such samples" if any(choice.values()) else "no samples yet")
     else:
         kind = "iteration" if evaluation is None else "evaluation"
         print_examples(make_console(), f"{kind} {samples[0].iteration}", samples, is_decoded=is_decoded)

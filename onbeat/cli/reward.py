@@ -51,7 +51,7 @@ def try_reward(
     should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
-    from onbeat.contracts.rewards import HTTP_REWARD, ZERO
+    from onbeat.contracts.rewards import SERVICE_REWARDS, ZERO
     from onbeat.process.extras import require_extra
 
     if job_id is not None:
@@ -64,8 +64,10 @@ def try_reward(
     if config.environment is not None:
         remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
         raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
-    if any(reward.name == HTTP_REWARD for reward in config.rewards):
-        raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
+    if any(reward.name in SERVICE_REWARDS for rewards in config.rewards_by_source.values() for reward in rewards):
+        raise ValueError(
+            "rewards http and judge ask a service that rollouts know by name; call it yourself, or use --job"
+        )
     require_extra("broker", user="the data of a job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
     prompts, problem = render_prompts(config, items)
@@ -74,19 +76,28 @@ def try_reward(
     if any(item["context"].get(PROMPT_SUFFIX, "").rstrip().endswith(THINK) for item in items):
         say(f"note: prompts end with {THINK}, which is no part of a response: it has the end of the reasoning alone")
     responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
-    contexts = [(items[index]["context"], text) for index, _, text in responses]
-    scores = [(reward, score(reward, contexts)) for reward in config.rewards]
+    scores = score_all(config, items)
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first response of the row
-            show_prompt(f"row {index}", prompts[index])
+            show_prompt(items[index]["title"], prompts[index])
         for reward, answers in scores:
-            label = name if reward.part is None else f"{name}, {reward.part}"
-            silence = f"no score: it took longer than timeout_s = {reward.timeout_s:g}, or the scoring process ended"
-            show_score(label, text, answers.get(number, {"message": silence}))
-            if name == OWN_ANSWER and answers.get(number, {}).get("reward") == 0:
-                say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
-    if any("reward" not in answers.get(number, {}) for number in range(len(responses)) for _, answers in scores):
+            if number in answers:
+                show_score(name if reward.part is None else f"{name}, {reward.part}", text, answers[number])
+                if name == OWN_ANSWER and answers[number].get("reward") == 0:
+                    say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
+    if any("reward" not in answer for _, answers in scores for answer in answers.values()):
         raise typer.Exit(1)
+
+
+def score_all(
+    config: "JobConfig", items: Sequence[dict[str, Any]]
+) -> "list[tuple[RewardConfig, dict[int, dict[str, Any]]]]":
+    """Return each reward with its answers by the numbers of the responses, which are to prompts of its sources."""
+    return [
+        (reward, score(reward, items, source))
+        for source, rewards in config.rewards_by_source.items()
+        for reward in rewards
+    ]
 
 
 def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
@@ -96,34 +107,47 @@ def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: int) -> list[dict[str, Any]]:
-    """Return the first prompts of the data, with their contexts, after a look at all rows as at a submission.
+    """Return the first prompts of each source, with their contexts and titles, after a look at all rows as at a
+    submission.
 
     Raises ValueError naming the field that is wrong.
     """
-    from onbeat.client.datasets import file_sections
-
-    job = config.model_dump(mode="json")
     root = resolve_data_dir(data_dir)
-    for field, section in file_sections(job):
-        if field == "data" and (folder / section["path"]).is_file():
-            section["path"], root = str((folder / section["path"]).resolve()), Path("/")
-    if "shuffle" in job["data"]:
-        job["data"] |= {"shuffle": False, "max_prompt_tokens": None}
-    spec = {"data": job["data"], "seed": config.seed, "num_items": count}
-    names = ["reward"] if len(config.rewards) == 1 else [f"reward.{number}" for number in range(len(config.rewards))]
-    rewards = {name: reward.model_dump(mode="json") for name, reward in zip(names, config.rewards, strict=True)}
+    return [item for number in range(len(config.sources)) for item in read_source(config, number, folder, root, count)]
+
+
+def read_source(config: "JobConfig", number: int, folder: Path, root: Path, count: int) -> list[dict[str, Any]]:
+    from onbeat.config import FileData
+
+    field, source = config.sources[number]
+    data = source.model_dump(mode="json") | config.rendering.template_arguments()
+    if isinstance(source, FileData) and (folder / source.path).is_file():
+        data["path"], root = str((folder / source.path).resolve()), Path("/")
+    if "shuffle" in data:
+        data |= {"shuffle": False, "max_prompt_tokens": None}
+    spec = {"data": data, "seed": config.seed, "num_items": count}
+    place = "reward" if source.reward is None else f"{field}.reward"
+    scored_by = config.rewards_by_source[source.name or ""]
+    names = [place] if len(scored_by) == 1 else [f"{place}.{index}" for index in range(len(scored_by))]
+    rewards = {name: reward.model_dump(mode="json") for name, reward in zip(names, scored_by, strict=True)}
     requests = [
         {"spec": spec, "first": 0, "count": count, "timeout_s": DEADLINE_S},
-        {"sections": [{"field": "data", "spec": spec, "rewards": rewards}], "timeout_s": DEADLINE_S},
+        {"sections": [{"field": field, "spec": spec, "rewards": rewards}], "timeout_s": DEADLINE_S},
     ]
     answer, survey = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], requests)
-    for field, message in survey["complaints"]:  # the same sentence as that of a broker
-        raise ValueError(f"{field}: {message}")
+    for blamed, message in survey["complaints"]:  # the same sentence as that of a broker
+        raise ValueError(f"{blamed}: {message}")
     if "error" in answer:
-        raise ValueError(f"{answer['error']['field']}: {answer['error']['message']}")
+        raise ValueError(f"{field}{answer['error']['field'].removeprefix('data')}: {answer['error']['message']}")
     for note in survey["notes"]:
         say(f"note: {note}")
-    return [item for index, item in enumerate(answer["items"]) if item["row"] in (None, index)]  # a short file repeats
+    start = "" if source.name is None else f"{source.name}, "
+    rows = enumerate(answer["items"])
+    return [
+        item | {"source": source.name or "", "title": f"{start}row {index}"}
+        for index, item in rows
+        if item["row"] in (None, index)  # a short file repeats
+    ]
 
 
 def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
@@ -131,7 +155,7 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
     conversations get the ends of the prompts."""
     from onbeat.config.templates import moment_of
 
-    arguments = config.dated(moment_of(time.time())).data.template_arguments()
+    arguments = config.dated(moment_of(time.time())).rendering.template_arguments()
     given = {"arguments": arguments, "chat_template": config.model.chat_template}
     requests = [given, *({"messages": item["messages"], "text": item["text"]} for item in items)]
     try:
@@ -144,16 +168,22 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
     return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
 
 
-def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
-    """Score each response in a scoring process like a rollout's, with the same limits. Return the answers by number."""
-    fields = {"reward": reward.name, "options": reward.options}
-    requests = [
-        {"request": number, "context": context, "responses": [response]} | fields
-        for number, (context, response) in enumerate(responses)
-    ]
-    deadline_s = START_S + len(requests) * reward.timeout_s
+def score(reward: "RewardConfig", items: Sequence[dict[str, Any]], source: str) -> dict[int, dict[str, Any]]:
+    """Score the responses to prompts of this source in a scoring process like a rollout's, with the same limits. Return
+    the answers by the numbers of the responses: each has a request, with all responses to its prompt as the group."""
+    requests: list[dict[str, Any]] = []
+    number = 0  # number of the first response to the item
+    for item in items:
+        texts = [text for _, text in responses_to(item)]
+        fields = {"reward": reward.name, "options": reward.options, "context": item["context"], "responses": texts}
+        if item["source"] == source:
+            requests += [{"request": number + place, "positions": [place]} | fields for place in range(len(texts))]
+        number += len(texts)
+    deadline_s = START_S + reward.timeout_s * sum(len(request["responses"]) for request in requests)
     answers = ask_service(REWARDS, [str(reward.timeout_s), str(reward.memory_limit_mb)], requests, deadline_s)
-    return {answer["request"]: answer for answer in answers if answer["step"] in ("scored", "failed")}
+    silence = f"no score: it took longer than timeout_s = {reward.timeout_s:g}, or the scoring process ended"
+    scored = {answer["request"]: answer for answer in answers if answer["step"] in ("scored", "failed")}
+    return {request["request"]: scored.get(request["request"], {"message": silence}) for request in requests}
 
 
 def ask_service(
@@ -171,7 +201,8 @@ def show_prompt(title: str, prompt: str) -> None:
 def show_score(name: str, response: str, answer: dict[str, Any]) -> None:
     if "reward" in answer:
         parts = "".join(f"  {part} {value:g}" for part, value in answer["parts"].items())
-        outcome = f"reward {answer['reward']:g}{parts}"
+        reward = answer["reward"]
+        outcome = ("no opinion" if reward is None else f"reward {reward:g}") + parts
     else:
         outcome = f"failed: {printable(answer.get('message', answer))}"
     typer.echo(f"  {name:<12}{clip(response)!r}\n  {'':<12}{outcome}")

@@ -17,6 +17,7 @@ FILE_TYPES = ("jsonl", "parquet")
 CHUNK_BYTES = 1 << 20
 SYNC_S = 600.0  # time for a broker to write the end of a large file to its disk
 DIGEST_CHARACTERS = 16  # characters of the digest, in the name of an uploaded file
+PLACE = re.compile(r"\.\d+$")  # number of an item in a list, at the end of a field
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 MAX_STEM = 80
 
@@ -118,12 +119,14 @@ def file_sections(value: Any, field: str = "") -> Iterator[tuple[str, dict[str, 
 
     >>> dict(file_sections({"evaluation": {"data": {"type": "jsonl", "path": "a.jsonl"}}}))
     {'evaluation.data': {'type': 'jsonl', 'path': 'a.jsonl'}}
+    >>> list(file_sections({"data": [{"type": "jsonl", "path": "a.jsonl"}]}))
+    [('data.0', {'type': 'jsonl', 'path': 'a.jsonl'})]
     """
     items: Sequence[tuple[str, Any]] = ()
     if isinstance(value, list):
         items = [(str(index), item) for index, item in enumerate(value)]
     elif isinstance(value, dict):
-        is_data = field.rpartition(".")[2] == "data" and value.get("type") in FILE_TYPES
+        is_data = PLACE.sub("", field).rpartition(".")[2] == "data" and value.get("type") in FILE_TYPES
         if is_data and isinstance(value.get("path"), str):
             yield field, value
         items = list(value.items())

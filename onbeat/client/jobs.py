@@ -183,11 +183,23 @@ class AsyncJobs:
         offset: int | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
+        source: str | None = None,
+        truncated: bool = False,
+        wrong: bool = False,
+        search: str = "",
     ) -> Records[Sample]:
         """Return responses of an iteration (default: the newest that has any), after the first `offset` ones, with
-        rewards from `min_reward` to `max_reward`."""
+        rewards from `min_reward` to `max_reward`.
+
+        `source`: one of several sources of the job. `truncated`: only those that were cut at the limit of tokens.
+        `wrong`: only those with a reward below `solved_at`. `search`: only those that hold this text in the prompt or
+        the response, in any case of letters.
+        """
         page = {"iteration": iteration, "limit": limit, "offset": offset}
-        answer = await self._get(job_id, "/samples", **page, min_reward=min_reward, max_reward=max_reward)
+        rewards = {"min_reward": min_reward, "max_reward": max_reward}
+        choice = {"is_truncated": True if truncated else None, "is_solved": False if wrong else None}
+        more = {"text": search or None, "source": source}
+        answer = await self._get(job_id, "/samples", **page, **rewards, **choice, **more)
         return parse_list(Sample, "samples", answer)
 
     async def group(self, job_id: str, group_id: str) -> GroupDetail:

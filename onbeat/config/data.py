@@ -1,21 +1,63 @@
-"""The data of a job: where its prompts come from."""
+"""The data of a job: where its prompts come from. One source, as a table, or several, as a list of tables."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from onbeat.config.templates import TemplateArguments
-from onbeat.contracts.section import PositiveInt
+from onbeat.contracts.rewards import LIST, TABLE, OneOrSeveralRewards, form_of
+from onbeat.contracts.section import Float, PositiveInt
+from onbeat.contracts.slots import MAX_SOURCES, Slots
 
 
-class ReasoningGymData(TemplateArguments):
+class SourceData(TemplateArguments):
+    """The part of a data set that says what it is among several sources."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$",
+        description="name among several sources, each under `[[data]]`, which every group records",
+    )
+    weight: Float = Field(
+        1.0,
+        ge=0,
+        le=1000,
+        description="weight among several sources: after every prompt, each has had its share of them to within one; "
+        "0: no prompts",
+    )
+    max_response_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens that a response to this source's prompts may have, with several sources; default, and the "
+        "most: `rollout.max_response_tokens`",
+    )
+    reward: OneOrSeveralRewards | None = Field(
+        None, description="one or several rewards of this source, with several sources; default: those of the job"
+    )
+    solved_at: Float | None = Field(
+        None,
+        description="reward from which a response to this source's prompts counts as solved, with several sources; "
+        "default: that of the job",
+    )
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """True if it has a key that only several sources have."""
+        return any(getattr(self, name) != field.get_default() for name, field in KEYS_OF_SEVERAL.items())
+
+
+KEYS_OF_SEVERAL = {
+    name: field for name, field in SourceData.model_fields.items() if name not in TemplateArguments.model_fields
+}
+
+
+class ReasoningGymData(SourceData):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str = Field(description="name of a reasoning_gym dataset, such as `chain_sum`")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task, such as `max_terms`")
     system_prompt: str | None = Field(None, description="system message before every question")
 
 
-class RowData(TemplateArguments):
+class RowData(SourceData):
     """The part of a data set that says how a row becomes a prompt."""
 
     prompt_field: str = Field(
@@ -69,3 +111,32 @@ class HubData(RowData):
 
 
 DataConfig = Annotated[ReasoningGymData | FileData | HubData, Field(discriminator="type")]
+
+
+def check_sources(section: DataConfig | list[DataConfig]) -> DataConfig | list[DataConfig]:
+    """Raise ValueError where sources could not be told apart, or could not take turns."""
+    if not isinstance(section, list):
+        if section.is_one_of_several:
+            keys = ", ".join(KEYS_OF_SEVERAL)
+            raise ValueError(f"data: {keys} are keys of several sources; write each of these under [[data]]")
+        return section
+    names = [source.name for source in section]
+    if None in names:
+        raise ValueError(f"data.{names.index(None)}.name: is required for each of several sources; give it a name")
+    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+        raise ValueError(f"data.name: two sources are both called {twice[0]}; give one of them another name")
+    if len({getattr(source, "as_chat", True) for source in section}) > 1:
+        raise ValueError("data.as_chat: some sources are conversations and some plain texts; set the same in all")
+    try:
+        Slots.by_weights([source.weight for source in section])
+    except ValueError as error:
+        raise ValueError(f"data.weight: {error}") from error
+    return section
+
+
+OneOrSeveralSources = Annotated[
+    Annotated[DataConfig, Tag(TABLE)]
+    | Annotated[list[DataConfig], Field(min_length=1, max_length=MAX_SOURCES), Tag(LIST)],
+    Discriminator(form_of),
+    AfterValidator(check_sources),
+]

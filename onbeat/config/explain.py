@@ -12,7 +12,7 @@ from onbeat.contracts.rewards import LIST, TABLE
 from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.objectives import INSTALLED
 
-PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)*): (.+)")
+PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.(?:[a-z_]+|\d+))*): (.+)")
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value

@@ -7,16 +7,20 @@ from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
+from onbeat.config.data import KEYS_OF_SEVERAL, DataConfig
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
-from onbeat.config.rollout import MAX_PROMPTS
+from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
+from onbeat.contracts.slots import Slots
+from onbeat.objectives.base.gdpo import problems_of_parts
+from onbeat.objectives.base.objective import PART
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -62,21 +66,60 @@ class JobConfig(JobSections):
 
     def continues(self, other: "JobConfig") -> bool:
         """Return whether this is the other job, perhaps extended since."""
-        if other.data.now is None and self.data.now is not None:
-            other = other.dated(self.data.now)
+        if other.rendering.now is None and self.rendering.now is not None:
+            other = other.dated(self.rendering.now)
         ends = other.schedule.ends
         return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
 
     def dated(self, now: str) -> "JobConfig":
         """Return the job with the moment that its chat template takes for now, unless it has one."""
-        if self.data.now is not None:
+        if self.rendering.now is not None:
             return self
-        return self.model_copy(update={"data": self.data.model_copy(update={"now": now})})
+        first: DataConfig = self.rendering.model_copy(update={"now": now})
+        return self.model_copy(update={"data": [first, *self.data[1:]] if isinstance(self.data, list) else first})
+
+    @property
+    def sources(self) -> list[tuple[str, DataConfig]]:
+        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
+        if not isinstance(self.data, list):
+            return [("data", self.data)]
+        return [(f"data.{place}", source) for place, source in enumerate(self.data)]
+
+    @property
+    def rendering(self) -> DataConfig:
+        """The data whose template arguments and form (`as_chat`) are those of all prompts: the first source."""
+        return self.sources[0][1]
+
+    @property
+    def has_system_prompt(self) -> bool:
+        """True if any of the sources has one."""
+        return any(source.system_prompt for _, source in self.sources)
+
+    @property
+    def slots(self) -> Slots:
+        """The turns that several sources take at the prompts."""
+        return Slots.by_weights([source.weight for _, source in self.sources])
 
     @property
     def rewards(self) -> list[RewardConfig]:
         """The rewards, whose weighted sum a response gets. A single one has no `part`. Empty with an environment."""
         return rewards_in(self.reward) if self.reward is not None else []
+
+    @property
+    def rewards_by_source(self) -> dict[str, list[RewardConfig]]:
+        """The rewards of each source by its name; a single source has the name ''."""
+        return {
+            source.name or "": self.rewards if source.reward is None else rewards_in(source.reward)
+            for _, source in self.sources
+        }
+
+    @property
+    def solved_at_by_source(self) -> dict[str, float]:
+        """The reward from which a response counts as solved, by its source; a single source has the name ''."""
+        return {
+            source.name or "": self.solved_at if source.solved_at is None else source.solved_at
+            for _, source in self.sources
+        }
 
     @property
     def longest_response(self) -> int:
@@ -179,18 +222,26 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
+    if job.environment is not None and any(source.reward is not None for _, source in job.sources):
+        yield "data: the environment gives the reward; leave out those of the sources"
     longest, min_tokens = job.rollout.max_response_tokens, job.evaluation.min_tokens if job.evaluation else 0
     if min_tokens > longest:
         yield (
             f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
-    negative = [reward.part for reward in job.rewards if reward.weight < 0]
-    if job.rollout.truncated == "zero" and negative:
-        yield (
-            f"rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "
-            f"and the weight of reward {negative[0]} is; make that weight positive, or use truncated = 'score'"
-        )
+    for held_out in job.held_out:
+        if held_out.data.is_one_of_several:
+            keys = ", ".join(KEYS_OF_SEVERAL)
+            yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"
+    for field, source in job.sources:
+        if (tokens := source.max_response_tokens or 0) > job.rollout.max_response_tokens:
+            yield (
+                f"{field}.max_response_tokens: {tokens} are more than rollout.max_response_tokens, which is the most "
+                f"of all sources; raise that to {tokens}, or lower this"
+            )
+    yield from problems_of_signal(job)
+    yield from problems_of_long_responses(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2:
         yield (
@@ -203,6 +254,10 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"schedule.mode: objective {objective.type} {reason}cannot run in {schedule.mode}; "
             f"use {' or '.join(objective.modes)}, or another objective"
         )
+    advantages_from = getattr(objective, "advantages_from", "reward")
+    num_rewards = min(map(len, job.rewards_by_source.values()))
+    has_penalty = job.rollout.overlong_cache is not None
+    yield from problems_of_parts(advantages_from, num_rewards, schedule.mode, job.rollout.truncated, has_penalty)
     if schedule.ends != sorted(set(schedule.ends)):
         yield (
             f"schedule.earlier_ends: {schedule.earlier_ends} must ascend and stay below the "
@@ -235,6 +290,76 @@ def problems_of(job: JobConfig) -> Iterator[str]:
         yield (
             "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "
             "for the policy that generated; elsewhere use behaviour"
+        )
+
+
+def problems_of_signal(job: JobConfig) -> Iterator[str]:
+    """Yield what is wrong with `objective.signal` for the job's rewards."""
+    signal = job.objective.signal
+    is_everywhere = all(source.solved_at is not None for _, source in job.sources)
+    if signal == "solved" and "solved_at" not in job.model_fields_set and not is_everywhere:
+        yield (
+            "objective.signal: solved compares rewards with solved_at, which is not given; set solved_at to the reward "
+            "from which a response is solved"
+        )
+    if isinstance(signal, str) and signal.startswith(PART):
+        for source, rewards in job.rewards_by_source.items():
+            where = f" of source {source}" if source else ""
+            parts = [reward.part for reward in rewards if reward.part is not None]
+            if not parts:
+                yield (
+                    f"objective.signal: {signal} is a part of several rewards, and the job has none under [[reward]]"
+                    f"{where}; use solved or reward, or write the rewards under [[reward]]"
+                )
+            elif signal.removeprefix(PART) not in parts:
+                yield (
+                    f"objective.signal: no reward{where} is called {signal.removeprefix(PART)}; use part:NAME with one "
+                    f"of {', '.join(parts)}"
+                )
+
+
+def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
+    """Yield what is wrong with the job's rules for responses that were cut, or nearly were."""
+    rollout, objective = job.rollout, job.objective
+    rewards = [reward for rewards in job.rewards_by_source.values() for reward in rewards]
+    negative = [reward.part for reward in rewards if reward.weight < 0]
+    if rollout.truncated == "zero" and negative and rollout.truncated_reward >= 0:
+        yield (
+            "rollout.truncated: zero pays a response that was cut more than a wrong one where rewards are negative, "
+            f"and the weight of reward {negative[0]} is; set rollout.truncated_reward to the worst reward there is, "
+            "make that weight positive, or use truncated = 'score'"
+        )
+    if rollout.truncated != "zero" and rollout.truncated_reward != 0:
+        yield (
+            f"rollout.truncated_reward: {rollout.truncated_reward:g} has no effect with truncated = "
+            f"'{rollout.truncated}'; use truncated = 'zero', or leave it out"
+        )
+    if rollout.truncated == "mask" and objective.needs_whole_group:
+        reason = "a KL term in the reward" if objective.has_advantages else f"objective {objective.type}"
+        yield (
+            f"rollout.truncated: mask takes responses out of their group, which {reason} needs as a whole; use zero or "
+            "score"
+        )
+    cache = rollout.overlong_cache
+    if cache is not None and job.environment is not None:
+        yield (
+            "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
+            "punish; leave it out, and let the environment's reward punish long episodes"
+        )
+    if cache is not None and cache > rollout.max_response_tokens:
+        yield (
+            f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
+            f"rollout.max_response_tokens, which is {rollout.max_response_tokens}, or less"
+        )
+    if cache is None and rollout.overlong_penalty != 1:
+        yield (
+            f"rollout.overlong_penalty: {rollout.overlong_penalty:g} has no effect without overlong_cache; set "
+            "overlong_cache, or leave it out"
+        )
+    if cache is not None and OVERLONG in [reward.part for reward in rewards]:
+        yield (
+            f"reward.part: {OVERLONG} is the part of the penalty of rollout.overlong_cache; give the reward another "
+            "part, or leave overlong_cache out"
         )
 
 

@@ -9,6 +9,7 @@ from onbeat.contracts.section import Float, Int, PositiveInt, Section
 
 MAX_PROMPTS = 10_000  # prompts of an iteration
 MAX_STOPS = 32
+OVERLONG = "overlong"  # the part of a reward that shows the penalty of a long response, from 0 to -1
 HELD_OUT_ONLY = ("top_p", "top_k", "min_p", "min_tokens")  # keys of other frameworks
 
 StopStrings = Annotated[
@@ -44,16 +45,32 @@ class RolloutConfig(Section):
     max_prompts_per_iteration: PositiveInt | None = Field(
         None,
         le=MAX_PROMPTS,
-        description="dynamic sampling (DAPO): a group whose rewards are all equal does not count, and the next prompt "
-        "takes its place, until `num_prompts_per_iteration` groups count or so many prompts were used; leave it out to "
-        "keep such groups",
+        description="dynamic sampling (DAPO): a group without signal (`objective.signal`: rewards that are all equal) "
+        "does not count, and the next prompt takes its place, until `num_prompts_per_iteration` groups count or so "
+        "many prompts were used; leave it out to keep such groups",
     )
     num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in a group (G)")
     max_response_tokens: PositiveInt = Field(le=1_048_576, description="length at which a response is cut")
-    truncated: Literal["score", "zero"] = Field(
+    truncated: Literal["score", "zero", "mask"] = Field(
         "score",
         description="reward of a response that was cut at `max_response_tokens`, also in a turn of an episode. score: "
-        "as its text is scored; zero: 0, so that ending pays; held-out responses are always scored",
+        "as its text is scored; zero: `truncated_reward`, so that ending pays; mask: as score, but its tokens are not "
+        "trained and not counted in the divisor; held-out responses are always scored",
+    )
+    truncated_reward: Float = Field(
+        0.0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="reward of a response that was cut, with `truncated = 'zero'`: no more than that of the worst "
+        "response, where rewards can be negative",
+    )
+    overlong_cache: PositiveInt | None = Field(
+        None,
+        description="DAPO's punishment of long responses: over so many tokens before `max_response_tokens` the reward "
+        "falls linearly, by `overlong_penalty` at the limit; default: it does not",
+    )
+    overlong_penalty: Float = Field(
+        1.0, gt=0, le=1000, description="reward that a response loses at the limit, with `overlong_cache`"
     )
     temperature: Float = Field(
         1.0, ge=0.01, le=10, description="sampling temperature; logprobs are those of the tempered distribution"
@@ -113,3 +130,9 @@ class RolloutConfig(Section):
     def num_reserved_prompts(self) -> int:
         """The number of prompts of the data that each iteration has for itself."""
         return self.max_prompts_per_iteration or self.num_prompts_per_iteration
+
+    @property
+    def num_rows_per_slot(self) -> int:
+        """The number of rows that a slot has in a source for itself: for its prompt, and for those that may replace
+        groups."""
+        return -(-self.num_reserved_prompts // self.num_prompts_per_iteration)

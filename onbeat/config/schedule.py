@@ -35,8 +35,8 @@ class Schedule(Section):
     stop_without_signal: PositiveInt | None = Field(
         None,
         le=1_000_000,
-        description="number of iterations in a row in which all groups have equal rewards, solved or not, after which "
-        "the job writes a checkpoint and fails; default: no limit",
+        description="number of iterations in a row in which no group has signal (`objective.signal`), solved or not, "
+        "after which the job writes a checkpoint and fails; default: no limit",
     )
 
     @property

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from onbeat.config.data import DataConfig
+from onbeat.config.data import OneOrSeveralSources
 from onbeat.config.evaluation import EvaluationConfig
 from onbeat.config.model import LoraConfig, ModelConfig
 from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
@@ -30,11 +30,13 @@ class JobSections(Section):
     )
     seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
     solved_at: Float = Field(
-        1.0, description="reward from which a response counts as solved, for pass_at_k and for shares of groups"
+        1.0,
+        description="reward from which a response counts as solved, for pass_at_k, shares of groups, and "
+        "objective.signal",
     )
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
-    data: DataConfig
+    data: OneOrSeveralSources = Field(description="one or several sources of prompts")
     reward: OneOrSeveralRewards | None = Field(
         None, description="one or several rewards that score responses; needed unless there is an environment"
     )

@@ -40,6 +40,9 @@ class TrackerSection(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="project in W&B or Trackio, experiment in MLflow; the run is named by the id of the job",
     )
+    samples: bool = Field(
+        False, description="send tables of a few prompts and responses, too; TensorBoard always has them"
+    )
 
 
 class WandbTracker(TrackerSection):

@@ -83,8 +83,8 @@ class IterationRecord(Record):
     policy_version: int
     num_groups: int
     num_accepted: int = 0
-    num_replaced: int = 0  # accepted, but with equal rewards or none, so that another prompt came in its place
-    num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with different rewards are missing
+    num_replaced: int = 0  # accepted, but without signal, so that another prompt came in its place
+    num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with signal are missing
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0
@@ -252,12 +252,13 @@ class Sample(Record):
 
     iteration: int
     group_id: str
+    source: str = ""  # name of the prompt's source, in a job of several
     index: int = 0  # place in the group
     policy_version: int
     prompt: str  # the row's text
     decoded_prompt: str | None = Field(default=None, repr=False)  # as the model saw it; None: not recorded
     response: str
-    reward: float
+    reward: float | None  # None: no reward of the job had an opinion on it, so it was left out of training and means
     reward_parts: dict[str, float] = {}
     advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
     num_tokens: int

@@ -63,25 +63,36 @@ def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 class ResponseStats(BaseModel):
-    """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved."""
+    """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved,
+    where `by_source` has none for the source of its prompt."""
 
     solved_at: float = 1.0
+    by_source: dict[str, float] = {}
     num_groups: int = 0
     num_solved_all: int = 0
     num_solved_none: int = 0
     lengths: Counter[int] = Counter()  # number of tokens -> responses
     parts: dict[str, Sums] = {}
+    summed_parts: list[str] = []  # parts of the weighted sum that is the reward
+    mixed: Counter[str] = Counter()  # such a part -> groups in which only some of the rewarded responses have it
 
-    def add(self, responses: Sequence[Response]) -> None:
-        """Add a group; one that failed has no responses and counts for nothing."""
-        if not responses:
-            return
-        num_solved = sum(is_solved(response.reward, self.solved_at) for response in responses)
-        self.num_groups += 1
-        self.num_solved_all += num_solved == len(responses)
-        self.num_solved_none += num_solved == 0
+    def solved_at_of(self, source: str) -> float:
+        return self.by_source.get(source, self.solved_at)
+
+    def add(self, responses: Sequence[Response], source: str = "") -> None:
+        """Add a group. One that failed has no responses, and counts for nothing; of a response without a reward, only
+        its length counts."""
+        rewarded = [response for response in responses if not response.has_no_reward]
+        num_solved = sum(is_solved(response.reward, self.solved_at_of(source)) for response in rewarded)
+        self.num_groups += len(rewarded) > 0
+        self.num_solved_all += len(rewarded) > 0 and num_solved == len(rewarded)
+        self.num_solved_none += len(rewarded) > 0 and num_solved == 0
+        for part in self.summed_parts:
+            num_judged = sum(part in response.reward_parts for response in rewarded)
+            self.mixed[part] += 0 < num_judged < len(rewarded)
         for response in responses:
             self.lengths[len(response.token_ids)] += 1
+        for response in rewarded:
             for name, value in response.reward_parts.items():
                 if abs(value) <= MAX_REWARD:
                     self._add_part(part_name(name), [1, value, value * value])
@@ -95,20 +106,29 @@ class ResponseStats(BaseModel):
         self.num_solved_all += other.num_solved_all
         self.num_solved_none += other.num_solved_none
         self.lengths.update(other.lengths)
+        self.mixed.update(other.mixed)
         for name, sums in other.parts.items():
             self._add_part(name, sums)
 
     def shape(self) -> dict[str, float]:
         """Return what is known of lengths and solved groups; empty without responses."""
-        if not self.num_groups:
+        if not self.lengths:
             return {}
-        return {
+        lengths: dict[str, float] = {
             "response_tokens_min": min(self.lengths),
             "response_tokens_p95": percentile(self.lengths, 0.95),
             "response_tokens_max": max(self.lengths),
+        }
+        if not self.num_groups:
+            return lengths
+        return lengths | {
             "solved_all_frac": self.num_solved_all / self.num_groups,
             "solved_none_frac": self.num_solved_none / self.num_groups,
         }
+
+    def mixed_scores(self) -> dict[str, float]:
+        """Return `reward/PART_mixed_groups`, for parts that have any."""
+        return {f"reward/{part}_mixed_groups": number for part, number in self.mixed.items() if number}
 
     def part_scores(self, names: Iterable[str]) -> dict[str, float]:
         """Return `reward/NAME_mean` and `reward/NAME_std` of these parts, over the responses that have them."""

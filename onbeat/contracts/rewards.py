@@ -9,7 +9,9 @@ from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Section
 
 MAX_REWARDS = 8
-HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
+HTTP_REWARD, JUDGE_REWARD = "http", "judge"
+SERVICE_REWARDS = (HTTP_REWARD, JUDGE_REWARD)  # these ask a service, which rollouts know by its own name
+JUDGE_MODES = ("score", "ranking")  # one response at a time, or all of a group against one another
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
 ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
@@ -24,18 +26,26 @@ def check_rules(rules: int, info: ValidationInfo) -> int:
 
 
 class RewardConfig(Section):
-    name: str = Field(description="name of an installed entry point of the group `onbeat.rewards`, or http")
+    name: str = Field(description="name of an installed entry point of the group `onbeat.rewards`, or http or judge")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="keyword arguments of the reward; http: `service` names the service, which gets the others",
+        description="keyword arguments of the reward; http and judge: `service` names the service; http: it gets the "
+        "others",
     )
     timeout_s: Float = Field(
-        10.0, gt=0, le=3600, description="hard time limit for scoring a response; http: for each response of a group"
+        10.0,
+        gt=0,
+        le=3600,
+        description="hard time limit for scoring a response; http, and a function of `responses`: for each of a group",
     )
     memory_limit_mb: Int = Field(
         2048, ge=64, le=1_048_576, description="hard memory limit of a scoring process; http: no limit"
     )
-    max_attempts: PositiveInt = Field(2, le=100, description="attempts at a response (http: at a group) in one rollout")
+    max_attempts: PositiveInt = Field(
+        2,
+        le=100,
+        description="attempts at a response, or at a group that is scored at once, in one rollout",
+    )
     weight: Float = Field(
         1.0,
         ge=-1000,
@@ -91,7 +101,8 @@ def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
 def recorded_rules(config: Mapping[str, Any]) -> int | None:
     """Return the ANSWER_RULES recorded with a job; 0 for one of a version without them, None if nothing is compared."""
     sets = (config.get("evaluation") or {}).get("sets") or []
-    sections = [config.get("reward"), *(held_out.get("reward") for held_out in sets)]
+    sources = data if isinstance(data := config.get("data"), list) else []
+    sections = [config.get("reward"), *(section.get("reward") for section in (*sets, *sources))]
     rewards = [reward for section in sections for reward in ([section] if isinstance(section, dict) else section or [])]
     rules = [reward.get("answer_rules", 0) for reward in rewards if reward.get("name") in REWARDS_THAT_COMPARE]
     return min(rules, default=None)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from onbeat.contracts.installed import ENVIRONMENTS, REWARDS, load_installed
+from onbeat.contracts.installed import ENVIRONMENTS, load_installed
+from onbeat.environments.final_reward import check_reward
 from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import NO_REWARD, ToolsEnvironment, ToolsOptions
 from onbeat.environments.types import Environment
@@ -41,7 +42,7 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     if adapter.reward is not None:
         if hasattr(target, "get_reward"):
             raise ValueError(f"{target.__name__} has get_reward: leave out options.reward, which would not be asked")
-        load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
+        check_reward(adapter.reward)
     check_options(target, tool_options, [option.name for option in fields(ToolsOptions)])
     return ToolsEnvironment(target, maker(target, tool_options), adapter)
 

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onbeat.contracts.installed import REWARDS, load_installed
-from onbeat.environments.final_reward import last_answer, reward_of_answer
+from onbeat.environments.final_reward import check_reward, last_answer, reward_of_answer
 from onbeat.environments.session import Message, Session
 from onbeat.environments.tool_schema import Tool, write_json
 from onbeat.environments.tools import as_outcome, converse
@@ -41,7 +40,7 @@ class McpEnvironment:
         if (reward is None) == (reward_tool is None):
             raise ValueError("an MCP environment needs either `reward`, an installed one, or `reward_tool`")
         if reward is not None:
-            load_installed(REWARDS, reward)  # before episodes are played in vain
+            check_reward(reward)
         self._server = check_server(server, variables or {})
         self._reward, self._reward_options, self._reward_tool = reward, dict(reward_options or {}), reward_tool
 

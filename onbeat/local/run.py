@@ -244,6 +244,6 @@ def terminations_as_interrupts() -> Iterator[None]:
 def is_same(job: JobRecord, config: JobConfig) -> bool:
     try:
         recorded = JobConfig.model_validate(job.config)
-        return recorded == (config if recorded.data.now is None else config.dated(recorded.data.now))
+        return recorded == (config if recorded.rendering.now is None else config.dated(recorded.rendering.now))
     except ValidationError:
         return False  # it is of another version of Onbeat

@@ -67,8 +67,19 @@ def find_objective(name: str) -> type[Objective]:
         raise ValueError(f"objective {name!r} ({entries[name].value}) is no class derived from Objective")
     if missing := ", ".join(sorted(loaded.__abstractmethods__)):
         raise ValueError(f"objective {name!r} ({entries[name].value}) does not define {missing}")
+    if has_other_signal(loaded):
+        raise ValueError(
+            f"objective {name!r} ({entries[name].value}) defines signal, which is a key of every objective; give it "
+            "another name there"
+        )
     INSTALLED[name] = loaded
     return loaded
+
+
+def has_other_signal(objective: type[Objective]) -> bool:
+    """Return whether the class, or one between it and Objective, gives the key `signal` another meaning."""
+    classes = objective.__mro__[: objective.__mro__.index(Objective)]
+    return any("signal" in {*vars(kind), *vars(kind).get("__annotations__", ())} for kind in classes)
 
 
 class ForeignObjective(Objective):
@@ -76,6 +87,8 @@ class ForeignObjective(Objective):
     (rollouts, dashboards) go on."""
 
     model_config = ConfigDict(extra="allow")
+
+    signal: Any = "reward"  # older releases left the name to the objective
 
     def compute(self, *_: Any) -> Any:
         raise AssertionError(f"objective {self.type} is not installed here")

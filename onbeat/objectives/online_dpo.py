@@ -6,6 +6,7 @@ w and l are the group's best and worst response (first of equals); log pi sums o
 are all equal has no pair. The loss needs no importance ratio, which is why it bears off-policy rollouts best.
 """
 
+import math
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 from onbeat.contracts.section import Float
 from onbeat.objectives.base import Logprobs, Loss, Objective, Responses, Tensor
 from onbeat.objectives.base.kl import kl_estimate
+from onbeat.objectives.base.opinions import has_reward
 
 
 class OnlineDpoObjective(Objective):
@@ -73,6 +75,8 @@ class OnlineDpoObjective(Objective):
 
 
 def best_and_worst(rewards: Tensor) -> tuple[int, int] | None:
-    """Return the indices of the pair, or None when all rewards [G] are equal."""
-    best, worst = int(rewards.argmax()), int(rewards.argmin())
+    """Return the indices of the pair, or None when all rewards [G] are equal. Responses without a reward (NaN) are in
+    no pair."""
+    best = int(rewards.where(has_reward(rewards), -math.inf).argmax())
+    worst = int(rewards.where(has_reward(rewards), math.inf).argmin())
     return (best, worst) if rewards[best] > rewards[worst] else None

@@ -8,7 +8,8 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
-    replaced   iteration, group id, group id of the next spare prompt   the rewards of the accepted group do not differ
+    replaced   iteration, group id, group id of the next spare prompt   the accepted group has no signal
+               (in a job of several sources the next one of the same source, which gets the next group id)
     committed  iteration, version, is_published, digest of the weights, used_digest
 
 A clean log proves: one policy version per iteration and group, each group accepted once and used by exactly one commit,
@@ -40,7 +41,7 @@ class Iteration:
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
     num_before: dict[str, int] = field(default_factory=dict)  # group id -> number of groups just before its acceptance
-    replaced: set[str] = field(default_factory=set)  # ids of accepted groups that do not count
+    replaced: dict[str, str] = field(default_factory=dict)  # accepted groups that do not count -> those in their place
     num_failed: int = 0  # accepted groups without responses
     weights_digest: str = ""  # digest of the version that it made
 
@@ -122,7 +123,7 @@ class Audit:
         require(group_id not in opened.replaced, "the group was replaced before")
         wanted = f"{iteration}-{opened.num_groups}"
         require(next_id == wanted, f"{next_id} took its place, {wanted} is the next prompt")
-        opened.replaced.add(group_id)
+        opened.replaced[group_id] = next_id
         opened.num_groups += 1
 
     def _committed(self, iteration: str, version: str, is_published: str, digest: str, used: str) -> None:

@@ -130,6 +130,8 @@ def problem_of(response: Response) -> str:
         return f"{num_tokens} tokens with {num_logprobs} logprobs"
     if not -MAX_REWARD <= response.reward <= MAX_REWARD:
         return f"its reward is {response.reward}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+    if response.has_no_reward and response.reward != 0:
+        return f"it has no reward, and its reward is {response.reward}"
     if len(response.token_lengths) not in (0, num_tokens):
         return f"{num_tokens} tokens with the lengths of {len(response.token_lengths)}"
     end = 0
@@ -182,10 +184,20 @@ def check_token_lengths(group: RolloutGroup) -> None:
             raise ValueError(f"group {group.group_id}, response {index}: {text}")
 
 
+def given_rewards(group: RolloutGroup) -> list[float]:
+    """Return the rewards of the responses that have one; none if it failed."""
+    return [response.reward for response in group.responses if not response.has_no_reward]
+
+
 def do_rewards_differ(group: RolloutGroup) -> bool:
     """Return whether responses of the group got rewards that differ in float32, in which advantages are computed; False
     if it failed."""
-    return len(set(array("f", [response.reward for response in group.responses]))) > 1
+    return len(set(array("f", given_rewards(group)))) > 1
+
+
+def is_truncated(response: Response) -> bool:
+    """Return whether the response was cut at its limit of tokens; an episode is as soon as one of its turns was."""
+    return "length" in (response.finish_reason, *(turn.finish_reason for turn in response.turns))
 
 
 def span_versions(group: RolloutGroup) -> list[int]:

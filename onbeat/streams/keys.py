@@ -83,7 +83,9 @@ class JobKeys:
     iteration = NumberedKey()  # hash: state, policy version, counts, times, metrics
     groups = NumberedKey()  # hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`
     busy = NumberedKey()  # hash: worker id -> seconds with a response in flight
-    spares = NumberedKey()  # list: group id, PromptTask and so on, in order: spare prompts while the iteration is open
+    # List: group id (in a job of several sources the source), PromptTask and so on, in order: spare prompts while the
+    # iteration is open.
+    spares = NumberedKey()
     micro_batches = NumberedKey()  # hash: `<trainer replica>:<index>` -> number and group ids, which a replay follows
     taken = NumberedKey()  # set: ids of the groups that a trainer replica has taken
     advantages = NumberedKey()  # hash: group id -> one per response, as JSON; from commit to trimming

@@ -21,7 +21,7 @@ from onbeat.contracts.records import JobRecord, Sample
 from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.states import EvaluationState, IterationState
 from onbeat.terminal.answers import short_text_of
-from onbeat.terminal.formatting import PIPE_WIDTH, clip, wrapped
+from onbeat.terminal.formatting import PIPE_WIDTH, clip, number, wrapped
 from onbeat.terminal.live import can_redraw
 
 NUM_RESPONSES = 200  # responses of an iteration that are looked through
@@ -38,7 +38,7 @@ class Answer:
     @property
     def judgement(self) -> str:
         cut = ", cut at the limit" if self.sample.finish_reason == "length" else ""
-        return f"{'✓ right' if self.is_right else '✗ wrong'}, reward {self.sample.reward:g}{cut}"
+        return f"{'✓ right' if self.is_right else '✗ wrong'}, reward {number(self.sample.reward, 'g')}{cut}"
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,26 @@ async def responses(client: AsyncClient, job_id: str, iteration: int) -> list[Sa
 def pair_held_out(job: JobRecord, before: Iterable[Sample], after: Iterable[Sample]) -> list[Pair]:
     """Return the answers to the same prompt and of the same place in the group, as pairs.
 
-    A group that failed in one of the evaluations has no pair there, unless there is one evaluation only.
+    A group that failed in one of the evaluations has no pair there, unless there is one evaluation only; neither has a
+    response without a reward, which is neither right nor wrong.
     """
+    before, after = rewarded(before), rewarded(after)
     newest = {key_of(sample): sample for sample in after}
     solved_at = solved_at_of_prompts(job)
 
     def judged(sample: Sample | None) -> Answer | None:
-        return Answer(sample, sample.reward >= solved_at(key_of(sample)[0])) if sample is not None else None
+        return judge(sample, solved_at(key_of(sample)[0])) if sample is not None else None
 
     pairs = [Pair(sample.prompt, judged(sample), judged(newest.get(key_of(sample)))) for sample in before]
     return [pair for pair in pairs if pair.after or not newest]
+
+
+def rewarded(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.reward is not None]
+
+
+def judge(sample: Sample, solved_at: float) -> Answer:
+    return Answer(sample, sample.reward is not None and sample.reward >= solved_at)
 
 
 def key_of(sample: Sample) -> tuple[int, int]:
@@ -176,13 +186,18 @@ def solved_at_of_prompts(job: JobRecord) -> Callable[[int], float]:
 def pair_training(job: JobRecord, before: Sequence[Sample], after: Sequence[Sample]) -> list[Pair]:
     """Return responses of two iterations: pairs of equal prompts where there are any, else a few of each side.
 
-    Of different prompts, a right and a wrong response of each side are shown.
+    Of different prompts, a right and a wrong response of each side are shown. Responses without a reward are left out.
     """
-    solved_at = float(job.config.get("solved_at", 1.0))
+    default = float(job.config.get("solved_at", 1.0))
+    try:
+        solved_at = JobConfig.model_validate(job.config, context=IS_ACCEPTED).solved_at_by_source
+    except ValidationError:  # the job is of another version of Onbeat
+        solved_at = {}
 
     def judged(sample: Sample) -> Answer:
-        return Answer(sample, sample.reward >= solved_at)
+        return judge(sample, solved_at.get(sample.source, default))
 
+    before, after = rewarded(before), rewarded(after)
     first, last = ({sample.prompt: sample for sample in reversed(side)} for side in (before, after))
     if same := [prompt for prompt in first if prompt in last]:
         return [Pair(prompt, judged(first[prompt]), judged(last[prompt])) for prompt in reversed(same)]

@@ -132,12 +132,12 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample], *, i
         console.out(title)
         for sample in samples:
             line = f"{prompt_of(sample, is_decoded)} -> {text_of(sample)}".replace("\n", "\\n")
-            console.out(f"reward {sample.reward:g}  {line}")
+            console.out(f"reward {number(sample.reward, 'g')}  {line}")
         return
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
     table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
-        table.add_row(Text(prompt_of(sample, is_decoded)), Text(text_of(sample)), f"{sample.reward:g}")
+        table.add_row(Text(prompt_of(sample, is_decoded)), Text(text_of(sample)), number(sample.reward, "g"))
     console.print(table)
 
 

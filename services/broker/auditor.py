@@ -2,13 +2,17 @@
 
 import json
 
+from onbeat.config import JobConfig
 from onbeat.contracts.records import AuditReport
 from onbeat.contracts.rewards import recorded_rules
+from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.audit import Audit, AuditViolation, require
-from onbeat.streams.codec import decode_group, do_rewards_differ, payload_digest, span_versions
+from onbeat.streams.codec import RolloutGroup, decode_group, payload_digest, span_versions
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.signal import Signal
+from services.broker.source_audit import Content, check_sources
 
 MAX_ROUNDS = 100  # a running job continues to write while its log is read
 
@@ -25,8 +29,7 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         check_job(audit, fields)
         await check_iterations(ledger, audit)
         num_loads, num_loads_unknown = await check_loads(ledger, audit)
-        rollout = json.loads(fields["config"])["rollout"]
-        num_contents = await check_contents(ledger, audit, rollout.get("max_prompts_per_iteration"))
+        num_contents = await check_contents(ledger, audit, fields["config"])
     except AuditViolation as error:
         await ledger.jobs.state(job_id)  # raises JobNotFound: what is missing may have been deleted with the job
         violation = str(error)
@@ -119,33 +122,37 @@ async def check_loads(ledger: Ledger, audit: Audit) -> tuple[int, int]:
     return num_loads, num_unknown
 
 
-async def check_contents(ledger: Ledger, audit: Audit, max_groups: int | None) -> int:
-    """Check that every kept group is the accepted one and that only trimmed ones are missing. Returns their number.
-
-    `max_groups`: how many an iteration of dynamic sampling may have; None: the job has none."""
+async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
+    """Check that every kept group is the accepted one and that only trimmed ones are missing. Returns their number."""
+    job = json.loads(config)
+    signal, has_sources = Signal.of_record(job), isinstance(job.get("data"), list)
+    # The most groups that an iteration of dynamic sampling may have; None: the job has none, or it depends on sources.
+    max_groups = None if has_sources else job["rollout"].get("max_prompts_per_iteration")
     accepted = {
         entry: (group_id, logged.digests[group_id])
         for logged in audit.iterations
         for group_id, entry in logged.entries.items()
     }
-    checked = set()
+    checked: dict[str, Content] = {}
     async for entry, payload in stored_groups(ledger, audit.job_id):
         if entry in accepted:  # other entries are foreign: no trainer takes them
             group_id, digest = accepted[entry]
             is_same = payload_digest(payload) == digest
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
-            check_content(audit, group_id, payload, max_groups)
-            checked.add(group_id)
+            group = check_content(audit, group_id, payload, max_groups, signal)
+            checked[group_id] = Content(group.source, signal.is_in(group))
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
-    lost = sorted(needed - checked)
+    lost = sorted(needed - checked.keys())
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
+    if has_sources:
+        check_sources(JobConfig.model_validate(job, context=IS_ACCEPTED), audit, checked)
     return len(checked)
 
 
-def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int | None) -> None:
+def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int | None, signal: Signal) -> RolloutGroup:
     """Check policy versions by the tokens themselves, not by what their rollout reported. With dynamic sampling, check
-    by its rewards that a group was replaced, or was not, by the rule."""
+    by its rewards that a group was replaced, or was not, by the rule. Return the group."""
     try:
         group = decode_group(payload)
     except ValueError as error:
@@ -153,9 +160,12 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
     opened = audit.iterations[group.iteration]
     if group_id in opened.replaced:
-        require(not do_rewards_differ(group), f"group {group_id} was replaced although its rewards differ")
+        words = "its rewards differ" if signal.rule == "reward" else f"it has signal (objective.signal = {signal.rule})"
+        require(not signal.is_in(group), f"group {group_id} was replaced although {words}")
     elif max_groups is not None and opened.num_before[group_id] < max_groups:
-        require(do_rewards_differ(group), f"group {group_id} was not replaced although its rewards are equal")
+        words = "its rewards are equal" if signal.rule == "reward" else f"it has {signal.words}"
+        require(signal.is_in(group), f"group {group_id} was not replaced although {words}")
     wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)
     require(versions == wanted, f"group {group_id} has tokens of versions {versions}, its iteration is on {wanted}")
+    return group

@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from onbeat.config import HeldOutSet, JobConfig
 from onbeat.contracts.response_stats import ResponseStats, more_parts, parts_of, rewards_of_sets
 from onbeat.contracts.states import EvaluationState
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import RolloutGroup, given_rewards, is_truncated
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.evaluations import Scores
 from onbeat.streams.records import Fields, following_evaluation, read_evaluations
@@ -133,7 +133,8 @@ def describe(scores: Scores) -> str:
 
 
 def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: Sequence[str] = ()) -> Scores:
-    """Return means over all responses; `pass_at_k` over prompts with several. Empty when every group failed.
+    """Return means over all responses, those of rewards over the responses that have one; `pass_at_k` over prompts with
+    several rewards. Empty when every group failed, or no response has a reward.
 
     `known_parts`: of the reward, in earlier evaluations.
     """
@@ -141,15 +142,15 @@ def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: S
     for group in groups:
         stats.add(group.responses)
     responses = [response for group in groups for response in group.responses]
-    if not responses:
+    rewards = [reward for group in groups for reward in given_rewards(group)]
+    if not rewards:
         return {}
-    rewards = [response.reward for response in responses]
     scores = {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         "response_tokens_mean": fmean(len(response.token_ids) for response in responses),
-        "truncated_frac": fmean(response.finish_reason == "length" for response in responses),
+        "truncated_frac": fmean(map(is_truncated, responses)),
     }
-    if len(responses) > stats.num_groups:
+    if len(rewards) > stats.num_groups:
         scores["pass_at_k"] = 1.0 - stats.num_solved_none / stats.num_groups
     return scores | stats.shape() | stats.part_scores(more_parts(known_parts, stats.parts))

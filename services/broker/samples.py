@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from onbeat.contracts.records import EpisodeTurn, PromptPart, Sample
 from onbeat.streams import codec
-from onbeat.streams.codec import Response, RolloutGroup, Turn
+from onbeat.streams.codec import Response, RolloutGroup, Turn, is_truncated
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
@@ -20,24 +20,29 @@ Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each re
 class Choice:
     """A choice of responses: those that meet all of it. None and "" leave a thing open.
 
-    `least` to `most`: the rewards, both ends included. `is_solved`: whether the reward reaches `solved_at`, of the job.
-    `text`: is in the prompt, the decoded prompt or the response, in any case of letters.
+    `least` to `most`: the rewards, both ends included. `is_solved`: whether the reward reaches what `solved_at` has for
+    the source, by default 1.
+    `text`: is in the prompt, the decoded prompt or the response, in any case of letters. `source`: name of the
+    prompt's, in a job of several.
     """
 
     least: float = -math.inf
     most: float = math.inf
     is_truncated: bool | None = None
     is_solved: bool | None = None
-    solved_at: float = 1.0
+    solved_at: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
+    source: str = ""
 
-    def takes(self, response: Response) -> bool:
-        """Return whether a response is chosen, but for the text."""
-        return (
-            self.least <= response.reward <= self.most
-            and self.is_truncated in (None, response.finish_reason == "length")
-            and self.is_solved in (None, response.reward >= self.solved_at)
-        )
+    def takes(self, response: Response, source: str) -> bool:
+        """Return whether a response is chosen, but for the text and its source."""
+        return self._takes_reward(response, source) and self.is_truncated in (None, is_truncated(response))
+
+    def _takes_reward(self, response: Response, source: str) -> bool:
+        if response.has_no_reward:  # it is neither high nor low, neither right nor wrong
+            return (self.least, self.most, self.is_solved) == (-math.inf, math.inf, None)
+        is_solved = response.reward >= self.solved_at.get(source, 1.0)
+        return self.least <= response.reward <= self.most and self.is_solved in (None, is_solved)
 
     def has_text(self, *texts: str) -> bool:
         """Return whether one of the texts holds the text that is looked for."""
@@ -55,7 +60,8 @@ def sample_groups(
     advantages: Advantages = MappingProxyType({}),
 ) -> list[Sample]:
     """Return up to `limit` chosen responses of many prompts, after the first `offset` ones."""
-    in_order = sorted(groups, key=lambda group: group_order(group.group_id))
+    of_source = (group for group in groups if choice.source in ("", group.source))
+    in_order = sorted(of_source, key=lambda group: group_order(group.group_id))
     of_groups = [group_samples(group, choice, advantages.get(group.group_id, ())) for group in in_order]
     # The first response of every group, then the second of every group: few samples show many prompts.
     samples = (sample for next_samples in zip_longest(*of_groups) for sample in next_samples if sample is not None)
@@ -73,17 +79,18 @@ def group_samples(
     decoded_prompt = text_of(group.prompt_parts)
     is_prompt_chosen = choice.has_text(group.prompt_text, decoded_prompt or "")
     for index, response in enumerate(group.responses):
-        if not choice.takes(response) or not (is_prompt_chosen or choice.has_text(response.text)):
+        if not choice.takes(response, group.source) or not (is_prompt_chosen or choice.has_text(response.text)):
             continue
         yield Sample(
             iteration=group.iteration,
             group_id=group.group_id,
+            source=group.source,
             index=index,
             policy_version=group.policy_version,
             prompt=group.prompt_text,
             decoded_prompt=decoded_prompt,
             response=response.text,
-            reward=response.reward,
+            reward=None if response.has_no_reward else response.reward,
             reward_parts={name: x for name, x in sorted(response.reward_parts.items()) if math.isfinite(x)},
             advantage=advantages[index] if index < len(advantages) else None,
             num_tokens=len(response.token_ids),

@@ -12,11 +12,14 @@ from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetPool, DatasetProcess
+from services.broker.datasets.sources import move_error, places_in, read_places
 
 
 async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
-    """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1; those after the first
-    `num_prompts_per_iteration` are spare. Raises DatasetError."""
+    """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1, or from those of several sources
+    that take turns; those after the first `num_prompts_per_iteration` are spare. Raises DatasetError."""
+    if isinstance(config.data, list):
+        return build_tasks(config, iteration, await read_places(config, places_in(config, iteration), process))
     num_prompts = config.rollout.num_reserved_prompts
     items, _ = await process.read(DatasetSpec.of_job(config), iteration * num_prompts, num_prompts)
     return build_tasks(config, iteration, items)
@@ -24,11 +27,14 @@ async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProce
 
 def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> list[PromptTask]:
     tasks = []
+    longest = {source.name or "": source.max_response_tokens for _, source in config.sources}
+    rewards = config.rewards_by_source
     for index, item in enumerate(items):
-        task = build_task(config, item, config.rewards)
+        task = build_task(config, item, rewards[item.source])
+        task.max_response_tokens = longest[item.source] or config.rollout.max_response_tokens
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
-        task.seed = seed_of(config.seed, iteration, index)
+        task.seed, task.source = seed_of(config.seed, iteration, index), item.source
         if item.row is not None and config.rollout.dispatch == "longest_first":
             task.data_row = item.row
         tasks.append(task)
@@ -66,7 +72,7 @@ async def read_set(
     try:
         items, _ = await process.read(DatasetSpec.of_evaluation(held_out, job_seed), 0, num_prompts)
     except DatasetError as error:
-        raise DatasetError(f"{held_out.field}.{error.field}", error.message) from error
+        raise move_error(error, f"{held_out.field}.data") from error
     return items
 
 

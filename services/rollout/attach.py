@@ -139,14 +139,14 @@ class Attachment:
         model_dir = staging_dir / "model"
         write_model_files(model_dir, description.files)
         config = self._config
-        loading = asyncio.to_thread(PromptEncoder.load, model_dir, config.model.max_context_tokens, config.data)
+        loading = asyncio.to_thread(PromptEncoder.load, model_dir, config.model.max_context_tokens, config.rendering)
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
         engine = self._starting = self._factories.create_engine(self._config)
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
-        if added := add_end_of_turn(encoder, self._config.data, model_dir):
+        if added := add_end_of_turn(encoder, config.rendering, model_dir):
             await self._ledger.event_log.emit(self.job_id, "rollout.stop_added", f"{self._settings.worker_id}: {added}")
         settings = self._settings
         limits = GateLimits(settings.engine_load_s, settings.chat_grace_s)

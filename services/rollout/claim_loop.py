@@ -22,6 +22,7 @@ from onbeat.contracts.states import Verdict
 from onbeat.engines import Engine, EngineBroken, EngineDied, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.signal import Signal
 from services.rollout import meters
 from services.rollout.deadlines import CANCEL_DEADLINE_S, FAREWELL_S
 from services.rollout.episodes.runner import EnvironmentFailed
@@ -215,7 +216,8 @@ class ClaimLoop:
         group = await self._producer.produce(flight)
         group.worker_id = self._job.settings.worker_id
         flight.stage = Stage.SUBMITTING
-        verdict = await self._job.ledger.rollout.submit(self._job.job_id, flight.claim.entry_id, group)
+        signal, submit = Signal.of(self._job.config), self._job.ledger.rollout.submit
+        verdict = await submit(self._job.job_id, flight.claim.entry_id, group, signal)
         outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
         meters.GROUPS.labels(outcome=outcome).inc()
         if outcome is not Verdict.ACCEPTED:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, Summary
 
 from onbeat.contracts.intervals import Interval, union_of
 from onbeat.contracts.records import WeightUpdate
@@ -19,6 +19,10 @@ RELEASED = Counter("onbeat_rollout_released_groups", "Leases handed back after a
 HANDED_BACK = Counter("onbeat_rollout_handed_back_groups", "Leases handed back: after an error, a stop or a move")
 DISCARDED_TOKENS = Counter("onbeat_rollout_discarded_tokens", "Tokens sampled for groups that came to nothing here")
 REWARD_TRIES = Counter("onbeat_rollout_reward_tries", "Tries to score a group: scored, or why not", ["outcome"])
+JUDGE_TOKENS = Counter("onbeat_rollout_judge_tokens", "Tokens that judges read and wrote, by their count", ["kind"])
+JUDGE_REWARD_BY_PLACE = Summary(
+    "onbeat_rollout_judge_reward_by_place", "Rewards of ranked responses by the half in which they were shown", ["half"]
+)
 IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 CHATS = Counter("onbeat_rollout_chats", "Chats by how they ended; cancelled: nobody waited any more", ["outcome"])

@@ -41,7 +41,7 @@ class GroupProducer:
         self._decoder = decoder
         self._busy = busy
         self._max_attempts, self._max_lost_rollouts = limits.max_group_attempts, limits.max_lost_rollouts
-        self._truncated = limits.truncated
+        self._limits = limits
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
         self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> failed attempts at episodes, by kind
         self.num_playable = filler.num_playable
@@ -60,6 +60,7 @@ class GroupProducer:
             policy_version=task.policy_version,
             prompt_text=prompt_text(task),
             data_row=task.data_row if task.HasField("data_row") else None,
+            source=task.source,
         )
         flight.failed_episodes = self._failed_episodes.setdefault(task.group_id, flight.failed_episodes)
         forget_oldest(self._failed_episodes)
@@ -68,7 +69,7 @@ class GroupProducer:
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
                 await self._filler.fill(flight, group, deadline)
-            reward_truncated(group, self._truncated)
+            reward_truncated(group, self._limits)
             await self._decoder.add_parts(group)
             refuse_broken(group)
         except GroupFailed as failure:

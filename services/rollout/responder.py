@@ -107,7 +107,8 @@ def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[
             for span in generated.version_spans
         ],
         finish_reason=generated.finish_reason,
-        reward=score.reward,
+        reward=0.0 if score.reward is None else score.reward,
+        has_no_reward=score.reward is None,
         reward_parts=score.parts,
         text=generated.text,
         token_lengths=token_lengths,

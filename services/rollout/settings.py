@@ -18,12 +18,15 @@ from onbeat.weights.security import WireSettings
 
 
 class RewardServiceSettings(BaseModel):
-    """The address of a service for the reward `http`, and the token that the rollout presents there."""
+    """The address of a service for the reward `http`, or of a model for the reward `judge`, and the token for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(description="address that groups are posted to")
     bearer_token_file: Path | None = Field(None, description="file with the token of the Authorization header")
+    model: str = Field("", description="judge: name of the model at this OpenAI-compatible `.../chat/completions`")
+    max_concurrent: int = Field(8, ge=1, description="judge: calls at a time")
+    max_answer_tokens: int = Field(1024, ge=16, description="judge: limit of an answer, its reasoning included")
 
     @field_validator("url")
     @classmethod
@@ -85,7 +88,8 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")], RewardServiceSettings
     ] = Field(
         {},
-        description='services of reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}',
+        description="services of the rewards http and, with a model, judge, by name: "
+        '{"check": {"url": "http://...", "bearer_token_file": "/..."}}',
     )
     environment_processes: int = Field(
         32, ge=1, description="groups played in environments concurrently, fewer while memory is short"

@@ -13,7 +13,16 @@ import torch
 
 from onbeat.contracts.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
-from services.trainer.batch import MicroBatch, Part, does_count, idle_batch, is_trained, pack, rows
+from services.trainer.batch import (
+    MicroBatch,
+    Part,
+    counted_responses,
+    idle_batch,
+    is_masked,
+    is_trained,
+    pack,
+    rows,
+)
 from services.trainer.iteration import OpenIteration
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats, Tally
@@ -41,11 +50,12 @@ class GradientSum:
         for group in groups:
             self._opened.verify(group, vocab_size)
             has_passes = is_trained(group, self._config)
-            self._stats.add_group(group, has_passes, does_count(group, self._config))
+            self._stats.add_group(group, has_passes, counted_responses(group, self._config))
             if has_passes:
                 trained.append(group)
             elif group.responses and self._config.objective.has_advantages:
-                self._stats.advantages[group.group_id] = [0.0] * len(group.responses)
+                is_out = [response.has_no_reward or is_masked(response, self._config) for response in group.responses]
+                self._stats.advantages[group.group_id] = [None if out else 0.0 for out in is_out]
             if self._witness is None and group.responses:
                 self._witness = group
         self._add_rows(rows(trained, self._config))
@@ -104,7 +114,7 @@ class GradientSum:
 
     def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
         """Compute all policies on the same packed row, then the objective and its gradient."""
-        batch = pack(row, self._device)
+        batch = pack(row, self._device, config=self._config)
         probed = self._probed_logprobs(batch)
         temperature = self._config.rollout.temperature
         logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)

@@ -1,5 +1,6 @@
 """The step from groups on the stream to one packed micro-batch of tensors."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
-from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ
+from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ, is_truncated
+from onbeat.streams.signal import Signal
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.episode import lay_out, num_response_places
 
@@ -36,8 +38,16 @@ class MicroBatch(Responses):
     group_ids: list[str]
 
 
-def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
-    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once."""
+def pack(
+    groups: Sequence[RolloutGroup | Part],
+    device: torch.device,
+    is_prefix_shared: bool = True,
+    config: JobConfig | None = None,
+) -> MicroBatch:
+    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once.
+
+    `config`: of the job, whose objective says what responses are compared by; None: by their rewards.
+    """
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
@@ -62,7 +72,10 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
-        group_rewards=[group_rewards(part.group, device) for part in parts],
+        group_rewards=[
+            group_rewards(part.group, device) if config is None else compared(part.group, config, device)
+            for part in parts
+        ],
         members=[torch.tensor(part.members, device=device) for part in parts],
         group_ids=[part.group.group_id for part in parts],
     )
@@ -85,8 +98,26 @@ def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
 
 
 def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
-    """Return the rewards of all responses, [G] float32."""
-    return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
+    """Return the rewards of all responses, [G] float32; NaN for one without."""
+    rewards = [math.nan if response.has_no_reward else response.reward for response in group.responses]
+    return torch.tensor(rewards, dtype=torch.float32, device=device)
+
+
+def compared(group: RolloutGroup, config: JobConfig, device: torch.device | None = None) -> torch.Tensor:
+    """Return what the objective compares the responses by, [G] float32: their rewards, or a function of their parts.
+    In a group without the job's signal all are equal, so that its advantages are exactly 0."""
+    rewards = group_rewards(group, device)
+    rewards_here = config.rewards_by_source.get(group.source, config.rewards)
+    summed = [reward for reward in rewards_here if reward.part is not None]
+    parts = [
+        [response.reward_parts.get(reward.part or "", math.nan) for response in group.responses] for reward in summed
+    ]
+    parts_KG = torch.tensor(parts, dtype=torch.float32, device=device)
+    weights = torch.tensor([reward.weight for reward in summed], dtype=torch.float32, device=device)
+    if not Signal.of(config).is_in(group):
+        parts_KG = torch.zeros_like(parts_KG)
+        rewards = rewards.where(rewards.isnan(), 0.0) if do_rewards_differ(group) else rewards
+    return config.objective.compared(rewards, parts_KG, weights)
 
 
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
@@ -111,7 +142,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
-    members = config.objective.trained_members(group_rewards(group))
+    members = trained_members(group, config) or tuple(range(len(group.responses)))  # all masked: to be measured only
     if config.objective.needs_whole_group:
         return [Part(group, members)]
     parts: list[tuple[int, ...]] = []
@@ -132,19 +163,37 @@ def idle_batch(device: torch.device) -> MicroBatch:
 
 def does_count(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group is one of those that the update is divided by: not if it was to be replaced."""
-    return config.rollout.max_prompts_per_iteration is None or do_rewards_differ(group)
+    return config.rollout.max_prompts_per_iteration is None or Signal.of(config).is_in(group)
+
+
+def is_masked(response: Response, config: JobConfig) -> bool:
+    """Return whether the response was cut and is therefore not trained; its group is compared with its reward."""
+    return config.rollout.truncated == "mask" and is_truncated(response)
+
+
+def counted_responses(group: RolloutGroup, config: JobConfig) -> list[Response]:
+    """Return the responses that the update is divided by."""
+    if not does_count(group, config):
+        return []
+    return [response for response in group.responses if not response.has_no_reward and not is_masked(response, config)]
+
+
+def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
+    """Return the responses that a pass is for, ascending."""
+    members = config.objective.trained_members(compared(group, config))
+    return tuple(member for member in members if not is_masked(group.responses[member], config))
 
 
 def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group can change the update, so that it is passed through the model."""
-    return does_count(group, config) and config.objective.has_signal(group_rewards(group))
+    return bool(counted_responses(group, config)) and config.objective.has_signal(compared(group, config))
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
     if not is_trained(group, config):
         return 0
-    return num_places(group, config.objective.trained_members(group_rewards(group)))
+    return num_places(group, trained_members(group, config))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

@@ -16,16 +16,16 @@ OPEN_TAG = re.compile(r"(<[\w:|]*(?:think|thought|reason|reflect|scratchpad)[\w|
 def check_chat_template(source: str, config: JobConfig) -> str:
     """Return what users should know of the model's template, or ''. Raise ValueError when it cannot show the job's
     prompts, or its environment's conversations."""
-    if not getattr(config.data, "as_chat", True):
+    if not getattr(config.rendering, "as_chat", True):
         return ""
     tokenizer = load_tokenizer(source, config.model.chat_template)
-    check_template_options(tokenizer, config.data)
-    prompts = PromptTokenizer(tokenizer, config.data)
+    check_template_options(tokenizer, config.rendering)
+    prompts = PromptTokenizer(tokenizer, config.rendering)
     if problem := template_problem(
         prompts.render,
         f"the chat template of {config.model.path}" if config.model.chat_template is None else "model.chat_template",
         has_environment=config.environment is not None,
-        has_system_prompt=bool(config.data.system_prompt),
+        has_system_prompt=config.has_system_prompt,
     ):
         raise ValueError(problem)
     if not (tag := OPEN_TAG.search(prompts.suffix([QUESTION]))):

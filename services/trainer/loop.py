@@ -27,9 +27,11 @@ from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobFailed
 from onbeat.contracts.response_stats import ResponseStats
 from onbeat.contracts.states import JobState
+from onbeat.objectives.base.opinions import has_reward
 from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.signal import Signal
 from services.trainer.accumulate import GradientSum
-from services.trainer.batch import does_count
+from services.trainer.batch import compared, does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.feed import create_feed
 from services.trainer.gac import GacAction
@@ -83,13 +85,20 @@ class TrainLoop:
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        stats = IterationStats(current_version, responses=ResponseStats(solved_at=self._config.solved_at))
+        by_source = self._config.rewards_by_source.values()
+        summed = {reward.part for rewards in by_source for reward in rewards if reward.part is not None}
+        responses = ResponseStats(
+            solved_at=self._config.solved_at,
+            by_source=self._config.solved_at_by_source,
+            summed_parts=sorted(summed),
+        )
+        stats = IterationStats(current_version, responses=responses, signal=Signal.of(self._config))
         self._opened = OpenIteration(self._config, iteration, current_version)
         updates: list[Iterable[list[RolloutGroup]]] = [
             self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
         ]
         scale = 1.0
-        if self._config.objective.needs_whole_iteration:
+        if self._config.objective.waits_for_iteration:
             updates = [list(micro_batches) for micro_batches in updates]
             arrived = [group for update in updates for groups in update for group in groups]
             scale = self._iteration_scale([group for group in arrived if does_count(group, self._config)])
@@ -154,9 +163,8 @@ class TrainLoop:
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
-        local_rewards = json.dumps(
-            [[response.reward for response in group.responses] for group in groups if group.responses]
-        )
+        values = [compared(group, self._config) for group in groups]
+        local_rewards = json.dumps([rewards.tolist() for group in values if len(rewards := group[has_reward(group)])])
         messages = self._world.all_gather_bytes(local_rewards.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0

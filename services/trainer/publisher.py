@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 
@@ -207,7 +208,7 @@ def log_iteration(commit: Commit, is_new: bool) -> None:
     logger.info(
         "iteration %d: reward %.3f, grad norm %.3g, mismatch %.4f, trained %d tokens in %.2f s%s",
         commit.iteration,
-        report["reward_mean"],
+        report.get("reward_mean", math.nan),
         report["train/grad_norm"],
         report.get("mismatch_mean", 0.0),
         report["train/trained_tokens"],

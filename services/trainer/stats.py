@@ -11,19 +11,23 @@ import torch
 
 from onbeat.config.schedule import Schedule
 from onbeat.contracts.errors import JobFailed
-from onbeat.contracts.response_stats import ResponseStats
+from onbeat.contracts.response_stats import ResponseStats, is_solved, part_name
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
-from onbeat.streams.codec import RolloutGroup, do_rewards_differ, group_digest
+from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ, given_rewards, group_digest, is_truncated
+from onbeat.streams.signal import Signal, does_part_differ
 from services.trainer.batch import MicroBatch
 from services.trainer.checkpoints.store import TrainState
 from services.trainer.episode import CACHED_FRAC, episode_sums
 from services.trainer.gac import GacAction, GacDecision
+from services.trainer.sources import source_sums, take_source_scores
 from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
 
 COMPARED = ("token/mismatch", "token/divergence")  # sums over `compared_tokens`; all others over the trained tokens
+
+NO_REWARD = "rollout/responses_without_reward"  # only of iterations that have any
 
 MAX_SHOWN = 20_000  # responses of an iteration up to which advantages are published
 
@@ -55,6 +59,7 @@ class IterationStats:
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
+    signal: Signal = field(default_factory=Signal)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -77,32 +82,50 @@ class IterationStats:
         self._add("train/micro_batches", 1)
         self._add("train/passes", num_rows)
 
-    def add_group(self, group: RolloutGroup, is_trained: bool, does_count: bool = True) -> None:
-        """Count a group, whether or not it has a gradient. `does_count`: the update is divided by it, too."""
-        rewards = [response.reward for response in group.responses]
+    def add_group(self, group: RolloutGroup, is_trained: bool, counted: Sequence[Response] | None = None) -> None:
+        """Count a group, whether or not it has a gradient. `counted`: the responses by which the update is divided;
+        default: all that have a reward."""
+        num_responses, rewards = len(group.responses), given_rewards(group)
         assert group.group_id not in self.digests, f"group {group.group_id} is used twice"
         self.digests[group.group_id] = group_digest(group)
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
-        self._add("rollout/uniform_groups", bool(rewards) and not do_rewards_differ(group))
-        self._add("train/skipped_groups", bool(rewards) and not is_trained)
+        self._add("rollout/uniform_groups", num_responses > 0 and not self.signal.is_in(group))
+        self._add("train/skipped_groups", num_responses > 0 and not is_trained)
         self._add("reward", sum(rewards))
         self._add("reward_square", sum(reward * reward for reward in rewards))
-        self._add("prompt_tokens", len(rewards) * len(group.prompt_token_ids))
-        self._add("num_responses", len(rewards))
-        for name, total in episode_sums(group).items():
+        self._add("prompt_tokens", num_responses * len(group.prompt_token_ids))
+        self._add("num_responses", num_responses)
+        if len(rewards) < num_responses:
+            self._add(NO_REWARD, num_responses - len(rewards))
+        of_source = source_sums(group, self.responses.solved_at_of(group.source), self.signal)
+        for name, total in (episode_sums(group) | of_source).items():
             self._add(name, total)
-        self.tally.num_arrived += len(rewards)
-        if does_count:
-            self.tally.num_responses += len(rewards)
-            self.tally.num_tokens += sum(len(response.token_ids) for response in group.responses)
-        self.responses.add(group.responses)
+        self.tally.num_arrived += num_responses
+        if counted is None:
+            counted = [response for response in group.responses if not response.has_no_reward]
+        self.tally.num_responses += len(counted)
+        self.tally.num_tokens += sum(len(response.token_ids) for response in counted)
+        self.responses.add(group.responses, group.source)
+        self._add_unsolved(group)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
-            self._add("truncated", response.finish_reason == "length")
+            self._add("truncated", is_truncated(response))
             oldest = min(span.policy_version for span in response.version_spans)
             self._raise("staleness_max", self.policy_version - oldest)
+
+    def _add_unsolved(self, group: RolloutGroup) -> None:
+        """Count a group whose rewards differ although no response is solved, and the parts that differ in it."""
+        is_any_solved = any(
+            is_solved(reward, self.responses.solved_at_of(group.source)) for reward in given_rewards(group)
+        )
+        is_counted = do_rewards_differ(group) and not is_any_solved
+        self._add("rollout/mixed_unsolved_groups", is_counted)
+        names = {name for response in group.responses for name in response.reward_parts} if is_counted else set()
+        for name in sorted(names):
+            if does_part_differ(name, group.responses) and part_name(name) in self.responses.parts:
+                self._add(f"unsolved/{part_name(name)}", 1)
 
     def add_loss(
         self,
@@ -154,7 +177,10 @@ class IterationStats:
         The fixed order gives the same bits everywhere: each replica makes decisions from the total by itself.
         """
         self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
-        self.responses = ResponseStats(solved_at=self.responses.solved_at)
+        before = self.responses
+        self.responses = ResponseStats(
+            solved_at=before.solved_at, by_source=before.by_source, summed_parts=before.summed_parts
+        )
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -175,7 +201,7 @@ class IterationStats:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards of any group differ."""
+        """True if any group has signal."""
         num_groups = len(self.digests) - self.sums.get("rollout/failed_groups", 0.0)
         return self.sums.get("rollout/uniform_groups", 0.0) < num_groups
 
@@ -193,20 +219,20 @@ class IterationStats:
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
         responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
         compared = max(1.0, sums.pop("compared_tokens", 0.0))
-        reward_mean = sums.pop("reward", 0.0) / responses
+        reward_scores = self._reward_scores(sums.pop("reward", 0.0), sums.pop("reward_square", 0.0))
         episodes, later_tokens = sums.pop("num_episodes", 0.0), sums.pop("num_later_prompt_tokens", 0.0)
-        variance = sums.pop("reward_square", 0.0) / responses - reward_mean**2
-        report = {
-            "reward_mean": reward_mean,
-            "reward_std": math.sqrt(max(0.0, variance)),
+        report = reward_scores | {
             "num_training_devices": num_replicas,
             "rollout/response_tokens_mean": sums.get("response_tokens", 0.0) / responses,
             "rollout/truncated_frac": sums.pop("truncated", 0.0) / responses,
         }
         report |= {f"rollout/{name}": value for name, value in self.responses.shape().items()}
-        report |= self.responses.part_scores(parts)
+        report |= self.responses.part_scores(parts) | self.responses.mixed_scores() | take_source_scores(sums)
         for name, total in sums.items():
-            if name.startswith("token/"):
+            if name.startswith("unsolved/"):
+                part = name.removeprefix("unsolved/")
+                report |= {f"rollout/mixed_unsolved_{part}": total} if part in parts else {}
+            elif name.startswith("token/"):
                 divisor = compared if name in COMPARED else tokens
                 report[name.replace("token/", "train/")] = total / divisor
             elif name.startswith("per_episode/"):
@@ -218,6 +244,19 @@ class IterationStats:
         if "train/mismatch" in report:
             report["mismatch_mean"] = report.pop("train/mismatch")
         return {"staleness_max": 0.0} | report | self.maxima | self.values
+
+    @property
+    def num_rewarded(self) -> float:
+        """Number of responses that have a reward."""
+        return self.sums.get("num_responses", 0.0) - self.sums.get(NO_REWARD, 0.0)
+
+    def _reward_scores(self, total: float, squares: float) -> dict[str, float]:
+        """Return mean and deviation of the rewards; none if responses came, and all of them without a reward."""
+        if self.num_rewarded == 0 and NO_REWARD in self.sums:
+            return {}
+        mean = total / max(1.0, self.num_rewarded)
+        variance = squares / max(1.0, self.num_rewarded) - mean**2
+        return {"reward_mean": mean, "reward_std": math.sqrt(max(0.0, variance))}
 
     def _add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
@@ -237,9 +276,10 @@ def check_signal(stats: IterationStats, schedule: Schedule, state: TrainState, l
     more = f"`onbeat jobs resume` gives this job {limit} more"
     if not leave():
         more = "its checkpoint could not be written (the trainer's log says why): check the disk before you resume"
-    mean = stats.sums["reward"] / stats.sums["num_responses"]
+    mean = stats.sums["reward"] / max(1.0, stats.num_rewarded)
     raise JobFailed(
         f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
-        f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
+        f"responses had {stats.signal.words}; rewards were {mean:g} on average in the last iteration "
+        "(schedule.stop_without_signal). "
         f"Read samples, and correct reward or data in a new job; {more}"
     )

@@ -55,6 +55,7 @@ CHART, RESPONSE, SAMPLE = "[data-testid=chart-reward] canvas", "[data-testid=res
 # Place of each page, and a selector of what it is for, the last part of it that is loaded.
 PAGES = {
     "jobs": ("#/", "[data-testid=job-row]"),
+    "jobs with columns": ("#/?differ=1", "[data-testid=job-row] .job-value"),
     "new job": ("#/new", "[data-testid=submit-job]"),
     "job": ("#/jobs/{learned}", CHART),
     "job that failed": ("#/jobs/{failed}", CHART),

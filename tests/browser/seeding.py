@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from onbeat.config import JobConfig
@@ -18,7 +19,7 @@ from onbeat.streams.codec import PromptPart, PromptTask, Response, RolloutGroup,
 from onbeat.streams.ledger import Ledger
 from services.broker.evaluations import score
 from services.broker.samples import sample_groups
-from tests.world import LEASE_S, job_body
+from tests.world import LEASE_S, World, job_body
 
 WORKERS = ("rollout-0", "rollout-1")
 A_DAY_S = 86_400
@@ -33,6 +34,7 @@ class Content:
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
     is_episode: bool = False  # responses have three turns; the third rewrites the history
+    sources: tuple[str, ...] = ()  # names by prompt, in a job of several sources
     held_out: tuple[str, ...] = ()  # prompts of an evaluation at the start and one at the end
 
 
@@ -50,6 +52,8 @@ async def seed_job(
     """
     rollout = {"num_prompts_per_iteration": len(content.prompts), "num_samples_per_prompt": content.num_samples}
     body = job_body(rollout=rollout, schedule={"num_iterations": num_iterations})
+    if content.sources:
+        body["data"] = [body["data"] | {"name": name} for name in dict.fromkeys(content.sources)]
     if content.held_out:
         body["evaluation"] = {"data": body["data"], "num_prompts": len(content.held_out), "every_iterations": 1000}
     config = JobConfig.model_validate(body)
@@ -69,6 +73,13 @@ async def seed_job(
     return job_id
 
 
+async def seed_reward(world: World, reward_mean: float, **sections: Any) -> str:
+    """Create a job with this reward in its only iteration, and return its id, while no broker runs."""
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 1}, **sections)
+    await world.run_iteration(job_id, epoch, 0, reward_mean=reward_mean)
+    return job_id
+
+
 PUBLISHED: dict[str, Any] = {"full_bytes": 269_000_000, "delta_bytes": 3_100_000, "encode_s": 0.2, "publish_s": 0.3}
 UPDATE = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, load_s=0.001, held_s=0.001)
 
@@ -76,8 +87,8 @@ UPDATE = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, loa
 async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, content: Content) -> None:
     dice = random.Random(iteration)
     tasks = [
-        PromptTask(group_id=f"{iteration}-{row}", iteration=iteration, text=prompt, data_row=row)
-        for row, prompt in enumerate(content.prompts)
+        PromptTask(group_id=f"{iteration}-{row}", iteration=iteration, text=prompt, data_row=row, source=source)
+        for row, (prompt, source) in enumerate(zip_longest(content.prompts, content.sources, fillvalue=""))
     ]
     assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
     for worker in WORKERS:
@@ -135,6 +146,7 @@ def group_of(task: PromptTask, worker: str, content: Content, dice: random.Rando
             PromptPart(text="\n"),
         ],
         data_row=task.data_row,
+        source=task.source,
         worker_id=worker,
         timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),
         responses=[response_of(task, content, dice) for _ in range(content.num_samples)],

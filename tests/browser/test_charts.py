@@ -57,6 +57,8 @@ def walk(number: int) -> list[list[float]]:
 
 # Results of functions: (module, function of the module and an argument, argument, result).
 TICKS = "(m, [ticks, ...about]) => ticks.map((tick) => m.tickOf(tick, ...about))"
+LINES = """(m, a) => m.linesOf(a.map(([lr, seed], place) => ({ name: `job-${place}`, config: { lr, seed } })))
+    .map(({ label, places }) => [label, places])"""
 IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
 
 
@@ -80,11 +82,75 @@ IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
             id="values that hardly move are told apart",
         ),
         pytest.param(
-            "compare.js",
+            "differences.js",
             "(m, a) => [...m.flatten(a)]",
-            {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}},
-            [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]],
+            {
+                "lora": None,
+                "schedule": {"mode": "sync", "earlier_ends": []},
+                "sets": [{"top_k": 5}],
+                "betas": [0.9, 0.95],
+            },
+            [["schedule.mode", "sync"], ["sets.0.top_k", "5"], ["betas", "[0.9,0.95]"]],
             id="empty values are no difference of jobs",
+        ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.differencesOf(a)",
+            [{"name": "a", "seed": 0, "pool": "p", "lr": 1e-5}, {"name": "b", "seed": 1, "pool": "p", "lr": 2.5e-6}],
+            [["lr", ["1e-5", "2.5e-6"]], ["seed", ["0", "1"]]],
+            id="only what differs is shown, without the name",
+        ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.shortNames(a)",
+            ["a.top_k", "b.top_k", "c.decay"],
+            ["a.top_k", "b.top_k", "decay"],
+            id="keys with the same last word are whole",
+        ),
+        pytest.param(
+            "differences.js",
+            "(m, a) => m.columnsOf(a).map(({ key, name, texts }) => [key, name, [...texts]])",
+            [
+                {"id": "odd", "config": {}},
+                {"id": "a", "config": {"lora": {"rank": 8}, "optimizer": {"lr": 1}, "seed": 0}},
+                {"id": "b", "config": {"optimizer": {"lr": 2}, "seed": 0}},
+            ],
+            [
+                ["optimizer.lr", "lr", [["a", "1"], ["b", "2"]]],
+                ["lora.rank", "rank", [["a", "8"], ["b", "\N{EN DASH}"]]],
+            ],
+            id="keys that all jobs have are the first columns",
+        ),
+        pytest.param(
+            "jobs.js",
+            "(m, a) => a.map(m.scaleOf)",
+            [[[[0, 0.2], [1, 0.4]], [[0, 0.75]]], [[[0, -2], [1, -1]]], [[], []]],
+            [[0, 0.75], [-2, 0], None],
+            id="one scale has all curves and 0",
+        ),
+        *(
+            pytest.param("differences.js", LINES, configs, lines, id=name)
+            for name, configs, lines in [
+                ("jobs that differ only in seeds are one line", [[1, 0], [1, 1]], [["2 seeds", [0, 1]]]),
+                (
+                    "other seeds join the line of their values",
+                    [[1, 0], [2, 0], [1, 1], [1, 2]],
+                    [["lr=1, 3 seeds", [0, 2, 3]], ["lr=2", [1]]],
+                ),
+                ("jobs of the same seed have their names", [[1, 0], [1, 0]], [["job-0", [0]], ["job-1", [1]]]),
+                ("long values give way to names", [["x" * 60, 0], ["y", 0]], [["job-0", [0]], ["job-1", [1]]]),
+                ("a job alone has its name", [[1, 0]], [["job-0", [0]]]),
+            ]
+        ),
+        pytest.param(
+            "compare.js",
+            "(m, a) => m.overSeeds(a)",
+            [[[0, 1], [1, 2]], [[0, 3]], [[2, 5], [4, 6]]],
+            {
+                "points": [[0, 2], [1, 2], [2, 5], [4, 6]],
+                "band": [[0, 1, 3], [1, 2, 2], [2, 5, 5], [4, 6, 6]],
+            },
+            id="a band is around the seeds that have a value",
         ),
         pytest.param(
             "events.js",
@@ -239,14 +305,16 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
         const linesOf = (chart) => series.lines(chart).map(({ name }) => name);
         const charts = () => Object.fromEntries(CHARTS.map((chart) => [chart.id, linesOf(chart)]));
         const single = charts();
-        series.add(0, { "eval/hard/reward_mean": 1, "eval/easy/reward_mean": 1, "eval/easy/reward/right_mean": 1 });
+        const scores = ["reward_mean", "reward/right_mean", "reward/short_mean", "response_tokens_mean"];
+        for (const prefix of ["eval/", "eval/easy/"]) for (const name of scores) series.add(0, { [prefix + name]: 1 });
+        series.add(0, { "eval/hard/reward_mean": 0.5, "eval/hard/reward/right_mean": 0.5 });
         return [single, charts(), series.others()];
     }"""
     single, sets, others = await call(modules, "series.js", script)
     assert (single["parts"], single["held-out"], single["held-out-parts"]) == (["right", "short"], ["mean"], ["right"])
     assert single["solved"] == ["held out, by any of k"]
-    assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "right"])
-    assert others == ["reward/right_std", "train/odd"]
+    assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "easy/short", "hard/right"])
+    assert others == ["eval/easy/response_tokens_mean", "reward/right_std", "train/odd"]
 
 
 async def test_answers_are_paired_and_the_telling_ones_come_first(modules: Page) -> None:

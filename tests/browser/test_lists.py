@@ -6,6 +6,7 @@ import re
 from playwright.async_api import Page, Route, expect
 
 from onbeat.contracts.states import JobState
+from tests.browser.seeding import seed_reward
 from tests.browser.test_form import write
 from tests.world import job_body
 
@@ -62,6 +63,32 @@ async def test_list_requested_before_a_move_is_not_shown_after_it(visit, broker,
     await next_list(page)
     await next_list(page)
     assert await page.evaluate("said") == ["moved is paused"]
+
+
+async def test_curves_share_a_scale_and_differences_have_columns(visit, ledger, world, tmp_path):
+    await seed_reward(world, 0.75, name="fast", optimizer={"learning_rate": 3e-5})
+    await seed_reward(world, 0.25, name="slow", optimizer={"learning_rate": 1e-5})
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url)
+        await expect(page.get_by_text("reward curves from 0 to 0.75")).to_be_visible()
+        rows = {name: page.get_by_test_id("job-row").filter(has_text=name) for name in ("fast", "slow")}
+        await expect(rows["fast"].locator("circle")).to_have_attribute("cy", "3.0")  # the top of the scale
+        await expect(rows["slow"].locator("circle")).to_have_attribute("cy", "16.3")  # a third of it
+        strokes = await page.locator(".spark polyline").evaluate_all(
+            "(all) => all.map((one) => getComputedStyle(one).stroke)"
+        )
+        assert "none" not in strokes
+        column = page.get_by_role("columnheader", name="learning_rate")
+        await expect(column).to_have_count(0)
+        await page.get_by_label("Columns for what differs").check()
+        await expect(column).to_be_visible()
+        await page.reload()
+        await expect(column).to_be_visible()
+        for name, value in (("fast", "3e-5"), ("slow", "1e-5")):
+            await expect(rows[name].get_by_role("cell", name=value, exact=True)).to_be_visible()
+        await page.get_by_label("Columns for what differs").uncheck()
+        await expect(column).to_have_count(0)
+        assert page.url.endswith("#/")
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 from playwright.async_api import Page, expect
 
 from tests.browser.gallery import HELD_OUT
-from tests.browser.seeding import Content
+from tests.browser.seeding import Content, seed_job
 
 
 async def rewards(page: Page) -> set[str]:
@@ -56,6 +56,20 @@ async def test_samples_are_filtered_by_end_and_text(visit, gallery):
     await expect(page.get_by_text("No truncated, wrong responses with “WHAT IS")).to_be_visible()
     await page.get_by_role("button", name="Reset").click()
     await expect(page.get_by_test_id("sample")).to_have_count(16)
+
+
+async def test_samples_of_several_sources_are_filtered_by_one(visit, ledger, tmp_path):
+    content = Content(sources=("sums", "differences", "sums", "differences"))
+    job_id = await seed_job(ledger, "mixed", num_iterations=2, content=content)
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, f"#/jobs/{job_id}/samples")
+        await expect(page.get_by_test_id("sample")).to_have_count(16)
+        await page.get_by_label("Source").select_option("differences")
+        await expect(page.get_by_text(re.compile("of iteration 1.* of source differences"))).to_be_visible()
+        await expect(page.get_by_test_id("sample")).to_have_count(8)
+        await expect(page.get_by_test_id("sample").first).to_contain_text("(differences)")
+        await page.get_by_label("Source").select_option("")
+        await expect(page.get_by_test_id("sample")).to_have_count(16)
 
 
 async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit, gallery):

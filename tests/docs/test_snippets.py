@@ -103,11 +103,13 @@ def test_every_documented_data_section_can_be_read(workplace, in_page_folder):
         if block.language == "python":
             exec(compile(block.text, str(block), "exec"), namespace)
     sections = [tomllib.loads(block.text) for block in blocks_of("docs/data.md") if block.language == "toml"]
+    types = set()
     for section in sections:
-        config = JobConfig.model_validate(quickstart_with({"data": section["data"]}))
-        if config.data.type == "hf":  # a hub is not always there
-            continue
-        item = open_dataset(DatasetSpec(data=config.data, seed=0, num_items=4), folder).item(0)
-        assert item.messages
-        assert item.context["question"]
-    assert {section["data"]["type"] for section in sections} == {"hf", "jsonl", "parquet", "reasoning_gym"}
+        for _, data in JobConfig.model_validate(quickstart_with({"data": section["data"]})).sources:
+            types.add(data.type)
+            if data.type == "hf":  # a hub is not always there
+                continue
+            item = open_dataset(DatasetSpec(data=data, seed=0, num_items=4), folder).item(0)
+            assert item.messages
+            assert item.context["question"]
+    assert types == {"hf", "jsonl", "parquet", "reasoning_gym"}

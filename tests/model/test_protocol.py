@@ -55,7 +55,7 @@ MUTANTS = {
         "still has prompts",
     ),
     "a group that counts is replaced": (
-        {"do_rewards_differ == '0' and": ""},
+        {"has_signal == '0' and": ""},
         Bounds(num_workers=1, num_spares=2, num_iterations=1),
         "were not replaced",
     ),

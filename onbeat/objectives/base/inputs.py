@@ -36,7 +36,7 @@ class Responses:
 
     rollout_logprobs: Tensor  # [N] float32
     response_lengths: Tensor  # [R] int64, tokens
-    group_rewards: list[Tensor]  # [G] float32 of each group, all of its responses
+    group_rewards: list[Tensor]  # [G] float32 of each group, all of its responses; NaN: no reward (opinions.py)
     members: list[Tensor]  # [M] int64 of each group: which of its responses are here; together R
 
     def response_sum(self, values: Tensor) -> Tensor:

@@ -7,15 +7,17 @@ An iteration's tokens are counted only when its last rollout is in. So the accum
 clipping: exactly the gradient of the mean.
 """
 
+import re
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from onbeat.contracts.section import Section
 from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
 from onbeat.objectives.base.kl import KlConfig, kl_estimate
+from onbeat.objectives.base.opinions import has_reward, members_with_reward, with_zeros
 
 Normalization = Annotated[
     Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
@@ -24,6 +26,22 @@ Normalization = Annotated[
         "of responses; the number of responses; that times max_response_tokens"
     ),
 ]
+PART = "part:"  # the beginning of a signal that is a part of the reward
+
+
+def is_signal(rule: str) -> bool:
+    """Return whether a group may be said to teach by this rule (`onbeat/streams/signal.py`)."""
+    return re.fullmatch(rf"reward|solved|{PART}[A-Za-z0-9_.-]{{1,40}}", rule) is not None
+
+
+def check_rule(rule: str) -> str:
+    if not is_signal(rule):
+        raise ValueError(
+            f"{rule!r} is no signal; use reward, solved, or part:NAME with the name of a part of the reward"
+        )
+    return rule
+
+
 TokenLoss = tuple[Tensor, Tensor | None]  # [N], and where a clip cut the gradient off, [N] bool; None: nowhere
 
 
@@ -39,6 +57,12 @@ class Objective(Section):
     importance: TruncatedImportance | BandImportance | None = Field(
         None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
     )
+    signal: Annotated[str, AfterValidator(check_rule)] = Field(
+        "reward",
+        description="difference between responses that makes a group teach. reward: their rewards; solved: one reaches "
+        "`solved_at` and another does not; part:NAME: their values of this part of several rewards. In other groups "
+        "all advantages are 0, and dynamic sampling replaces them",
+    )
     type: str
 
     modes: ClassVar[tuple[str, ...]] = ("periodic", "sync", "bounded")  # modes of the schedule
@@ -46,6 +70,15 @@ class Objective(Section):
     needs_whole_iteration: ClassVar[bool] = False
     has_importance_ratio: ClassVar[bool] = True  # the ratio divides by the old policy
     has_advantages: ClassVar[bool] = True  # one for each response, not just for the two of a pair a preference
+
+    @model_validator(mode="after")
+    def check_signal(self) -> "Objective":
+        if self.signal != "reward" and self.kl.coef > 0 and self.kl.placement == "reward":
+            raise ValueError(
+                "objective.signal: a KL term in the reward gives advantages to groups without signal; use kl.placement "
+                "= 'loss', or signal = 'reward'"
+            )
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -57,16 +90,27 @@ class Objective(Section):
         return self.kl.coef > 0 and self.kl.placement == "reward"
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
-        """Return the responses that a pass is for, of a group with these rewards [G]; ascending."""
-        return tuple(range(len(rewards)))
+        """Return the responses that a pass is for, of a group with these rewards [G]; ascending. NaN is no reward."""
+        return members_with_reward(rewards)
+
+    @property
+    def waits_for_iteration(self) -> bool:
+        """True if advantages are divided by an `iteration_scale`."""
+        return self.needs_whole_iteration
+
+    def compared(self, rewards: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
+        """Return what the responses of a group are compared by, [G]: the rewards [G], or a function of their parts
+        [K, G] with weights [K], of several rewards. NaN is no opinion. Other methods get this for the rewards."""
+        return rewards
 
     def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
-        """Return the divisor of advantages, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
+        """Return the divisor of advantages, from the rewards [G] of all groups; called if `waits_for_iteration`."""
         return 1.0
 
     @abstractmethod
     def has_signal(self, rewards: Tensor) -> bool:
-        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
+        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant. NaN is
+        no reward. The rewards of a group without the job's `signal` are equal here and in `loss`."""
 
     @abstractmethod
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -96,7 +140,7 @@ class PolicyObjective(Objective):
         teaches nothing."""
         import torch
 
-        if bool((rewards == rewards[0]).all()):
+        if len(rewards) == 0 or bool((rewards == rewards[0]).all()):
             return torch.zeros_like(rewards)
         advantages = self.advantages(rewards)
         self._check_shape("advantages", advantages, rewards)
@@ -108,6 +152,7 @@ class PolicyObjective(Objective):
         """
         is_band_in_divisor = isinstance(self.importance, BandImportance) and self.normalization == "token_mean"
         has_other_terms = self.kl.coef > 0 or is_band_in_divisor or not self.is_zero_without_advantage
+        rewards = rewards[has_reward(rewards)]
         return len(rewards) > 0 and (has_other_terms or bool(self.group_advantages(rewards).any()))
 
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -148,12 +193,17 @@ class PolicyObjective(Objective):
         """Return the advantages [R] of the responses that are here, after a penalty in the reward from `kl` [N]."""
         import torch
 
-        rewards = batch.group_rewards
+        rewards = list(batch.group_rewards)
         if self.kl.placement == "reward" and kl is not None:
-            penalties = batch.response_sum(self.kl.coef * kl).split([len(group) for group in rewards])
-            rewards = [group - penalty for group, penalty in zip(rewards, penalties, strict=True)]
-        by_group = [self.group_advantages(group, scale) for group in rewards]
-        return torch.cat([group[here] for group, here in zip(by_group, batch.members, strict=True)])
+            penalties = batch.response_sum(self.kl.coef * kl).split([len(here) for here in batch.members])
+            for index, (here, penalty) in enumerate(zip(batch.members, penalties, strict=True)):
+                rewards[index] = rewards[index] - penalty.new_zeros(len(rewards[index])).index_copy(0, here, penalty)
+        advantages = []
+        for given, penalized, here in zip(batch.group_rewards, rewards, batch.members, strict=True):
+            is_rewarded = has_reward(given)  # a penalty that is NaN is an error, and stays one
+            among_rewarded = self.group_advantages(penalized[is_rewarded], scale)
+            advantages.append(with_zeros(among_rewarded, is_rewarded)[here])
+        return torch.cat(advantages)
 
     def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
         return {

@@ -46,6 +46,7 @@ class PromptTask(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -76,6 +77,8 @@ class PromptTask(_message.Message):
     min_p: _builtins.float
     min_tokens: _builtins.int
     """no stop before so many tokens"""
+    source: _builtins.str
+    """name of the prompt's source; empty: the job has one only"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -123,10 +126,11 @@ class PromptTask(_message.Message):
         top_k: _builtins.int = ...,
         min_p: _builtins.float = ...,
         min_tokens: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "environment", b"environment", "reward", b"reward", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "source", b"source", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -280,6 +284,7 @@ class RolloutGroup(_message.Message):
     DATA_ROW_FIELD_NUMBER: _builtins.int
     FAILED_EPISODES_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
@@ -288,6 +293,8 @@ class RolloutGroup(_message.Message):
     worker_id: _builtins.str
     is_evaluation: _builtins.bool
     data_row: _builtins.int
+    """of the task"""
+    source: _builtins.str
     """of the task"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -327,10 +334,11 @@ class RolloutGroup(_message.Message):
         data_row: _builtins.int | None = ...,
         failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -400,11 +408,14 @@ class Response(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_LENGTHS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    HAS_NO_REWARD_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop" | "length" """
     reward: _builtins.float
     """from -1000000 to 1000000"""
     text: _builtins.str
+    has_no_reward: _builtins.bool
+    """no reward of the job has an opinion on it: `reward` is 0 and means nothing; never trained"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[T], end-of-sequence included when it was sampled"""
@@ -443,10 +454,11 @@ class Response(_message.Message):
         text: _builtins.str = ...,
         token_lengths: _abc.Iterable[_builtins.int] | None = ...,
         turns: _abc.Iterable[Global___Turn] | None = ...,
+        has_no_reward: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_no_reward", b"has_no_reward", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,13 +21,13 @@ class Iterations(LedgerPart):
     ) -> str:
         """Dispatch an iteration's groups, all pinned to `version`, which must be the published one.
 
-        With `spares`, each accepted group whose rewards do not differ is replaced by the next spare one.
+        With `spares`, each accepted group whose rewards do not differ is replaced by the next spare one of its source.
 
         Return '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
         """
         job = JobKeys(job_id)
-        pinned = [pin_task(task, version) for task in (*tasks, *spares)]
-        pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
+        named = [(task.group_id, task) for task in tasks] + [(task.source or task.group_id, task) for task in spares]
+        pairs = [item for name, task in named for item in (name, pin_task(task, version).SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts, job.spares(iteration)]
         args = (iteration, version, ROLLOUT_GROUP, len(tasks), *pairs)
         reason: bytes = await self._run("open_iteration", job, more_keys, *args)

@@ -14,7 +14,6 @@ from onbeat.streams.codec import (
     check_group,
     check_token_lengths,
     decode_task,
-    do_rewards_differ,
     encode_group,
     payload_digest,
     span_versions,
@@ -22,7 +21,9 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import LedgerPart, load_script
+from onbeat.streams.signal import Signal
 
+BY_REWARD = Signal()
 MAX_INTERVALS = 64  # intervals in the engine, of one group; rollouts send fewer
 
 
@@ -102,8 +103,11 @@ class RolloutSide(LedgerPart):
         renewed = await self._run("renew_groups", job, [job.prompts], *args)
         return [entry.decode() for entry in renewed]
 
-    async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
-        """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises."""
+    async def submit(self, job_id: str, entry_id: str, group: RolloutGroup, signal: Signal = BY_REWARD) -> Verdict:
+        """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises.
+
+        `signal`: the job's, which decides whether another prompt takes the group's place.
+        """
         check_group(group)
         check_token_lengths(group)
         job = JobKeys(job_id)
@@ -123,8 +127,9 @@ class RolloutSide(LedgerPart):
         args += [
             payload_digest(payload),
             *length_of(group),
-            int(do_rewards_differ(group)),
+            int(signal.is_in(group)),
             json.dumps(generated_ago(group)),
+            group.source,
         ]
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())

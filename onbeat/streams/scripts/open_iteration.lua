@@ -1,6 +1,6 @@
 -- KEYS: job, events, iteration, groups, prompts, spares. ARGV: iteration, policy version, consumer group, number of groups
--- to begin with, then group id / PromptTask pairs: of these groups, and spare ones, which `submit_group` dispatches when a
--- group is to be replaced.
+-- to begin with, then group id / PromptTask pairs: of these groups, and spare ones (in a job of several sources with the
+-- source in place of the group id), which `submit_group` dispatches when a group is to be replaced.
 -- Opens each iteration once, in order, with the published version, which may be max_staleness older than the iteration
 -- (0 in the strict modes: right after the commit of the one before). While rollouts still have prompts to claim, opening
 -- waits: the version may be a newer one then. Returns '' or the reason why not.

@@ -3,14 +3,15 @@
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
 --       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
---       response, whether its rewards differ ('1'/'0'), when it was generated (JSON: [seconds before now, until] pairs).
--- The one place where a group is accepted. If the iteration has spare prompts, a group whose rewards do not differ is
--- replaced in the same move, by the next of them. Returns accepted | stale | duplicate | lost | closed.
+--       response, whether it has signal ('1'/'0'), when it was generated (JSON: [seconds before now, until] pairs),
+--       source of its prompt ('' or absent: the job has one only).
+-- The one place where a group is accepted. If the iteration has spare prompts, a group without signal is
+-- replaced in the same move, by the next of them, of the same source. Returns accepted | stale | duplicate | lost | closed.
 local unit, groups, busy, prompts, results, lengths = KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local spares, lost_rollouts = KEYS[9], KEYS[10]
 local entry, worker, consumers, number, group_id, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local span_versions, failure, busy_s, kind, digest, row = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-local num_tokens, do_rewards_differ, generated = ARGV[13], ARGV[14], ARGV[15]
+local num_tokens, has_signal, generated, source = ARGV[13], ARGV[14], ARGV[15], ARGV[16] or ''
 
 -- Adds a group's intervals to those in which the iteration was generated. They are kept in order, apart from each other
 -- and few: of too many, the two with the shortest gap become one.
@@ -36,6 +37,22 @@ local function add_generated(ago, time)
     table.remove(union, shortest + 1)
   end
   if union[1] then redis.call('HSET', unit, 'generated', cjson.encode(union)) end
+end
+
+-- Takes the next spare prompt: its group id and PromptTask, or nothing. One of several sources gets the next group id,
+-- behind the bytes of its message: the last value of a field counts.
+local function take_spare()
+  if source == '' then
+    local spare_id, task = redis.call('LPOP', spares), redis.call('LPOP', spares)
+    return spare_id, task
+  end
+  local place = redis.call('LPOS', spares, source)
+  if not place then return nil end
+  local task = redis.call('LINDEX', spares, place + 1)
+  redis.call('LREM', spares, 1, source)
+  redis.call('LREM', spares, 1, task)
+  local spare_id = number .. '-' .. redis.call('HGET', unit, 'num_groups')
+  return spare_id, task .. '\10' .. string.char(#spare_id) .. spare_id
 end
 
 local state = field('state')
@@ -85,8 +102,8 @@ if failure ~= '' then
   emit('group.failed', group_id .. ': ' .. failure,
     {[kind] = tonumber(number), group_id = group_id, kind = failure, worker_id = worker})
 end
-if kind == 'iteration' and do_rewards_differ == '0' and redis.call('HEXISTS', unit, 'num_replaced') == 1 then
-  local spare_id, task = redis.call('LPOP', spares), redis.call('LPOP', spares)
+if kind == 'iteration' and has_signal == '0' and redis.call('HEXISTS', unit, 'num_replaced') == 1 then
+  local spare_id, task = take_spare()
   if spare_id then
     put_prompt(kind, number, groups, prompts, spare_id, task)
     redis.call('HINCRBY', unit, 'num_groups', 1)
@@ -105,8 +122,9 @@ if redis.call('HINCRBY', unit, 'num_accepted', 1) == tonumber(redis.call('HGET',
   end
   if num_short then
     local noun = num_short == '1' and ' group' or ' groups'
-    emit('iteration.short', 'iteration ' .. number .. ' has used all of its prompts, and is ' .. num_short .. noun ..
-      ' with different rewards short (rollout.max_prompts_per_iteration)',
+    local used = source == '' and ' has used all of its prompts' or ' has used all prompts of a source'
+    emit('iteration.short', 'iteration ' .. number .. used .. ', and is ' .. num_short .. noun ..
+      ' with signal short (rollout.max_prompts_per_iteration)',
       {iteration = tonumber(number), num_groups = tonumber(num_short)})
   end
   emit(kind .. '.drained', 'all responses of ' .. kind .. ' ' .. number .. ' are in', {[kind] = tonumber(number)})

@@ -138,7 +138,7 @@ def review_quantization(folder: Path, model: dict[str, Any]) -> list[Complaint]:
 
 def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
     """Complain about a model without a chat template where one is needed. `tokenizer` tries those that are there."""
-    if not getattr(config.data, "as_chat", True) or config.model.chat_template is not None:
+    if not getattr(config.rendering, "as_chat", True) or config.model.chat_template is not None:
         return []
     if any(folder.glob("*chat_template*")):
         return []

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from onbeat.config import JobConfig
 from onbeat.contracts.answers import PROMPT_SUFFIX
-from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig
+from onbeat.contracts.rewards import SERVICE_REWARDS, RewardConfig
 from onbeat.process.children import ChildDied, ChildProcess
 from services.broker.admission.rewards import CHILD as SCORER
 from services.broker.admission.rewards import TRIAL_S
@@ -25,9 +25,9 @@ RENDER_MEMORY_MB = 8192
 OWN_ANSWER, EMPTY = "own answer", "empty"
 NO_TRANSFORMERS = "the package transformers is not installed where the broker runs"
 OF_ENVIRONMENT = "rewards are not tried: they come from the job's environment, which plays whole episodes"
-OF_SERVICE = "reward http is not tried: it is a service that the rollouts know by name"
+OF_SERVICE = "rewards http and judge are not tried: they ask a service that the rollouts know by name"
 
-Case = tuple[dict[str, Any], str]  # context of a prompt, response
+Case = tuple[dict[str, Any], list[str], int]  # context of a prompt, responses to it, place of the one that is meant
 
 
 class Trial(BaseModel):
@@ -36,9 +36,9 @@ class Trial(BaseModel):
     response: str  # "own answer" or "empty"
     text: str
     reward_name: str
-    reward: float | None  # None: it failed
+    reward: float | None  # None: it failed, or has no opinion
     parts: dict[str, float] = {}
-    message: str = ""  # reason why it failed
+    message: str = ""  # reason why it failed; empty if it did not
 
 
 class PreviewedPrompt(BaseModel):
@@ -64,18 +64,20 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
     for number, item in enumerate(items):
         answer = item.context.get("answer")
         context = item.context | ({PROMPT_SUFFIX: rendered[number]["suffix"]} if item.messages and not problem else {})
-        cases += [(number, OWN_ANSWER, (context, str(answer)))] if answer is not None else []
-        cases.append((number, EMPTY, (context, "")))
+        given = {EMPTY: ""} if answer is None else {OWN_ANSWER: str(answer), EMPTY: ""}
+        cases += [(number, name, (context, list(given.values()), place)) for place, name in enumerate(given)]
     trials: list[list[Trial]] = [[] for _ in items]
     if config.environment is not None:
         notes.append(OF_ENVIRONMENT)
-    for reward in config.rewards if config.environment is None else ():
-        if reward.name == HTTP_REWARD:
-            notes.append(OF_SERVICE)
-            continue
-        answers = await score(reward, [case for _, _, case in cases])
-        for (number, response, (_, text)), answer in zip(cases, answers, strict=True):
-            trials[number].append(trial_of(reward, response, text, answer))
+    for source, rewards in config.rewards_by_source.items():
+        chosen = [case for case in cases if items[case[0]].source == source]
+        for reward in rewards if chosen else ():
+            if reward.name in SERVICE_REWARDS:
+                notes += [OF_SERVICE] if OF_SERVICE not in notes else []
+                continue
+            answers = await score(reward, [case for _, _, case in chosen])
+            for (number, response, (_, texts, place)), answer in zip(chosen, answers, strict=True):
+                trials[number].append(trial_of(reward, response, texts[place], answer))
     prompts = [
         PreviewedPrompt(text=prompt["text"], num_tokens=prompt["num_tokens"], trials=tried)
         for prompt, tried in zip(rendered, trials, strict=True)
@@ -97,7 +99,7 @@ async def render(config: JobConfig, items: Sequence[PromptItem]) -> tuple[list[d
     ]
     if importlib.util.find_spec("transformers") is None:
         return plain, NO_TRANSFORMERS
-    arguments = config.data.template_arguments()
+    arguments = config.rendering.template_arguments()
     given = {
         "arguments": arguments,
         "chat_template": config.model.chat_template,
@@ -120,19 +122,20 @@ async def render(config: JobConfig, items: Sequence[PromptItem]) -> tuple[list[d
 
 
 async def score(reward: RewardConfig, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Score each response in a process like a rollout's, with the same limits. Return its answers, in order; once the
-    process has ended or taken too long, the rest have the reason as their message."""
+    """Score each response in a process like a rollout's, with the same limits; the responses to a prompt are a group.
+    Return its answers, in order; once the process has ended or taken too long, the rest have the reason as message."""
     answers: list[dict[str, Any]] = []
     limits = str(reward.timeout_s), str(reward.memory_limit_mb)
     child = await ChildProcess.start("the scoring process", SCORER, *limits)
     message = f"it took longer than timeout_s = {reward.timeout_s:g}"
     try:
-        for number, (context, response) in enumerate(cases):
-            request = {"request": number, "reward": reward.name, "options": reward.options}
-            await child.send(request | {"context": context, "responses": [response]}, TRIAL_S)
+        for number, (context, responses, place) in enumerate(cases):
+            request = {"request": number, "reward": reward.name, "options": reward.options, "context": context}
+            await child.send(request | {"responses": responses, "positions": [place]}, TRIAL_S)
             step = json.loads(await child.receive(TRIAL_S))
             if step["step"] == "loaded":
-                step = json.loads(await child.receive(reward.timeout_s))
+                num_at_once = len(responses) if step["takes_group"] else 1
+                step = json.loads(await child.receive(reward.timeout_s * num_at_once))
             answers.append(step)
     except ChildDied as error:
         message = str(error)

@@ -16,7 +16,7 @@ from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
-from onbeat.contracts.rewards import HTTP_REWARD, RewardConfig, compares_with_answer
+from onbeat.contracts.rewards import JUDGE_MODES, JUDGE_REWARD, SERVICE_REWARDS, RewardConfig, compares_with_answer
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
@@ -25,6 +25,7 @@ from services.broker.admission.rewards import review_on_data
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
+from services.broker.datasets.sources import move_error, name_source, place_of, read_places
 from services.broker.tasks import read_set
 
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
@@ -34,6 +35,7 @@ REWARD_OPTIONS = {
     "regex": ("pattern", "as_number"),
     "math": (),
     "reasoning_gym": ("answer_pattern",),
+    JUDGE_REWARD: ("service", "rubric", "mode"),
 }
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
@@ -77,6 +79,10 @@ class Admission:
     async def examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         """Return everything that is wrong, and remarks about the job's data. The data is not opened while numbers or
         options are impossible. Raises TooBusy."""
+        complaints, remarks = await self._examine(config)
+        return name_sources(config, complaints), remarks
+
+    async def _examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         unusable = review_numbers(config) + review_free_values(config)
         complaints = unusable + review_environment(config)
         uses, checked = reward_uses(config), []
@@ -86,7 +92,11 @@ class Admission:
             reward_complaints = review_reward(use, num_groups)
             complaints += reward_complaints + pattern_complaints
             checked += [] if pattern_complaints else [use]  # a slow pattern must not hold up the data
-            if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not reward_complaints:
+            if (
+                not use.field.startswith("evaluation")
+                and use.reward.name not in SERVICE_REWARDS
+                and not reward_complaints
+            ):
                 to_try.append((use, num_groups))
         async with hold(self._trials):  # the hub may take its time
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
@@ -95,14 +105,16 @@ class Admission:
             complaints += model_complaints
         if unusable:
             return complaints, Remarks()
-        data_complaints, first, remarks = await self._review_data(config, checked)
+        data_complaints, firsts, remarks = await self._review_data(config, checked)
         complaints += data_complaints
-        is_refused = first is not None and bool(data_complaints)  # the rows are wrong, so there is no answer to try
+        is_refused = bool(firsts and data_complaints)  # the rows are wrong, so there is no answer to try
         for use, num_groups in [] if is_refused else to_try:
-            async with hold(self._trials):
-                trial_complaints, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
-            complaints += trial_complaints
-            remarks.notes += more_notes
+            tried: list[PromptItem | None] = [firsts[field] for field, _ in use.data if field in firsts]
+            for first in tried or [None]:
+                async with hold(self._trials):
+                    trial_complaints, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
+                complaints += [complaint for complaint in trial_complaints if complaint not in complaints]
+                remarks.notes += [note for note in more_notes if note not in remarks.notes]
         return complaints, remarks
 
     async def tasks(self) -> list[str]:
@@ -117,10 +129,15 @@ class Admission:
     async def preview(self, config: JobConfig, count: int) -> Preview:
         """Show up to `count` first prompts, with trials of the rewards. Raises JobRefused, TooBusy."""
         if unusable := review_numbers(config) + review_free_values(config):
-            raise JobRefused(unusable)
+            raise JobRefused(name_sources(config, unusable))
         spec = DatasetSpec.of_job(config)
+        count = min(count, spec.num_items)
         try:
-            items, _ = await self._process.read(spec, 0, min(count, spec.num_items))
+            if isinstance(config.data, list):
+                places = [place_of(config, slot) for slot in range(count)]
+                items = await read_places(config, places, self._process)
+            else:
+                items, _ = await self._process.read(spec, 0, count)
         except DatasetError as error:
             raise JobRefused([(error.field, error.message)]) from error
         async with hold(self._trials):
@@ -128,8 +145,9 @@ class Admission:
 
     async def _review_data(
         self, config: JobConfig, uses: Sequence[RewardUse]
-    ) -> tuple[list[Complaint], PromptItem | None, Remarks]:
-        """Look at all data. Return the first thing that is wrong with each, the first prompt, and remarks."""
+    ) -> tuple[list[Complaint], dict[str, PromptItem], Remarks]:
+        """Look at all data. Return the first thing that is wrong with each, the first prompt of each source by its
+        field (none if one cannot be read), and remarks."""
         remarks, survey = Remarks(), Survey()
         try:
             if sections := [section for section in sections_of(config, uses) if isinstance(section.spec.data, RowData)]:
@@ -142,12 +160,15 @@ class Admission:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 complaints.append((error.field, error.message))
-        try:
-            (first,), note = await self._process.read(DatasetSpec.of_job(config), 0, 1)
-        except DatasetError as error:
-            return complaints or [(error.field, error.message)], None, remarks
-        remarks.notes += [note] if note else []
-        return complaints, first, remarks
+        firsts: dict[str, PromptItem] = {}
+        for number, (field, _) in enumerate(config.sources):
+            try:
+                (firsts[field],), note = await self._process.read(DatasetSpec.of_job(config, number), 0, 1)
+            except DatasetError as error:
+                moved = move_error(error, field)
+                return complaints or [(moved.field, moved.message)], {}, remarks
+            remarks.notes += [note] if note else []
+        return complaints, firsts, remarks
 
     async def _review_pattern(self, use: RewardUse) -> tuple[list[Complaint], int]:
         """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""
@@ -193,21 +214,23 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
     if config.environment is not None:
         options["environment.options"] = config.environment.options
+    training = [field for field, _ in config.sources]
     for field, data in [
-        ("data", config.data),
+        *config.sources,
         *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
     ]:
         options[f"{field}.template_options"] = data.template_options
-        for name in sorted(TemplateArguments.model_fields) if field != "data" else ():
+        for name in sorted(TemplateArguments.model_fields) if field != training[0] else ():
             if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
-                complaints.append((f"{field}.{name}", f"data.{name} is for all prompts of the job; leave this out"))
+                message = f"{training[0]}.{name} is for all prompts of the job; leave this out"
+                complaints.append((f"{field}.{name}", message))
         if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
             complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
         if data.type == "reasoning_gym":
             options[f"{field}.options"] = data.options
-        elif field != "data" and data.max_prompt_tokens is not None:
+        elif field not in training and data.max_prompt_tokens is not None:
             complaints.append((f"{field}.max_prompt_tokens", "only training data has this; leave it out"))
         elif data.on_too_long == "refuse" and data.max_prompt_tokens is None:
             message = "refuse needs max_prompt_tokens, the length that it allows"
@@ -223,8 +246,11 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
 def reward_uses(config: JobConfig) -> list[RewardUse]:
     """Return each reward of the job by its field, with the data that it scores."""
     sets = config.evaluation.sets if config.evaluation is not None else []
-    shared: list[tuple[str, DataConfig]] = [("data", config.data)]
+    shared = [(field, source) for field, source in config.sources if source.reward is None]
     uses = []
+    for field, source in config.sources:
+        if source.reward is not None:
+            uses += uses_in(f"{field}.reward", source.reward, [(field, source)])
     for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
         place = (f"{held_out.field}.data", held_out.data)
         if section is None:
@@ -235,8 +261,8 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
 
 
 def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
-    """Return the data sets of the job with the rewards that score each, the one for training first."""
-    specs = {"data": DatasetSpec.of_job(config)}
+    """Return the data sets of the job with the rewards that score each, those for training first."""
+    specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.sources)}
     specs |= {
         f"{held_out.field}.data": DatasetSpec.of_evaluation(held_out, config.seed) for held_out in config.held_out
     }
@@ -245,6 +271,11 @@ def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
         for field, _ in use.data:
             rewards[field][use.field] = use.reward
     return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
+
+
+def name_sources(config: JobConfig, complaints: list[Complaint]) -> list[Complaint]:
+    errors = [name_source(config, DatasetError(field, message)) for field, message in complaints]
+    return [(error.field, error.message) for error in errors]
 
 
 def uses_in(
@@ -266,10 +297,10 @@ def review_environment(config: JobConfig) -> list[Complaint]:
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     """Check the reward without its data's content. `num_groups`: capture groups in the reward's pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
-    if name == HTTP_REWARD:
-        return review_service(use)
+    if name in SERVICE_REWARDS:
+        return [*review_service(use), *(review_judge(use) if name == JUDGE_REWARD else ())]
     if name not in installed:
-        known = {*installed, HTTP_REWARD}
+        known = {*installed, *SERVICE_REWARDS}
         message = f"no reward {name!r} is installed; {suggest(close_names(name, known), known)}"
         return [(f"{use.field}.name", message)]
     for field, data in use.data:
@@ -300,7 +331,20 @@ def review_service(use: RewardUse) -> list[Complaint]:
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []
     message = (
-        f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {show(service)}; "
-        "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
+        f"reward {use.reward.name} needs the name of a service here (letters, digits, _ . -; at most 64), got "
+        f"{show(service)}; its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
     return [(f"{use.field}.options.service", message)]
+
+
+def review_judge(use: RewardUse) -> list[Complaint]:
+    """Check the options of a judge, all of which are Onbeat's own."""
+    options, complaints = use.reward.options, review_options(use)
+    rubric, mode = options.get("rubric"), options.get("mode", JUDGE_MODES[0])
+    if not isinstance(rubric, str) or not rubric.strip():
+        message = "reward judge needs a text that says what a good response is, such as 'Is it polite and short?'"
+        complaints.append((f"{use.field}.options.rubric", message))
+    if mode not in JUDGE_MODES:
+        message = f"reward judge has the modes {' and '.join(JUDGE_MODES)}, not {show(mode)}"
+        complaints.append((f"{use.field}.options.mode", message))
+    return complaints

@@ -14,6 +14,7 @@ from services.broker.datasets import PromptItem
 
 CHILD = "services.rollout.rewards.child"
 TRIAL_S = 20.0  # time for starting Python, importing the reward and scoring one response
+EMPTY = ""  # the response that the own answer is compared with, where a reward scores a group
 OWN_REWARDS = ("exact", "math", "regex", "reasoning_gym")
 
 Answer = dict[str, Any]
@@ -30,7 +31,7 @@ async def review_on_data(
     needs_trial = reward.name == "math" or (reward.name == "regex" and num_groups > 0 and has_row(item))
     if reward.name in OWN_REWARDS and not needs_trial:  # these have been checked, and take any answer
         return [], []
-    context, responses = ({}, []) if item is None or answer is None else (item.context, [str(answer)])
+    context, responses = ({}, []) if item is None or answer is None else (item.context, [str(answer), EMPTY])
     outcome = await score_own_answer(reward, context, responses)
     shown = repr(str(answer)[:MAX_SHOWN])
     if outcome is None or outcome.get("kind", "invalid") not in ("options", "raised", "invalid"):
@@ -49,15 +50,16 @@ def has_row(item: PromptItem | None) -> bool:
 
 
 async def score_own_answer(reward: RewardConfig, context: dict[str, Any], responses: list[str]) -> Answer | None:
-    """Score the responses, one or none, in a process of their own. Return the score, or how that failed; None where it
-    ended early."""
-    request = {"request": 1, "reward": reward.name, "options": reward.options, "context": context}
+    """Score the first response, if there is one, in a process of its own; the others are its group. Return the score,
+    or how that failed; None where it ended early."""
+    first = list(range(len(responses)))[:1]
+    request = {"request": 1, "reward": reward.name, "options": reward.options, "context": context, "positions": first}
     limits = str(reward.timeout_s), str(reward.memory_limit_mb)
     child = await ChildProcess.start("the scoring process", CHILD, *limits)
     try:
         async with asyncio.timeout(TRIAL_S):
             await child.send(request | {"responses": responses}, TRIAL_S)
-            for _ in ("loaded", *responses):
+            for _ in ("loaded", *first):
                 answer: Answer = json.loads(await child.receive(TRIAL_S))
                 if answer.get("step") in ("scored", "failed"):
                     return answer

@@ -20,12 +20,12 @@ async def review_tokenizer(config: JobConfig) -> list[Complaint]:
     job's prompts. What is not known in time is left to the trainer, which checks the template again."""
     request = {
         "model": config.model.path,
-        "as_chat": getattr(config.data, "as_chat", True),
+        "as_chat": getattr(config.rendering, "as_chat", True),
         "has_environment": config.environment is not None,
-        "has_system_prompt": bool(config.data.system_prompt),
+        "has_system_prompt": config.has_system_prompt,
         "chat_template": config.model.chat_template,
-        "options": config.data.template_options,
-        "now": config.data.now,
+        "options": config.rendering.template_options,
+        "now": config.rendering.now,
     }
     child = await ChildProcess.start("the process that reads it", CHILD, str(CPU_S), str(MEMORY_MB))
     try:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from onbeat.config import JobConfig
 from onbeat.config.templates import moment_of
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
-from onbeat.contracts.rewards import HTTP_REWARD
+from onbeat.contracts.rewards import SERVICE_REWARDS
 from services.broker.admission.preview import MAX_PROMPTS, Preview
 from services.broker.api.context import Broker
 from services.broker.api.jobs import AS_TOML
@@ -32,7 +32,7 @@ class Installed(BaseModel):
 async def list_installed(broker: Broker) -> Installed:
     """List the rewards, environments and procedural tasks that a job can name, as far as the broker has them."""
     return Installed(
-        rewards=sorted({*entry_points(group=REWARDS).names, HTTP_REWARD}),
+        rewards=sorted({*entry_points(group=REWARDS).names, *SERVICE_REWARDS}),
         environments=sorted(entry_points(group=ENVIRONMENTS).names),
         tasks=await broker.admission.tasks(),
     )

@@ -42,19 +42,20 @@ async def list_samples(
     is_truncated: bool | None = None,
     is_solved: bool | None = None,
     text: Annotated[str, Query(max_length=MAX_TEXT)] = "",
+    source: Annotated[str, Query(max_length=MAX_TEXT)] = "",
 ) -> SampleList:
     """List responses of an iteration (default: the newest that has any), first one of each prompt, then a second one.
 
     Only responses with rewards from `min_reward` to `max_reward` are listed; the first `offset` of them are skipped.
     `is_truncated`: only those that were cut at the limit of tokens, or only the others. `is_solved`: only those whose
     reward reaches `solved_at` of the job, or only the wrong ones. `text`: only those that hold it, in any case of
-    letters, in the prompt or the response.
+    letters, in the prompt or the response. `source`: only those to prompts of this source, in a job of several.
     The answer is 410 if the groups of the iteration are no longer kept (`retention` of the job).
     """
     least, most = -math.inf if min_reward is None else min_reward, math.inf if max_reward is None else max_reward
     if least > most:
         raise HTTPException(422, f"no reward is from {min_reward:g} to {max_reward:g}: min_reward is above max_reward")
-    choice = Choice(least, most, is_truncated, is_solved, text=text)
+    choice = Choice(least, most, is_truncated, is_solved, text=text, source=source)
     return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset, choice))
 
 

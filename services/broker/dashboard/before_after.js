@@ -72,8 +72,10 @@ export function solvedAt(config) {
   return (place) => ends.find(([last]) => place < last)?.[1] ?? config.solved_at ?? 1;
 }
 
-/** [{prompt, before, after}, ...] of answers to the same prompt at the same place in its group; without later ones, alone. */
-export function pairsOf(before, after, solved) {
+/** [{prompt, before, after}, ...] of answers to the same prompt at the same place in its group; without later ones, alone.
+    Answers without a reward are left out. */
+export function pairsOf(earlier, later, solved) {
+  const [before, after] = [earlier, later].map((samples) => samples.filter(({ reward }) => reward !== null));
   const judged = (sample) => sample && { sample, isRight: sample.reward >= solved(placeOf(sample)) };
   const newest = new Map(after.map((sample) => [keyOf(sample), sample]));
   const pairs = before.map((sample) => ({ prompt: sample.prompt, before: judged(sample), after: judged(newest.get(keyOf(sample))) }));

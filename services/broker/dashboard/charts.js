@@ -87,8 +87,9 @@ export class Pointer {
 
 /**
  * `lines`: [{name, points: [[x, y], ...], band: [[x, low, high], ...]}, ...], each sorted by x; a new list when they
- * change. `ends`: the first and last iterations of the job. `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the
- * least that the y axis shows. `level`: of the heading. `height`: of the plot, in pixels.
+ * change. `bandName`: the words for a band. `ends`: the first and last iterations of the job. `isPercent`: values are
+ * shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the least that the y axis shows.
+ * `level`: of the heading. `height`: of the plot, in pixels.
  */
 export class Chart extends Plot {
   state = { at: null };
@@ -121,7 +122,7 @@ export class Chart extends Plot {
   draw() {
     if (!this.width) return;
     const { lines, isLog } = this.props;
-    const canBeLog = Boolean(isLog) && lines.every(({ points }) => points.every(([, y]) => y > 0));
+    const canBeLog = Boolean(isLog) && lines.every(({ points, band = [] }) => [...points, ...band].every(([, y]) => y > 0));
     const { data, series, bands } = layersOf(lines, this.props.isSmooth);
     const shape = JSON.stringify([canBeLog, series.map(({ kind, index, isDot }) => [kind, index, isDot])]);
     if (shape === this.shape) {
@@ -137,6 +138,10 @@ export class Chart extends Plot {
 
   get height() {
     return this.props.height ?? 168;
+  }
+
+  get bandName() {
+    return this.props.bandName ?? "one standard deviation";
   }
 
   // ---- pointing at a value -----------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ export class Chart extends Plot {
     if (!value) return "–";
     if (!value.band) return this.format(value.y);
     const range = `${this.rounded(value.band[1])} to ${this.rounded(value.band[2])}`;
-    return isShort ? `${this.format(value.y)} (${range})` : `${this.format(value.y)}, one standard deviation: ${range}`;
+    return isShort ? `${this.format(value.y)} (${range})` : `${this.format(value.y)}, ${this.bandName}: ${range}`;
   }
 
   rounded = (value) => (this.props.isPercent ? percent(value) : number(value, 2));
@@ -238,7 +243,7 @@ export class Chart extends Plot {
       <${Table}
         label="Values of ${title}"
         caption=${unit ? `${title}, ${unit}` : title}
-        columns=${["iteration", ...lines.map(({ name, band }) => (band?.length ? `${name} (one standard deviation)` : name))]}
+        columns=${["iteration", ...lines.map(({ name, band }) => (band?.length ? `${name} (${this.bandName})` : name))]}
         rows=${rows}
         numbersFrom=${1}
         className="small"

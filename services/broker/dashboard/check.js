@@ -59,7 +59,7 @@ function Trials({ trials, number: place }) {
   const rows = trials.map((trial) => [
     trial.response === "empty" ? "an empty response" : html`the row's answer <span class="mono">${shortened(trial.text)}</span>`,
     trial.reward_name,
-    trial.reward === null ? html`<span class="error">failed: ${trial.message}</span>` : number(trial.reward),
+    trial.message ? html`<span class="error">failed: ${trial.message}</span>` : trial.reward === null ? "no opinion" : number(trial.reward),
   ]);
   const isPaidNothing = trials.some(({ response, reward }) => response !== "empty" && reward === 0);
   return html`

@@ -1,24 +1,31 @@
-// Several jobs on the same axes: their curves, their results, and what differs in their configurations.
+// Several jobs: what differs in their configurations, their results, and their curves on the same axes.
 
 import { ApiError, get, isRefusal, poll } from "./api.js";
 import { Chart, Pointer, Swatch } from "./charts.js";
+import { differencesOf, linesOf } from "./differences.js";
 import { duration, number } from "./format.js";
 import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge, Table } from "./parts.js";
 import { Series } from "./series.js";
 import { CHARTS } from "./table.js";
 
-const MOST = 8; // jobs: as many as there are colours
+const MOST_LINES = 8; // lines: as many as there are colours
+const MOST_JOBS = 24; // jobs that are loaded: three seeds for each line
 const REFRESH_MS = 5000;
 const AGAIN = 5; // iterations that are asked for once more: their evaluations may come later
 const ENDS = 5; // iterations that the first and the last reward are the mean of
 const CONCERNS_ALL = [0, 401, 429]; // refusals that the other jobs would have as well
+const ABOUT_SEEDS =
+  "Jobs that differ only in their seeds are one line: the mean of those that have reached an iteration, in a band from the lowest to the highest.";
 
 export async function show(main, { jobs = "" }, signal) {
   const ids = [...new Set(jobs.split(",").filter(Boolean))];
   if (ids.length < 2) return render(HOW_TO, main);
-  const { runs, notes } = await load(ids.slice(0, MOST), signal);
-  if (ids.length > MOST) notes.push(`Only the first ${MOST} of ${ids.length} jobs are shown.`);
-  if (!signal.aborted) render(html`<${Comparison} runs=${runs} notes=${notes} signal=${signal} />`, main);
+  const { runs, notes } = await load(ids.slice(0, MOST_JOBS), signal);
+  const places = linesOf(runs.map(({ job }) => job)).slice(0, MOST_LINES).flatMap((line) => line.places);
+  const shown = runs.filter((_, place) => places.includes(place));
+  const numLeft = runs.length - shown.length + Math.max(0, ids.length - MOST_JOBS);
+  if (numLeft) notes.push(`One page has at most ${MOST_LINES} lines and ${MOST_JOBS} jobs; left out: ${numLeft} of ${ids.length} jobs.`);
+  if (!signal.aborted) render(html`<${Comparison} runs=${shown} notes=${notes} signal=${signal} />`, main);
 }
 
 const HOW_TO = html`
@@ -98,6 +105,8 @@ class Comparison extends Component {
   // ---- what is shown ----
 
   render(_, { notes, added }) {
+    this.drawn = linesOf(this.runs.map(({ job }) => ({ name: this.nameOf(job), config: job.config })));
+    const hasSeeds = this.drawn.some(({ places }) => places.length > 1);
     const isShown = (chart, series) => chart.lines && series.of(firstOf(chart)).length && series.lines(chart).length;
     const shown = CHARTS.filter((chart) => this.runs.some(({ series }) => isShown(chart, series)));
     const charts = [
@@ -110,20 +119,23 @@ class Comparison extends Component {
         <a class="button" href="#/">Choose others</a>
       </div>
       ${notes.map((text) => html`<p class="notice warn">${text}</p>`)}
+      ${this.differences()}
       ${this.section("Results", FACTS.map(([name, valueOf]) => [name, this.runs.map(valueOf)]))}
       <section class="stack" aria-label="Curves">
         <div class="head"><h2>Curves</h2>${this.chooser(shown, added)}</div>
+        ${hasSeeds && html`<p class="help">${ABOUT_SEEDS}</p>`}
         <div class="charts">${charts}</div>
       </section>
-      ${this.differences()}
     `;
   }
 
   chart(options, name) {
     if (!this.lines.has(name)) {
-      this.lines.set(name, this.runs.map(({ job, series }) => ({ name: this.nameOf(job), points: series.of(name) })));
+      const curvesOf = (places) => places.map((place) => this.runs[place].series.of(name));
+      this.lines.set(name, this.drawn.map(({ label, places }) => ({ name: label, ...overSeeds(curvesOf(places)) })));
     }
-    return html`<${Chart} key=${name} ...${options} lines=${this.lines.get(name)} pointer=${this.pointer} />`;
+    const shared = { lines: this.lines.get(name), pointer: this.pointer, bandName: "lowest to highest" };
+    return html`<${Chart} key=${name} ...${options} ...${shared} />`;
   }
 
   chooser(shown, added) {
@@ -142,13 +154,11 @@ class Comparison extends Component {
   }
 
   differences() {
-    const configs = this.runs.map(({ job }) => flatten(job.config));
-    const names = [...new Set(configs.flatMap((config) => [...config.keys()]))].filter((name) => name !== "name");
-    const different = names.filter((name) => new Set(configs.map((config) => config.get(name))).size > 1);
+    const differences = differencesOf(this.runs.map(({ job }) => job.config));
     const title = "Configuration differences";
-    if (different.length) {
+    if (differences.length) {
       const code = (text) => html`<span class="mono">${text}</span>`;
-      return this.section(title, different.map((name) => [code(name), configs.map((config) => code(config.get(name) ?? "–"))]));
+      return this.section(title, differences.map(([key, texts]) => [code(key), texts.map(code)]));
     }
     return html`<section class="stack">
       <h2>${title}</h2>
@@ -158,7 +168,8 @@ class Comparison extends Component {
 
   /** Names of the jobs above their columns, in the colours of their curves. */
   section(title, rows) {
-    const columns = this.runs.map(({ job }, index) => html`<${Swatch} index=${index} /> <a href=${addressOf(job.id)}>${this.nameOf(job)}</a>`);
+    const lineOf = (place) => this.drawn.findIndex(({ places }) => places.includes(place));
+    const columns = this.runs.map(({ job }, place) => html`<${Swatch} index=${lineOf(place)} /> <a href=${addressOf(job.id)}>${this.nameOf(job)}</a>`);
     return html`
       <section class="stack">
         <h2>${title}</h2>
@@ -176,14 +187,15 @@ function headOf({ id, title, lines, unit, isPercent, isLog, domain }, index) {
   return { title: name, unit, isPercent, isLog, domain, testId: `chart-${id}`, isWide: index === 0, height: index ? 168 : 260 };
 }
 
-/** {"data": {"type": "jsonl"}} -> "data.type": jsonl. Lists are values; null and [] are keys that are not there. */
-export function flatten(value, path = "", found = new Map()) {
-  for (const [name, each] of Object.entries(value)) {
-    if (each === null || (Array.isArray(each) && !each.length)) continue;
-    if (typeof each === "object" && !Array.isArray(each)) flatten(each, `${path}${name}.`, found);
-    else found.set(path + name, typeof each === "string" ? each : JSON.stringify(each));
-  }
-  return found;
+/** The mean of the curves of several seeds and a band around it, over those that have a value at an iteration. */
+export function overSeeds(curves) {
+  if (curves.length === 1) return { points: curves[0] };
+  const columns = [...Map.groupBy(curves.flat(), ([x]) => x)].map(([x, points]) => [x, points.map(([, y]) => y)]);
+  columns.sort(([x], [other]) => x - other);
+  return {
+    points: columns.map(([x, ys]) => [x, mean(ys)]),
+    band: columns.map(([x, ys]) => [x, Math.min(...ys), Math.max(...ys)]),
+  };
 }
 
 const valuesOf = ({ series }, name) => series.of(name).map(([, y]) => y);

@@ -60,8 +60,8 @@ export function ago(unix) {
 
 // ---- TOML --------------------------------------------------------------------------------------------------------
 
-const isTable = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isTables = (value) => Array.isArray(value) && value.length > 0 && value.every(isTable);
+export const isTable = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+export const isTables = (value) => Array.isArray(value) && value.length > 0 && value.every(isTable);
 const bare = (key) => (/^[A-Za-z0-9_-]+$/.test(key) ? key : JSON.stringify(key));
 
 /** A job's configuration as `onbeat jobs create FILE` takes it: plain values first, then tables. null is left out. */

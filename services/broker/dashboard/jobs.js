@@ -1,6 +1,7 @@
 // The list of jobs: asked for again while it is in sight, since lists have no stream.
 
 import { get, isReadOnly, isRefusal, poll, serverNow } from "./api.js";
+import { columnsOf } from "./differences.js";
 import { ago, clock, duration, number } from "./format.js";
 import {
   addressOf, announce, asOf, Component, createRef, elapsedOf, html, isOver, JobControls, Live, marked, pathOf, Progress, render, StateBadge,
@@ -11,13 +12,13 @@ const TYPING_MS = 250; // until the broker is asked for what is typed
 const PAGE = 50;
 const ALL = 500; // the most that the broker lists; a search looks at the newest ones
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
-const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
+const MOST_COLUMNS = 4; // columns for keys that differ
 const NUM_POINTS = 40; // points of a small curve
 const MAX_CURVES = 20; // curves read at a time; the next look goes on with the others
 const [WIDTH, HEIGHT] = [96, 26]; // pixels of a small curve
 
-export async function show(main, { state = "", q = "" }, signal) {
-  const page = { state, text: q, limit: PAGE };
+export async function show(main, { state = "", q = "", differ = "" }, signal) {
+  const page = { state, text: q, hasKeys: Boolean(differ), limit: PAGE };
   const { jobs } = await get("/jobs", paramsOf(page), signal);
   if (!signal.aborted) render(html`<${JobsPage} ...${page} jobs=${jobs} signal=${signal} />`, main);
 }
@@ -26,7 +27,7 @@ const paramsOf = ({ state, text, limit }) => ({ state, limit: text.trim() ? ALL 
 
 class JobsPage extends Component {
   state = {
-    filter: { state: this.props.state, text: this.props.text, limit: PAGE },
+    filter: { state: this.props.state, text: this.props.text, hasKeys: this.props.hasKeys, limit: PAGE },
     selected: [],
     problem: "",
   };
@@ -75,7 +76,8 @@ class JobsPage extends Component {
     const filter = { ...this.state.filter, ...change };
     this.turn += 1; // an answer to the old question is not wanted any more
     this.setState({ filter }); // jobs that are already here are shown at once
-    const query = new URLSearchParams(Object.entries({ state: filter.state, q: filter.text.trim() }).filter(([, value]) => value));
+    const chosen = { state: filter.state, q: filter.text.trim(), differ: filter.hasKeys ? "1" : "" };
+    const query = new URLSearchParams(Object.entries(chosen).filter(([, value]) => value));
     history.replaceState(null, "", `#/${query.size ? `?${query}` : ""}`);
     clearTimeout(this.typing);
     this.typing = setTimeout(() => this.refresh(), TYPING_MS);
@@ -126,6 +128,10 @@ class JobsPage extends Component {
   render(_, { filter, selected, problem }) {
     const { jobs } = this;
     const shown = this.found();
+    const keys = filter.hasKeys ? columnsOf(shown) : null;
+    const columns = keys?.slice(0, MOST_COLUMNS) ?? [];
+    const scale = scaleOf(shown.map(({ id }) => this.curves.get(id)?.points ?? []));
+    const notes = [summaryOf(jobs, jobs.length >= paramsOf(filter).limit), ...notesOf(scale, keys)];
     const hasMore = shown.length >= filter.limit && filter.limit < ALL;
     return html`
       <div class="head jobs-head">
@@ -133,9 +139,11 @@ class JobsPage extends Component {
         ${this.filters(filter)}
         ${!isReadOnly && html`<a class="button primary" href="#/new">New job</a>`}
       </div>
-      ${jobs.length > 0 && html`<p class="muted">${summaryOf(jobs, jobs.length >= paramsOf(filter).limit)}</p>`}
+      ${jobs.length > 0 && html`<p class="muted">${notes.join(" · ")}</p>`}
       ${problem && html`<p class="notice warn" role="alert">${problem}</p>`}
-      ${shown.length ? this.table(shown, selected) : this.empty(filter)}
+      <div class=${columns.length ? "scroll" : null}>
+        ${shown.length ? this.table(shown, selected, scale, columns) : this.empty(filter)}
+      </div>
       ${hasMore &&
       html`<div class="actions center">
         <button type="button" class="button" onClick=${() => this.filter({ limit: Math.min(filter.limit + PAGE, ALL) })}>Show more</button>
@@ -144,7 +152,7 @@ class JobsPage extends Component {
     `;
   }
 
-  filters({ state, text }) {
+  filters({ state, text, hasKeys }) {
     return html`
       <search class="actions">
         <label class="visually-hidden" for="search">Search jobs</label>
@@ -161,17 +169,24 @@ class JobsPage extends Component {
           <option value="">Any state</option>
           ${STATES.map((each) => html`<option value=${each}>${each.toLowerCase()}</option>`)}
         </select>
+        <span class="actions">
+          <input id="differ" type="checkbox" checked=${hasKeys} onChange=${(event) => this.filter({ hasKeys: event.target.checked })} />
+          <label for="differ">Columns for what differs</label>
+        </span>
       </search>
     `;
   }
 
-  table(jobs, selected) {
+  table(jobs, selected, scale, keys) {
+    const column = (name) => html`<th scope="col">${name}</th>`;
     return html`
       <table class="jobs">
         <thead>
           <tr>
             <th><span class="visually-hidden">Compare</span></th>
-            ${COLUMNS.map((name) => html`<th scope="col">${name}</th>`)}
+            ${["Job", "State"].map(column)}
+            ${keys.map(({ name, key }) => html`<th class="job-value" scope="col" title=${key}>${name}</th>`)}
+            ${["Reward", "Progress", "Time"].map(column)}
             <th><span class="visually-hidden">Actions</span></th>
           </tr>
         </thead>
@@ -182,6 +197,8 @@ class JobsPage extends Component {
               job=${job}
               points=${this.curves.get(job.id)?.points}
               problem=${this.curves.get(job.id)?.problem}
+              scale=${scale}
+              values=${keys.map(({ name, texts }) => [name, texts.get(job.id) ?? "–"])}
               isSelected=${selected.includes(job.id)}
               onSelect=${(isOn) => this.select(job.id, isOn)}
               onChange=${(changed) => this.changed(changed)}
@@ -235,16 +252,30 @@ function summaryOf(jobs, isCut) {
   return [...words, `${isCut ? "the newest " : ""}${jobs.length} ${jobs.length === 1 ? "job" : "jobs"}`].join(" · ");
 }
 
+/** One scale for all curves: from 0, or the lowest value below it, to the highest. */
+export function scaleOf(curves) {
+  const values = curves.flatMap((points) => points.map(([, y]) => y));
+  return values.length ? [Math.min(0, ...values), Math.max(0, ...values)] : null;
+}
+
+function notesOf(scale, keys) {
+  const notes = scale ? [`reward curves from ${number(scale[0])} to ${number(scale[1])}`] : [];
+  if (keys?.length === 0) notes.push("no differences but names");
+  if (keys?.length > MOST_COLUMNS) notes.push(`the first ${MOST_COLUMNS} of ${keys.length} keys that differ: search for similar jobs to see the others`);
+  return notes;
+}
+
 // ---- one job -----------------------------------------------------------------------------------------------------
 
 class JobRow extends Component {
-  shouldComponentUpdate({ job, points, problem, isSelected }) {
+  shouldComponentUpdate(next) {
     const { props } = this;
-    const isSame = ["state", "next_iteration", "queue_position", "error"].every((name) => job[name] === props.job[name]);
-    return !isSame || points !== props.points || problem !== props.problem || isSelected !== props.isSelected;
+    const isSame = ["state", "next_iteration", "queue_position", "error"].every((name) => next.job[name] === props.job[name]);
+    const isAlike = ["scale", "values"].every((name) => JSON.stringify(next[name]) === JSON.stringify(props[name]));
+    return !isSame || !isAlike || ["points", "problem", "isSelected"].some((name) => next[name] !== props[name]);
   }
 
-  render({ job, points, problem, isSelected, onSelect, onChange }) {
+  render({ job, points, problem, scale, values, isSelected, onSelect, onChange }) {
     const place = job.queue_position ? `no. ${job.queue_position} in the queue` : "";
     return html`
       <tr data-testid="job-row">
@@ -263,7 +294,8 @@ class JobRow extends Component {
           ${problem && !job.error && html`<span class="job-error bad" data-testid="job-finding">! ${marked(problem)}</span>`}
         </th>
         <td class="job-state"><${StateBadge} job=${job} />${place && html`<span class="help">${place}</span>`}</td>
-        <td class="job-reward">${points?.length > 0 && html`<${Curve} points=${points} />`}</td>
+        ${values.map(([name, text]) => html`<td class="job-value mono" data-key=${name} title=${text}>${text}</td>`)}
+        <td class="job-reward">${points?.length > 0 && html`<${Curve} points=${points} scale=${scale} />`}</td>
         <td class="job-progress">
           <${Progress} job=${job} />
           <span class="help">${job.next_iteration} / ${job.num_iterations}</span>
@@ -285,17 +317,16 @@ function timeOf(job) {
 }
 
 /** The newest reward and the way there. */
-function Curve({ points }) {
-  const values = points.map(([, y]) => y);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+function Curve({ points, scale: [low, high] }) {
+  const newest = points.at(-1)[1];
   const [first, last] = [points[0][0], points.at(-1)[0]];
   const x = (iteration) => (2 + ((iteration - first) / Math.max(1, last - first)) * (WIDTH - 6)).toFixed(1);
   const y = (value) => (HEIGHT - 3 - ((value - low) / (high - low || 1)) * (HEIGHT - 6)).toFixed(1);
   return html`
     <svg class="spark" viewBox="0 0 ${WIDTH} ${HEIGHT}" width=${WIDTH} height=${HEIGHT} aria-hidden="true">
       <polyline points=${points.map(([px, py]) => `${x(px)},${y(py)}`).join(" ")} />
-      <circle cx=${x(last)} cy=${y(values.at(-1))} r="2.2" />
+      <circle cx=${x(last)} cy=${y(newest)} r="2.2" />
     </svg>
-    <span class="num">${number(values.at(-1))}</span>
+    <span class="num">${number(newest)}</span>
   `;
 }

@@ -17,9 +17,12 @@ export function scaleOf(samples) {
 /** The reward with its parts, the advantage to either side of zero, and how it ended. */
 export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...sample }, scale, isHeldOut = false, children }) => html`
   <ul class="bars">
-    <${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />
+    ${reward === null
+      ? html`<li class="muted pending">reward: no opinion, not trained</li>`
+      : html`<${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />`}
     ${Object.entries(parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
     ${!isHeldOut &&
+    reward !== null &&
     (Number.isFinite(advantage)
       ? html`<${Bar} name="advantage" value=${advantage} most=${scale.advantage} isSigned=${true} />`
       : html`<li class="muted pending">advantage: known after the commit</li>`)}

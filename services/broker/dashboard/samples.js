@@ -6,7 +6,7 @@ import { addressOf, Component, createRef, html, JobHead, pathOf, promptOf, rende
 import { Rewards, scaleOf } from "./rewards.js";
 
 const PAGE = 20;
-const NOTHING_CHOSEN = { iteration: "", evaluation: "", min: "", max: "", truncated: "", wrong: "", text: "", page: 1 };
+const NOTHING_CHOSEN = { iteration: "", evaluation: "", source: "", min: "", max: "", truncated: "", wrong: "", text: "", page: 1 };
 
 /** `group`: the page of that group; else a list, by iteration or evaluation, reward, end and text. */
 export async function show(main, params, signal) {
@@ -40,9 +40,10 @@ class SamplesPage extends Component {
   submit(event) {
     event.preventDefault();
     const field = (name) => event.currentTarget.elements[`sample-${name}`];
-    const [iteration, evaluation, min, max, text] = ["iteration", "source", "min", "max", "text"].map((name) => field(name)?.value ?? "");
+    const names = ["iteration", "from", "source", "min", "max", "text"];
+    const [iteration, evaluation, source, min, max, text] = names.map((name) => field(name)?.value ?? "");
     const [truncated, wrong] = ["truncated", "wrong"].map((name) => (field(name).checked ? "1" : ""));
-    this.apply({ iteration, evaluation, min, max, truncated, wrong, text: text.trim(), page: 1 }, event.type === "submit");
+    this.apply({ iteration, evaluation, source, min, max, truncated, wrong, text: text.trim(), page: 1 }, event.type === "submit");
   }
 
   async step(by) {
@@ -91,8 +92,8 @@ class SamplesPage extends Component {
   }
 
   /** One more than a page, if there are more. */
-  async readIteration(signal, { iteration, min, max, truncated, wrong, text, page }) {
-    const choice = { min_reward: min, max_reward: max, is_truncated: truncated && "true", is_solved: wrong && "false", text };
+  async readIteration(signal, { iteration, source, min, max, truncated, wrong, text, page }) {
+    const choice = { min_reward: min, max_reward: max, is_truncated: truncated && "true", is_solved: wrong && "false", text, source };
     const params = { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...choice };
     return (await get(`${this.path}/samples`, params, signal)).samples;
   }
@@ -101,10 +102,11 @@ class SamplesPage extends Component {
   async readEvaluation(signal, { evaluation, min, max, truncated, wrong, text, page }) {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
     const { solved_at: solvedAt = 1 } = this.job.config;
-    const isWanted = ({ reward, finish_reason: end, ...sample }) =>
+    const isWanted = ({ reward, ...sample }) =>
+      (reward !== null || (min === "" && max === "" && !wrong)) &&
       (min === "" || reward >= Number(min)) &&
       (max === "" || reward <= Number(max)) &&
-      (!truncated || end === "length") &&
+      (!truncated || [sample, ...(sample.turns ?? [])].some((part) => part.finish_reason === "length")) &&
       (!wrong || reward < solvedAt) &&
       [sample.prompt, sample.decoded_prompt ?? "", sample.response].some((part) => part.toLowerCase().includes(text.toLowerCase()));
     return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);
@@ -133,6 +135,7 @@ class SamplesPage extends Component {
   filters() {
     const { draft, wanted } = this.state;
     const { evaluations } = this.props;
+    const { data } = this.job.config; // a list: several sources
     const submit = (event) => this.submit(event);
     const edit = (name) => (event) => this.edit(name, event.target.value);
     const step = (by, name, sign) =>
@@ -150,8 +153,8 @@ class SamplesPage extends Component {
     return html`
       <form class="filters sample-filters" aria-label="Filter" onSubmit=${submit} onChange=${submit}>
         ${evaluations.length > 0 &&
-        html`<${Field} name="From" id="sample-source">
-          <select id="sample-source" value=${draft.evaluation} onInput=${edit("evaluation")}>
+        html`<${Field} name="From" id="sample-from">
+          <select id="sample-from" value=${draft.evaluation} onInput=${edit("evaluation")}>
             <option value="">Training</option>
             ${evaluations.toReversed().map((each) => html`<option value=${String(each)}>Evaluation after ${number(each)}</option>`)}
           </select>
@@ -169,6 +172,13 @@ class SamplesPage extends Component {
           />
           ${step(-1, "Iteration before", "‹")}${step(1, "Next iteration", "›")}
         <//>
+        ${Array.isArray(data) &&
+        html`<${Field} name="Source" id="sample-source">
+          <select id="sample-source" value=${draft.source} disabled=${wanted.evaluation !== ""} onInput=${edit("source")}>
+            <option value="">All</option>
+            ${data.map((source) => html`<option value=${source.name}>${source.name}</option>`)}
+          </select>
+        <//>`}
         <div class="filter-row">${bound("min", "Reward from")}${bound("max", "to")}</div>
         <${Field} name="Text in prompt or response" id="sample-text">
           <input id="sample-text" type="search" maxlength="1000" placeholder="any" value=${draft.text} onInput=${edit("text")} />
@@ -192,9 +202,9 @@ class SamplesPage extends Component {
     return html`<button class="button" type="button" onClick=${turn}>${name}</button>`;
   }
 
-  words(samples, { evaluation, min, max, truncated, wrong, text, page }) {
+  words(samples, { evaluation, source, min, max, truncated, wrong, text, page }) {
     const bounds = [min !== "" && `from ${min}`, max !== "" && `up to ${max}`].filter(Boolean).join(" ");
-    const range = (bounds && ` with a reward ${bounds}`) + (text && ` with “${text}”`);
+    const range = (bounds && ` with a reward ${bounds}`) + (text && ` with “${text}”`) + (source && !evaluation ? ` of source ${source}` : "");
     const kind = [truncated && "truncated", wrong && "wrong"].filter(Boolean).join(", ");
     const named = title(`${kind} responses`.trim());
     if (!samples.length) return this.job.num_opened ? `No ${named.toLowerCase()}${range} here.` : "No response has been accepted yet.";
@@ -217,7 +227,7 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
     <article class="sample" data-testid="sample">
       <div>
         <div class="head">
-          <h2 class="sample-name">${promptOf(group)}, response ${(sample.index ?? 0) + 1}</h2>
+          <h2 class="sample-name">${promptOf(group)}, response ${(sample.index ?? 0) + 1}${sample.source && ` (${sample.source})`}</h2>
           ${!isHeldOut && html`<a href=${address}>Open group ${group}</a>`}
         </div>
         <${TextBlock} name="Prompt" text=${sample.prompt} />

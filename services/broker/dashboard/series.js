@@ -62,8 +62,16 @@ export class Series {
 
   /** The lines of a chart, or those that its pattern finds. */
   linesOf({ lines = [], pattern }) {
-    const found = pattern ? [...this.points.keys()].filter((name) => pattern.test(name)).sort() : [];
-    return found.length ? found.map((series) => [series.match(pattern)[1].replace("reward/", ""), series]) : lines;
+    const names = pattern ? [...this.points.keys()].filter((name) => pattern.test(name) && !this.isRepeated(name)).sort() : [];
+    return names.length ? names.map((series) => [series.match(pattern)[1].replace("reward/", ""), series]) : lines;
+  }
+
+  /** True for a score that a named held-out set has, too: the first of several has each twice. As in onbeat/charts/table.py. */
+  isRepeated(name) {
+    const [area, score] = [name.slice(0, 5), name.slice(4)]; // "eval/" and "/reward_mean"
+    const isSame = (other) => JSON.stringify(this.of(other)) === JSON.stringify(this.of(name));
+    const names = area === "eval/" ? [...this.points.keys()] : [];
+    return names.some((other) => other !== name && other.startsWith(area) && other.endsWith(score) && isSame(other));
   }
 
   line(name, series, spread) {
@@ -79,7 +87,7 @@ export class Series {
   others() {
     const lines = CHARTS.flatMap((chart) => [...(chart.lines ?? []), ...this.linesOf(chart)]);
     const shown = new Set(lines.flatMap(([, ...series]) => series));
-    return [...this.points.keys()].filter((name) => !shown.has(name)).sort();
+    return [...this.points.keys()].filter((name) => !shown.has(name) && !this.isRepeated(name)).sort();
   }
 }
 

@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
+from onbeat.config.data import KEYS_OF_SEVERAL
+from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.data_folder import SECRET_NAMES
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import RowCounts
@@ -42,6 +44,7 @@ class PromptItem(BaseModel):
     text: str = ""
     context: dict[str, Any]
     row: int | None = None  # the same each time the data repeat this prompt; None: they never do
+    source: str = ""  # name of its source, where a job has several
     changes: list[str] = Field([], exclude=True)  # changes of the row's messages, for those who count rows
 
 
@@ -58,13 +61,26 @@ class DatasetSpec(BaseModel):
     is_held_out: bool = False  # no row may come twice
 
     @classmethod
-    def of_job(cls, config: JobConfig) -> "DatasetSpec":
-        num_items = config.schedule.num_iterations * config.rollout.num_reserved_prompts
-        is_counted = isinstance(config.data, RowData) and config.data.max_prompt_tokens is not None
+    def of_job(cls, config: JobConfig, source: int = 0) -> "DatasetSpec":
+        """Return the spec of a job's source, by its place."""
+        data, rollout = config.sources[source][1], config.rollout
+        num_items = config.schedule.num_iterations * rollout.num_reserved_prompts
+        if isinstance(config.data, list):  # an upper bound: that of a source with all slots
+            num_slots = config.schedule.num_iterations * rollout.num_prompts_per_iteration
+            num_items = num_slots * rollout.num_rows_per_slot
+        is_counted = isinstance(data, RowData) and data.max_prompt_tokens is not None
         model_path = config.model.path if is_counted else ""
-        data = config.data if is_counted else config.data.model_copy(update={"now": None})  # shared by more jobs
-        template = config.model.chat_template if is_counted else None
-        return cls(data=data, seed=config.seed, num_items=num_items, model_path=model_path, chat_template=template)
+        # Values that change no prompt are left out, so that more jobs share the data set.
+        changes: dict[str, Any] = {name: getattr(config.rendering, name) for name in TemplateArguments.model_fields}
+        changes |= {name: field.get_default() for name, field in KEYS_OF_SEVERAL.items()}
+        changes |= {} if is_counted else {"now": None}
+        return cls(
+            data=data.model_copy(update=changes),
+            seed=config.seed,
+            num_items=num_items,
+            model_path=model_path,
+            chat_template=config.model.chat_template if is_counted else None,
+        )
 
     @classmethod
     def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":

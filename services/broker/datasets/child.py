@@ -101,7 +101,7 @@ def answer_survey(request: SurveyRequest, data_dir: Path, open_datasets: dict[st
         try:
             dataset = find_dataset(section.spec, data_dir, open_datasets)
         except DatasetError as error:
-            complaints.append((section.field.removesuffix("data") + error.field, error.message))
+            complaints.append((section.field + error.field.removeprefix("data"), error.message))
             continue
         if isinstance(dataset, FileDataset):
             sections.append((section, dataset))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
+from onbeat.config.data import KEYS_OF_SEVERAL
 from onbeat.config.explain import MAX_SHOWN
 from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
@@ -60,7 +61,8 @@ class FileDataset(PromptDataset):
         self._epoch_order = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, spec.seed))
 
     def _drop_long(self, spec: DatasetSpec, data_dir: Path) -> None:
-        others = {"shuffle", "max_prompt_tokens", "on_too_long", "now"}  # these change no prompt, or no length in a day
+        # These change no prompt, or no length in a day.
+        others = {"shuffle", "max_prompt_tokens", "on_too_long", "now", *KEYS_OF_SEVERAL}
         identity = [str(self._path), self._identity, self._data.model_dump(exclude=others)]
         identity += [(self._data.now or "")[:10], spec.chat_template]
         template = {"arguments": self._data.template_arguments(), "chat_template": spec.chat_template}

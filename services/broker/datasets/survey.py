@@ -57,17 +57,22 @@ class Rows:
 
 
 def survey(sections: list[tuple[Section, FileDataset]], deadline: float) -> Survey:
-    """Look at the rows of the data sets, the one for training first, until the deadline (of the monotonic clock)."""
-    result, training = Survey(), None
+    """Look at the rows of the data sets, those for training first, until the deadline (of the monotonic clock)."""
+    result, training = Survey(), list[Rows]()
     for section, dataset in sections:
         rows = Rows(section, dataset)
         numbers = dataset.rows[: section.spec.num_items] if section.spec.is_held_out else dataset.rows
         num_looked = look_at(rows, numbers, deadline)
         report(rows, num_looked, len(numbers), result)
-        if section.spec.is_held_out and training is not None and (shared := rows_in_both(rows, training)):
-            result.counts[-1].num_in_training = len(shared)
-            result.notes.append(overlap_note(rows, training, *shared[0], len(shared)))
-        training = training if section.spec.is_held_out else rows
+        if not section.spec.is_held_out:
+            training.append(rows)
+            continue
+        in_training: set[int] = set()
+        for source in training:
+            if shared := rows_in_both(rows, source):
+                in_training.update(row for row, _ in shared)
+                result.notes.append(overlap_note(rows, source, *shared[0], len(shared)))
+        result.counts[-1].num_in_training = len(in_training)
     return result
 
 
@@ -158,10 +163,10 @@ def note_prompt(rows: Rows, row: int, item: PromptItem) -> None:
 
 def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
     """Add what these rows have shown."""
-    prefix, num_refused = rows.section.field.removesuffix("data"), sum(rows.refused.values())
+    num_refused = sum(rows.refused.values())
     for blamed, message in list(rows.refused)[:1]:
         more = f" ({num_refused} of {num_looked} rows are refused)" if num_refused > 1 else ""
-        result.complaints.append((prefix + blamed, message + more))
+        result.complaints.append((rows.section.field + blamed.removeprefix("data"), message + more))
     result.counts.append(count_rows(rows, num_looked, num_rows))
     path, place = result.counts[-1].path, rows.dataset.place
     if num_looked < num_rows:
@@ -217,7 +222,9 @@ def rows_in_both(held_out: Rows, training: Rows) -> list[tuple[int, int]]:
 
 def overlap_note(held_out: Rows, training: Rows, row: int, other: int, num_shared: int) -> str:
     place, training_place = held_out.dataset.place(row), training.dataset.place(other)
+    source = "" if training.section.field == "data" else f" of {training.section.field}"
     return (
         f"{num_shared} of the {len(held_out.first_rows)} held-out prompts of {held_out.section.field} are in the "
-        f"training data, too; the first is {place}, as in {training_place}: scores on them do not show what was learnt"
+        f"training data{source}, too; the first is {place}, as in {training_place}: scores on them do not show what "
+        "was learnt"
     )

@@ -39,8 +39,8 @@ REMARKS = {
     "stale": "submissions were refused for their policy version",
     "lost": "submissions were refused because another rollout holds the lease",
     "failed_groups": "of the accepted groups failed and are not trained",
-    "replaced": "of the accepted groups with equal rewards or none, replaced by other prompts",
-    "not_replaced": "of the accepted groups with equal rewards or none, not replaced: all prompts are used up",
+    "replaced": "of the accepted groups without signal, replaced by other prompts",
+    "not_replaced": "of the accepted groups without signal, not replaced: all prompts are used up",
 }
 START_TRAINER = "`onbeat up`, or `python -m services.trainer` with ONBEAT_POOL="
 START_ROLLOUT = "`onbeat up`, or `python -m services.rollout` with ONBEAT_POOL="

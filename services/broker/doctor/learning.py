@@ -5,6 +5,8 @@ with fewer than MIN_ITERATIONS iterations has a note on truncated responses at m
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
@@ -13,16 +15,17 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
-from onbeat.contracts.response_stats import parts_of
+from onbeat.contracts.response_stats import part_name, parts_of
 from onbeat.contracts.states import EvaluationState, IterationState
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_evaluations, read_iterations
+from onbeat.streams.signal import Signal
 
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5
 MIN_TO_LOOK = 2  # iterations of a young job that are looked at
 MIN_EVALUATIONS = 4
-MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding; of `solved_at` that is a good reward
+MOSTLY = 0.75  # share of groups without signal from which there is a finding; of `solved_at` that is a good reward
 TRUNCATED = 0.5  # share of truncated responses above which there is a finding
 COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of the first one; nats per token
 MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
@@ -56,14 +59,42 @@ class Course:
 
     @property
     def is_good(self) -> bool:
-        """True if the mean reward of the last iterations is near the reward of a solved response."""
-        return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
+        """True if the mean reward of the last iterations is near the reward of a solved response; of several sources,
+        if that of each is."""
+        limits = self.config.solved_at_by_source
+        if len(limits) == 1:
+            return fmean(rewards_of(self.recent) or [0.0]) >= MOSTLY * self.config.solved_at > 0
+        means = [(limit, self.mean(f"source/{name}/reward_mean")) for name, limit in limits.items()]
+        known = [(limit, mean) for limit, mean in means if mean is not None]
+        return bool(known) and all(mean >= MOSTLY * limit > 0 for limit, mean in known)
+
+    @property
+    def wanted(self) -> str:
+        """The reward of a solved response, in words."""
+        limits = set(self.config.solved_at_by_source.values())
+        return f"solved_at = {min(limits):g}" if len(limits) == 1 else "solved_at of its source"
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of the last iterations that have responses."""
+        return sum(record.num_groups - record.num_failed_groups for record in self.recent)
 
     @property
     def equal_share(self) -> float:
-        """The share of groups whose responses all got the same reward."""
-        num_groups = sum(record.num_groups - record.num_failed_groups for record in self.recent)
-        return sum(record.metrics.get("rollout/uniform_groups", 0.0) for record in self.recent) / max(1, num_groups)
+        """The share of groups without signal: by default, whose responses all got the same reward."""
+        return self.total("rollout/uniform_groups") / max(1, self.num_groups)
+
+    def total(self, name: str) -> float:
+        return sum(record.metrics.get(name, 0.0) for record in self.recent)
+
+    @property
+    def main_part(self) -> str | None:
+        """The part with the largest weight, as metrics call it: the outcome. None unless there are several rewards."""
+        if any(source.reward is not None for _, source in self.config.sources):
+            return None
+        rewards = [reward for reward in self.config.rewards if reward.part is not None]
+        largest = max(rewards, key=lambda reward: abs(reward.weight), default=None)
+        return part_name(largest.part) if len(rewards) > 1 and largest is not None and largest.part else None
 
     def mean(self, name: str, records: Sequence[IterationRecord] | None = None) -> float | None:
         """Return the mean of a metric over these records (default: the last ones); None where it is unknown."""
@@ -158,24 +189,93 @@ def look_at_truncation(c: Course) -> Finding | None:
     return c.find(sentence, "rollout.max_response_tokens", is_problem=not (c.has_risen or c.is_good))
 
 
+def look_at_reward_of_cut(c: Course) -> Finding | None:
+    """Look for cut responses that get more than the others do, which teaches the policy to go on for ever."""
+    rollout, mean = c.config.rollout, fmean(rewards_of(c.recent) or [0.0])
+    reward = rollout.truncated_reward - (rollout.overlong_penalty if rollout.overlong_cache else 0.0)
+    if rollout.truncated != "zero" or mean >= reward or not c.mean("rollout/truncated_frac"):
+        return None
+    sentence = f"being cut pays more than answering in {c.job_id}: {c.lately} the mean reward was {mean:.3g}, and a "
+    sentence += f"response that is cut gets {reward:g}: set rollout.truncated_reward to the worst "
+    return c.find(
+        f"{sentence}reward there is, or rollout.truncated to score", "rollout.truncated_reward", is_problem=True
+    )
+
+
 def look_at_signal(c: Course) -> Finding | None:
-    """Look at groups of equal rewards, which have no gradient: is the task too hard, too easy, or solved by now?"""
+    """Look at groups without signal, which have no gradient: is the task too hard, too easy, or solved by now?"""
     share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
     if share < MOSTLY or (share < 1 and c.has_risen):
         return None
+    signal = Signal.of(c.config)
     if share < 1:
-        sentence = f"{share:.0%} of the groups of {c.job_id} had equal rewards {c.lately} and taught nothing: {more}, "
+        sentence = f"{share:.0%} of the groups of {c.job_id} had {signal.words} {c.lately} and taught nothing: {more}, "
         return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
-    mean, wanted = fmean(rewards_of(c.recent) or [0.0]), f"solved_at = {c.config.solved_at:g}"
+    if signal.rule != "reward":
+        return explain_no_signal(c, signal)
+    mean = fmean(rewards_of(c.recent) or [0.0])
     sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
     sentence += f"{mean:g} on average"
     if c.mean("rollout/solved_none_frac") in (None, 1):
-        sentence += f", and none reached {wanted}: read samples, then let the reward pay for parts of an answer "
+        sentence += f", and none reached {c.wanted}: read samples, then let the reward pay for parts of an answer "
         sentence += f"(reward), {more}, or take easier prompts (data)"
         return c.find(sentence, "reward", is_problem=not c.has_risen)
     return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
+
+
+def explain_no_signal(c: Course, signal: Signal) -> Finding:
+    """Explain a job whose responses never differ in what its `objective.signal` compares."""
+    main, sentence = c.main_part, f"{c.job_id} learns nothing: {c.lately} "
+    if signal.rule == "solved" and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
+        sentence += f"no response reached {c.wanted}, although part {main} of the reward varies; "
+        sentence += f'another part may keep every sum below: set objective.signal = "part:{main}", or lower solved_at'
+        return c.find(sentence, "objective.signal", is_problem=True)
+    sentence += f"its groups had {signal.words}: raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}, "
+    return c.find(f"{sentence}or take easier prompts (data)", "data", is_problem=True)
+
+
+def look_at_unsolved(c: Course) -> Finding | None:
+    """Look for groups that teach a lesser part alone: no response is solved, and the main part is equal in all of them.
+    A normalised advantage makes a small part as large as an outcome. A problem once the main part stands still."""
+    main, num_groups = c.main_part, c.total("rollout/mixed_unsolved_groups")
+    if main is None or c.config.objective.signal != "reward" or num_groups < MOSTLY * c.num_groups:
+        return None
+    parts = [part_name(reward.part or "") for reward in c.config.rewards]
+    differing = [name for name in parts if c.total(f"rollout/mixed_unsolved_{name}")]
+    if main in differing or not differing:
+        return None
+    noun = "part" if len(differing) == 1 else "parts"
+    sentence = (
+        f"in {num_groups:.0f} of {c.num_groups} groups of {c.job_id} no answer is solved {c.lately}; they differ "
+    )
+    sentence += f"only in {noun} {', '.join(differing)}, which is all that they teach: set objective.signal = "
+    sentence += f'"part:{main}", so that only groups whose responses differ in {main} teach'
+    return c.find(sentence, "objective.signal", is_problem=not varies(c.recent, main))
+
+
+def look_at_sources(c: Course) -> Finding | None:
+    """Look for sources, of several, that have nothing more to teach."""
+    if c.equal_share == 1:
+        return None
+    idle = []
+    for _, source in c.config.sources:
+        groups, uniform = (
+            sum(record.metrics.get(f"source/{source.name}/{name}", 0.0) for record in c.recent)
+            for name in ("groups", "uniform_groups")
+        )
+        if groups >= MIN_ITERATIONS and uniform == groups:
+            solved = c.mean(f"source/{source.name}/solved_frac") or 0.0
+            idle.append(f"{source.name} (solved {solved:.0%})")
+    if not idle:
+        return None
+    sources = "source" if len(idle) == 1 else "sources"
+    sentence = (
+        f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} had {Signal.of(c.config).words} and "
+    )
+    sentence += "taught nothing: lower the weight, or take prompts of another difficulty (data)"
+    return c.find(sentence, "data", is_problem=False)
 
 
 def look_at_missing_groups(c: Course) -> Finding | None:
@@ -184,14 +284,15 @@ def look_at_missing_groups(c: Course) -> Finding | None:
     if num_short < MOSTLY * len(c.recent) or c.equal_share == 1:
         return None
     rollout, missing = c.config.rollout, fmean(record.num_not_replaced for record in c.recent)
-    sentence = f"{c.lately} of {c.job_id}, {num_short} used all {rollout.max_prompts_per_iteration} prompts, and "
-    sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with different rewards were missing on "
+    used = "prompts of a source" if len(c.config.sources) > 1 else f"{rollout.max_prompts_per_iteration} prompts"
+    sentence = f"{c.lately} of {c.job_id}, {num_short} used all {used}, and "
+    sentence += f"{missing:.2g} of {rollout.num_prompts_per_iteration} groups with signal were missing on "
     sentence += "average: raise rollout.max_prompts_per_iteration, or take prompts of another difficulty (data)"
     return c.find(sentence, "rollout.max_prompts_per_iteration", is_problem=False)
 
 
 def explain_solved(c: Course) -> Finding:
-    sentence = f"{c.lately} every response reached solved_at = {c.config.solved_at:g}"
+    sentence = f"{c.lately} every response reached {c.wanted}"
     if c.has_risen:
         sentence = f"{c.job_id} has solved its task, {sentence}: it may end (schedule.num_iterations), or needs harder "
         return c.find(f"{sentence}prompts (data)", "schedule.num_iterations", is_problem=False)
@@ -253,7 +354,9 @@ def look_at_skips(c: Course) -> Finding | None:
 
 
 def look_at_parts(c: Course) -> Finding | None:
-    steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
+    """Look for parts that never vary. The main one is the task itself: `look_at_unsolved` looks at that."""
+    names = [name for name in parts_of(c.recent[-1].metrics) if name != c.main_part]
+    steady = [name for name in names if not varies(c.recent, name)]
     if not steady:
         return None
     parts, teaches = ("part", "it teaches") if len(steady) == 1 else ("parts", "they teach")
@@ -261,6 +364,20 @@ def look_at_parts(c: Course) -> Finding | None:
         f"{c.lately} of {c.job_id}, {parts} {', '.join(steady)} of the reward gave every response the same value, "
     )
     sentence += f"so {teaches} nothing: read samples, then correct or leave out (reward)"
+    return c.find(sentence, "reward", is_problem=False)
+
+
+def look_at_opinions(c: Course) -> Finding | None:
+    """Look for parts of the reward that judge only some responses to a prompt: the others are compared without them."""
+    counts: Counter[str] = Counter()
+    for record in c.recent:
+        matches = ((re.fullmatch(r"reward/(.+)_mixed_groups", name), value) for name, value in record.metrics.items())
+        counts.update({match[1]: round(value) for match, value in matches if match})
+    if not counts:
+        return None
+    named = ", ".join(f"{part} (in {number} groups)" for part, number in sorted(counts.items()))
+    sentence = f"{c.lately} of {c.job_id}, some responses to a prompt were compared with others without an opinion of "
+    sentence += f"{named}: let that part of the reward judge all responses to a prompt, or none (reward)"
     return c.find(sentence, "reward", is_problem=False)
 
 
@@ -274,13 +391,17 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
     look_at_truncation,
+    look_at_reward_of_cut,
     look_at_signal,
+    look_at_unsolved,
+    look_at_sources,
     look_at_missing_groups,
     look_at_held_out,
     look_at_entropy,
     look_at_mismatch,
     look_at_skips,
     look_at_parts,
+    look_at_opinions,
 )
 
 

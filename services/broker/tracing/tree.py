@@ -179,15 +179,20 @@ def updates_for(events: Iterable[Event], record: IterationRecord, previous: Iter
             yield event
 
 
-def replacement_times(groups: Iterable[AcceptedGroup], record: IterationRecord) -> dict[str, float]:
+def replacement_times(groups: Sequence[AcceptedGroup], record: IterationRecord) -> dict[str, float]:
     """Return when the prompt of each group that replaced another was dispatched: when the other one was accepted.
 
-    `groups`: in the order of their acceptance, in which spare prompts are taken.
+    `groups`: in the order of their acceptance, in which spare prompts of a source are taken.
     """
-    moments = [group.accepted_at for group in groups if not group.do_rewards_differ]
     first = record.num_groups - record.num_replaced
-    replacing = [f"{record.iteration}-{index}" for index in range(first, record.num_groups)]
-    return dict(zip(replacing, moments, strict=False))
+    ids = [f"{record.iteration}-{index}" for index in range(first, record.num_groups)]
+    source_of = {group.group_id: group.source for group in groups}
+    times: dict[str, float] = {}
+    for source in dict.fromkeys(source_of.values()):
+        moments = [group.accepted_at for group in groups if group.source == source and not group.has_signal]
+        replacing = [group_id for group_id in ids if source_of.get(group_id, source) == source]
+        times |= dict(zip(replacing, moments, strict=False))
+    return times
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ async def read_samples(
         while iteration > start and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
     if choice.is_solved is not None:
-        choice = replace(choice, solved_at=JobConfig.model_validate_json(job["config"], context=IS_ACCEPTED).solved_at)
+        config = JobConfig.model_validate_json(job["config"], context=IS_ACCEPTED)
+        choice = replace(choice, solved_at=config.solved_at_by_source)
     groups = await ledger.iterations.accepted_groups(job_id, iteration)
     advantages = await ledger.iterations.advantages(job_id, iteration) if groups else {}
     return sample_groups(groups, limit, offset, choice, advantages)

@@ -14,11 +14,12 @@ from itertools import pairwise
 from statistics import fmean
 
 from onbeat.contracts.records import Event, Record, Span
-from onbeat.streams.codec import RolloutGroup, decode_group, do_rewards_differ
+from onbeat.streams.codec import RolloutGroup, decode_group, given_rewards
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import MAX_INTERVALS, failure_text
 from onbeat.streams.records import Fields
+from onbeat.streams.signal import Signal
 from onbeat.streams.stream_ids import id_before, order, time_of
 
 TRAINER = "trainer"
@@ -44,7 +45,8 @@ class AcceptedGroup(Record):
     failure: str  # '' if it did not fail
     prompt_tokens: int
     response_tokens: int
-    do_rewards_differ: bool
+    has_signal: bool  # if not, dynamic sampling replaces it
+    source: str = ""  # '' in a job of one source
 
 
 async def read_groups(
@@ -58,21 +60,22 @@ async def read_groups(
     groups: dict[str, AcceptedGroup | None] = {entry: None for entry in accepted if entry not in known}
     if groups:
         first, last = next(iter(groups)), next(reversed(groups))
+        signal = Signal.of_record(json.loads((await ledger.jobs.fields(job_id))["config"]))
         async for entry, payload in stored_groups(ledger, job_id, id_before(first)):
             if entry in groups:
-                groups[entry] = accepted_group(entry, decode_group(payload))
+                groups[entry] = accepted_group(entry, decode_group(payload), signal)
             if order(entry) >= order(last):
                 break
     return groups
 
 
-def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
-    rewards = [response.reward for response in group.responses]
+def accepted_group(entry: str, group: RolloutGroup, signal: Signal) -> AcceptedGroup:
+    rewards = given_rewards(group)
     return AcceptedGroup(
         iteration=group.iteration,
         group_id=group.group_id,
         policy_version=group.policy_version,
-        num_responses=len(rewards),
+        num_responses=len(group.responses),
         reward_mean=fmean(rewards) if rewards else None,
         worker_id=group.worker_id,
         accepted_at=time_of(entry),
@@ -82,7 +85,8 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         failure=failure_text(group),
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
-        do_rewards_differ=do_rewards_differ(group),
+        has_signal=signal.is_in(group),
+        source=group.source,
     )
 
 

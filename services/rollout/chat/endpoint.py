@@ -228,7 +228,7 @@ async def start_engines(
     """Start an engine on each model within `start_s`. `cleanup` stops them. Raises EngineBroken and what engines
     raise."""
     folders = [await asyncio.to_thread(find_folder, model.source) for model in order.models]
-    data = job.data if job is not None else TemplateArguments()
+    data = job.rendering if job is not None else TemplateArguments()
     max_context_tokens = job.model.max_context_tokens if job is not None else None
     encoder = await asyncio.to_thread(PromptEncoder.load, folders[0], max_context_tokens, data)
     if added := add_end_of_turn(encoder, data, folders[0]):

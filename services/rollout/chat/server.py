@@ -171,8 +171,8 @@ class ChatRules:
 
     @classmethod
     def of(cls, config: JobConfig) -> "ChatRules":
-        is_plain = not getattr(config.data, "as_chat", True)
-        return cls(config.rollout.max_response_tokens, config.data.system_prompt, is_plain)
+        is_plain = not getattr(config.rendering, "as_chat", True)
+        return cls(config.rollout.max_response_tokens, config.rendering.system_prompt, is_plain)
 
     def to_task(self, request: CompletionRequest) -> PromptTask:
         messages = [Message(role=message.role, content=message.text) for message in request.messages]

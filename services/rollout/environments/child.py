@@ -132,11 +132,14 @@ class Rewards:
     async def score(
         self, name: str, options: dict[str, Any], context: dict[str, Any], response: str
     ) -> Mapping[str, float]:
-        """Return the reward of a response, and its parts. Raises RewardError."""
+        """Return the reward of a response, and its parts. Raises RewardError, and InvalidReward for no opinion."""
         request = RewardRequest(name, options, context, [response], REWARD_S, self._memory_mb, max_attempts=1)
         scores: dict[int, Score] = {}
         await self._pool.score(request, [0], scores, math.inf)
-        return {"reward": scores[0].reward} | scores[0].parts
+        reward, parts = scores[0].reward, scores[0].parts
+        if reward is None:
+            raise InvalidReward(f"the reward {name} has no opinion on the answer, and an episode needs a number")
+        return {"reward": reward} | parts
 
 
 def is_of_network(error: BaseException) -> bool:

@@ -2,16 +2,20 @@
 
 The rewards are those that the operator installed under the entry-point group `onbeat.rewards`. No request brings code.
 A reward is a function `(response, context, **options)` that returns a finite number, or a mapping with the number under
-"reward" and its parts under other names. `context` is the prompt's: {"question", "answer", "metadata", ...}.
+"reward" and its parts under other names; a function `(responses, context, **options)` returns a list of them. None, in
+place of a number, is no opinion.
+`context` is the prompt's: {"question", "answer", "metadata", ...}.
 
 It speaks JSON lines: one request on stdin, several answers on stdout, each with the request's number.
 
-    -> {"request": 7, "reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"]}
-    <- {"request": 7, "step": "loaded"}                 the reward is imported, from now on lines have a deadline
+    -> {"request": 7, "reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"],
+        "positions": [0, 1]}                            responses whose scores are wanted, of the group; absent: all
+    <- {"request": 7, "step": "loaded", "takes_group": false}     it is imported, from now on lines have a deadline
     <- {"request": 7, "step": "scored", "position": 0, "reward": 1.0, "parts": {}}
     <- {"request": 7, "step": "failed", "position": 1, "kind": "raised", "message": "..."}   ends the request
 
-The parent limits wall-clock time: it kills this process. The kernel limits CPU time, response by response.
+The parent limits wall-clock time: it kills this process. The kernel limits CPU time, response by response; a function
+of a group has the time of all its responses for the first of these lines.
 """
 
 import functools
@@ -22,22 +26,21 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from onbeat.contracts.installed import REWARDS, load_installed
+from onbeat.contracts.reward_functions import takes_group
 from onbeat.process.confine import die_with_parent
 from services.rollout.children.limits import MAX_MESSAGE, Answers, restrict_this_process, take_protocol_streams
-from services.rollout.children.numbers import InvalidReward, check_numbers
+from services.rollout.children.numbers import InvalidReward
 from services.rollout.deadlines import LOAD_S
 from services.rollout.rewards.builtin import MODULES
+from services.rollout.rewards.functions import RewardFunction, score_group, score_response
 
 MAX_OPEN_FILES = 256
 # Linux's CPU time of this process by ticks, as RLIMIT_CPU counts it; `process_time` is more exact, and drifts from it.
 CLOCK_OF_LIMIT = -8  # (~0 << 3) | CPUCLOCK_PROF, linux/posix-timers.h
-
-RewardFunction = Callable[..., float | Mapping[str, float]]
 
 
 def main() -> None:
@@ -57,13 +60,17 @@ def answer(request: dict[str, Any], answers: Answers, timeout_s: float) -> None:
         if module := MODULES.get(request["reward"]):
             with suppress(ImportError):  # the reward itself says which package is missing
                 importlib.import_module(module)
+        kind = "invalid"
+        is_of_group = takes_group(reward)
         kind = "options"
         check_options(reward, request["options"])
-        send("loaded")
+        send("loaded", takes_group=is_of_group)
         kind = "raised"
-        for position, response in enumerate(request["responses"]):
-            grant_cpu_time(timeout_s + 1.0)
-            send("scored", position=position, **score(reward, response, request))
+        score = score_group if is_of_group else score_response
+        num_at_once = len(request["responses"]) if is_of_group else 1
+        for position in request.get("positions", range(len(request["responses"]))):
+            grant_cpu_time(timeout_s * num_at_once + 1.0)
+            send("scored", position=position, **score(reward, request, position))
     except MemoryError:
         send("failed", position=position, kind="memory", message="the memory limit was reached")
     except InvalidReward as error:
@@ -88,17 +95,6 @@ def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:
     except ValueError:  # some functions written in C have none
         return
     signature.bind("", {}, **options)
-
-
-def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dict[str, Any]:
-    result = reward(response, request["context"], **request["options"])
-    if inspect.isawaitable(result):
-        raise InvalidReward("it is asynchronous; a reward is a plain function: write `def`, not `async def`")
-    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    if "reward" not in parts:
-        raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(map(str, parts))}")
-    values = check_numbers(parts)
-    return {"reward": values.pop("reward"), "parts": values}
 
 
 if __name__ == "__main__":

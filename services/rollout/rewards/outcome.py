@@ -33,7 +33,7 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class Score:
-    reward: float
+    reward: float | None  # None: no opinion
     parts: dict[str, float]
 
 
@@ -67,7 +67,8 @@ class ServiceMissing(RewardUnavailable):
 def weigh(requests: Sequence[RewardRequest], scores: Sequence[Sequence[Score]]) -> list[Score]:
     """Return one score per response from those of each reward, [R][G]. Raises RewardRefused for a sum out of bounds.
 
-    The part of a reward is its own value, without the weight; what it has as parts is `PART.NAME`.
+    The part of a reward is its own value, without the weight; what it has as parts is `PART.NAME`. The sum is over the
+    rewards with an opinion, and None if there are none.
     """
     weighed = []
     for index, of_response in enumerate(zip(*scores, strict=True)):
@@ -75,10 +76,12 @@ def weigh(requests: Sequence[RewardRequest], scores: Sequence[Sequence[Score]]) 
         for request, score in zip(requests, of_response, strict=True):
             prefix = f"{request.part}." if request.part else ""
             parts |= {f"{prefix}{name}": value for name, value in score.parts.items()}
-            parts |= {request.part: score.reward} if request.part else {}
-        total = math.fsum(request.weight * score.reward for request, score in zip(requests, of_response, strict=True))
+            parts |= {request.part: score.reward} if request.part and score.reward is not None else {}
+        pairs = zip(requests, of_response, strict=True)
+        weighted = [request.weight * score.reward for request, score in pairs if score.reward is not None]
+        total = math.fsum(weighted)
         if abs(total) > MAX_REWARD:
             message = f"the weighted sum is {total:g}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
             raise RewardRefused("invalid", f"{message}; lower reward.weight", index)
-        weighed.append(Score(total, parts))
+        weighed.append(Score(total if weighted else None, parts))
     return weighed

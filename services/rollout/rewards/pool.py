@@ -19,10 +19,14 @@ from services.rollout.rewards.outcome import Number, RewardRefused, RewardReques
 CODE = "the reward"  # subject of messages
 
 
+class LoadedReward(Loaded):
+    takes_group: bool
+
+
 class Scored(Answer):
     step: Literal["scored"]
     position: int
-    reward: Number
+    reward: Number | None  # None: no opinion
     parts: dict[str, Number]
 
 
@@ -33,8 +37,8 @@ class Failed(Answer):
     message: str
 
 
-ANSWER: TypeAdapter[Loaded | Scored | Failed] = TypeAdapter(
-    Annotated[Loaded | Scored | Failed, Field(discriminator="step")]
+ANSWER: TypeAdapter[LoadedReward | Scored | Failed] = TypeAdapter(
+    Annotated[LoadedReward | Scored | Failed, Field(discriminator="step")]
 )
 
 
@@ -65,28 +69,36 @@ class RewardProcess:
         return cls(child, limits)
 
     async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
-        """Score the responses at `indexes` into `scores`. Raises RewardError at the first that has no score."""
+        """Score the responses at `indexes` into `scores`. Raises RewardError at the first that has no score; a function
+        of the whole group scores all of them or none."""
         self._num_requests += 1
         message = {
             "request": self._num_requests,
             "reward": request.name,
             "options": request.options,
             "context": request.context,
-            "responses": [request.responses[index] for index in indexes],
+            "responses": request.responses,
+            "positions": list(indexes),
         }
         with living(indexes[0], "the scoring process did not take the request"):
             await self.child.send(message, LOAD_S)
         with living(indexes[0], f"importing {request.name} took longer than {LOAD_S:g} s"):
-            if not isinstance(await self._receive(LOAD_S, indexes[0]), Loaded):
+            loaded = await self._receive(LOAD_S, indexes[0])
+            if not isinstance(loaded, LoadedReward):
                 raise OutOfStep(CODE)
-        for position, index in enumerate(indexes):
-            with living(index, f"scoring took longer than {self.limits.timeout_s:g} s"):
-                answer = await self._receive(self.limits.timeout_s, index)
-                if not isinstance(answer, Scored) or answer.position != position:
+        num_scored = len(request.responses) if loaded.takes_group else 1  # responses that a call scores
+        limit_s, of_call = self.limits.timeout_s * num_scored, {} if loaded.takes_group else scores
+        late = f"scoring took longer than {limit_s:g} s" + f" for {num_scored} responses" * loaded.takes_group
+        for index in indexes:
+            place = None if loaded.takes_group else index
+            with living(place, late):
+                answer = await self._receive(limit_s, place)
+                if not isinstance(answer, Scored) or answer.position != index:
                     raise OutOfStep(CODE)
-            scores[index] = Score(answer.reward, answer.parts)
+            of_call[index] = Score(answer.reward, answer.parts)
+        scores.update(of_call)
 
-    async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored:
+    async def _receive(self, timeout_s: float, index: int | None) -> LoadedReward | Scored:
         answer = await receive_answer(self.child, ANSWER, self._num_requests, timeout_s, CODE)
         if not isinstance(answer, Failed):
             return answer
@@ -95,8 +107,8 @@ class RewardProcess:
 
 
 @contextmanager
-def living(index: int, late: str) -> Iterator[None]:
-    """Raise RewardUnavailable for this response when the process dies, or does not answer in time."""
+def living(index: int | None, late: str) -> Iterator[None]:
+    """Raise RewardUnavailable for this response (None: the group) when the process dies, or does not answer in time."""
     try:
         yield
     except TimeoutError as error:

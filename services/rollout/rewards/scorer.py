@@ -5,9 +5,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from onbeat.contracts.rewards import HTTP_REWARD
+from onbeat.contracts.rewards import JUDGE_REWARD, SERVICE_REWARDS
 from services.rollout import meters
 from services.rollout.retries import delay_after
+from services.rollout.rewards.judge import JudgeService
 from services.rollout.rewards.outcome import UNREACHABLE, RewardError, RewardRequest, Score, ServiceMissing
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.service import RewardService
@@ -21,23 +22,31 @@ SHORTEST_TRY_S = 0.25  # a repetition with less time would only hide the reason 
 
 class Scorer:
     """The scorer of a rollout. `num_processes`: groups that scoring processes score concurrently. `services`: by name,
-    for the reward http."""
+    for the rewards http and judge."""
 
     def __init__(self, num_processes: int, services: Mapping[str, RewardServiceSettings], worker_id: str) -> None:
         self._worker_id = worker_id
         self._pool = RewardPool(num_processes)
-        self._services = {name: RewardService(name, settings) for name, settings in services.items()}
+        self._services = {
+            name: JudgeService(name, settings) if settings.model else RewardService(name, settings)
+            for name, settings in services.items()
+        }
 
     def source(self, name: str, options: dict[str, object]) -> RewardPool | RewardService:
         """Return the source of a reward. Raises ServiceMissing: call this before anything is generated in vain."""
-        if name != HTTP_REWARD:
+        if name not in SERVICE_REWARDS:
             return self._pool
+        is_judge = name == JUDGE_REWARD
+        services = {
+            key: service for key, service in self._services.items() if is_judge == isinstance(service, JudgeService)
+        }
         service = options.get("service")
-        if not isinstance(service, str) or service not in self._services:
-            known = f"it knows: {', '.join(sorted(self._services))}" if self._services else "it knows none"
-            message = f"{self._worker_id} has no reward service {service!r} in ONBEAT_REWARD_SERVICES, {known}"
+        if not isinstance(service, str) or service not in services:
+            known = f"it knows: {', '.join(sorted(services))}" if services else "it knows none"
+            noun = "judge (a service with a `model`)" if is_judge else "reward service"
+            message = f"{self._worker_id} has no {noun} {service!r} in ONBEAT_REWARD_SERVICES, {known}"
             raise ServiceMissing("missing", message)
-        return self._services[service]
+        return services[service]
 
     async def score(self, request: RewardRequest, deadline: float) -> list[Score]:
         """Return one score per response, in order. Raises RewardError once a response has failed `max_attempts` times,

@@ -1,7 +1,8 @@
 """A reward behind HTTP: one POST scores a group. Its address comes from the operator's settings, never from a job.
 
 -> {"service": "judge", "options": {}, "context": {"question": ..., "answer": ...}, "responses": ["4", "5"]}
-<- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts
+<- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts;
+                                                            null: no opinion
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -29,11 +30,11 @@ BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the r
 
 
 # An error for each of 300,000 wrong numbers would take a gigabyte.
-Parts = Annotated[dict[str, Number], Field(fail_fast=True)]
+Parts = Annotated[dict[str, Number | None], Field(fail_fast=True)]
 
 
 class ServiceAnswer(BaseModel):
-    scores: Annotated[list[Number | Parts], Field(fail_fast=True)]
+    scores: Annotated[list[Number | Parts | None], Field(fail_fast=True)]
 
 
 class RewardService:
@@ -52,20 +53,21 @@ class RewardService:
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
         """Try once; as `RewardPool.score`, with the deadline on the event loop's clock."""
-        limit_s = min(request.timeout_s * len(indexes), deadline - asyncio.get_running_loop().time())
-        if limit_s <= 0:  # not the service's failure
-            message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
-            raise RewardUnavailable("timeout", message)
-        content = await self._post(request, [request.responses[index] for index in indexes], limit_s)
+        options = {name: value for name, value in request.options.items() if name != "service"}
+        responses = [request.responses[index] for index in indexes]
+        body = {"service": self._name, "options": options, "context": request.context, "responses": responses}
+        content = await self._post(body, len(indexes), request.timeout_s, deadline)
         scores.update(zip(indexes, read_scores(self._name, content, len(indexes)), strict=True))
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, request: RewardRequest, responses: list[str], limit_s: float) -> bytes:
-        """Return the answer's body. Raises RewardUnavailable, or RewardRefused when the service refuses the request."""
-        options = {name: value for name, value in request.options.items() if name != "service"}
-        body = {"service": self._name, "options": options, "context": request.context, "responses": responses}
+    async def _post(self, body: dict[str, Any], num_responses: int, timeout_s: float, deadline: float) -> bytes:
+        """Return the answer's body, within `timeout_s` for each response. Raises RewardUnavailable, or RewardRefused
+        when the service refuses the request."""
+        limit_s = min(timeout_s * num_responses, deadline - asyncio.get_running_loop().time())
+        if limit_s <= 0:
+            raise self._no_time()
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -77,13 +79,18 @@ class RewardService:
                 return await self._read_body(answer)
         except TimeoutError as error:
             message = (
-                f"service {self._name} took longer than {limit_s:.3g} s for {len(responses)} responses ("
+                f"service {self._name} took longer than {limit_s:.3g} s for {num_responses} responses ("
                 "reward.timeout_s for each, at most what rollout.group_deadline_s leaves)"
             )
             raise RewardUnavailable("timeout", message) from error
         except httpx.HTTPError as error:
             message = f"service {self._name} cannot be reached: {type(error).__name__}: {error}"
             raise RewardUnavailable(UNREACHABLE, message) from error
+
+    def _no_time(self) -> RewardUnavailable:
+        """Return the error of a group that has no time left, which is not the service's failure."""
+        message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
+        return RewardUnavailable("timeout", message)
 
     def _headers(self) -> dict[bytes, bytes]:
         headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
@@ -139,7 +146,8 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
         parts = dict(score) if isinstance(score, dict) else {"reward": score}
         if "reward" not in parts:
             raise RewardRefused("invalid", f"a score of service {service} has no 'reward', only {sorted(parts)}")
-        scores.append(Score(parts.pop("reward"), parts))
+        reward = parts.pop("reward")
+        scores.append(Score(reward, {name: value for name, value in parts.items() if value is not None}))
     return scores
 
 

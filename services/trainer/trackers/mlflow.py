@@ -1,5 +1,7 @@
 """MLflow: a run of the experiment `project`. Server and credentials come from the environment (MLFLOW_TRACKING_*)."""
 
+import csv
+import io
 from collections.abc import Iterator
 
 from mlflow.entities import Metric, Param
@@ -7,6 +9,7 @@ from mlflow.tracking import MlflowClient
 
 from onbeat.config import JobConfig, MlflowTracker
 from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import Row, table_name
 
 JOB_TAG = "onbeat.job_id"
 MAX_PARAMS = 100  # per request
@@ -33,6 +36,12 @@ class Run:
         time_ms = int(point.time * 1000)
         metrics = [Metric(name, value, time_ms, point.step) for name, value in point.values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def log_samples(self, point: Point, rows: list[Row]) -> None:
+        """Store a CSV file, which MLflow shows as a table; `log_table` lists all files in one tag of limited size."""
+        text = io.StringIO()
+        csv.writer(text).writerows([Row._fields, *rows])
+        self._client.log_text(self._run_id, text.getvalue(), f"{table_name(point)}/{point.step:06d}.csv")
 
     def finish(self, has_succeeded: bool | None) -> None:
         if has_succeeded is not None:

@@ -2,14 +2,20 @@
 
 import os
 import socket
+import textwrap
 import time
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import Row, table_name
 
 
 class Run:
@@ -35,6 +41,18 @@ class Run:
     def log(self, point: Point) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
         self._write(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
+
+    def log_samples(self, point: Point, rows: list[Row]) -> None:
+        """Write a text of [rows, columns], which TensorBoard shows as a table. It takes cells for Markdown, and
+        indented ones for code, which it shows as they are."""
+        cells = [*Row._fields, *(textwrap.indent(str(value), " " * 4) for row in rows for value in row)]
+        sizes = [TensorShapeProto.Dim(size=size) for size in (1 + len(rows), len(Row._fields))]
+        texts = {"dtype": DT_STRING, "string_val": [cell.encode() for cell in cells]}
+        tensor = TensorProto(tensor_shape=TensorShapeProto(dim=sizes), **texts)
+        metadata = create_summary_metadata(display_name=None, description=None)
+        metadata.data_class = DATA_CLASS_TENSOR
+        table = Summary.Value(tag=table_name(point), tensor=tensor, metadata=metadata)
+        self._write(Event(wall_time=point.time, step=point.step, summary=Summary(value=[table])))
 
     def finish(self, has_succeeded: bool | None) -> None:
         self._file.close()

@@ -4,6 +4,7 @@ import trackio
 
 from onbeat.config import JobConfig, TrackioTracker
 from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import Row, table_name
 
 
 class Run:
@@ -20,6 +21,10 @@ class Run:
 
     def log(self, point: Point) -> None:
         self._run.log(point.values, step=point.step)
+
+    def log_samples(self, point: Point, rows: list[Row]) -> None:
+        table = trackio.Table(columns=list(Row._fields), data=[list(row) for row in rows])
+        self._run.log({table_name(point): table}, step=point.step)
 
     def finish(self, has_succeeded: bool | None) -> None:
         self._run.finish()

@@ -4,6 +4,7 @@ import wandb
 
 from onbeat.config import JobConfig, WandbTracker
 from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import Row, table_name
 
 INIT_TIMEOUT_S = 30.0
 
@@ -35,6 +36,10 @@ class Run:
         else:
             self._newest = point.step
             self._run.log(point.values, step=point.step)
+
+    def log_samples(self, point: Point, rows: list[Row]) -> None:
+        table = wandb.Table(columns=list(Row._fields), data=[list(row) for row in rows])
+        self._run.log({table_name(point): table}, step=self._newest)
 
     def finish(self, has_succeeded: bool | None) -> None:
         if has_succeeded is None:

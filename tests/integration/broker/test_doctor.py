@@ -233,8 +233,8 @@ async def test_open_iteration_says_which_groups_do_not_count(ledger, world, pool
     assert unit.sentence.startswith("iteration 0 (policy version 0): 2 of 3 groups accepted; 1 waiting")
     assert unit.sentence.endswith(
         "2 of the accepted groups failed and are not trained; "
-        "1 of the accepted groups with equal rewards or none, replaced by other prompts; "
-        "1 of the accepted groups with equal rewards or none, not replaced: all prompts are used up"
+        "1 of the accepted groups without signal, replaced by other prompts; "
+        "1 of the accepted groups without signal, not replaced: all prompts are used up"
     )
 
 

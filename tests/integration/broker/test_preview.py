@@ -71,6 +71,15 @@ async def test_failing_reward_says_why_on_each_response(broker, model, no_transf
     assert all("no_such" in trial["message"] for trial in prompt["trials"])
 
 
+async def test_group_reward_compares_both_responses_to_a_prompt(broker, model, tmp_path, monkeypatch, no_transformers):
+    code = "def rank(responses, context):\n    return [len(responses) + len(text) for text in responses]\n"
+    site = install(tmp_path / "site", "ranks", "[onbeat.rewards]\nrank = ranks:rank\n", ranks=code)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(str(site))
+    (prompt,) = (await ask(broker, model, 1, reward={"name": "rank"}))["prompts"]
+    assert [(trial["response"], trial["reward"]) for trial in prompt["trials"]] == [("own answer", 3.0), ("empty", 2.0)]
+
+
 async def test_prompts_without_transformers_are_those_of_the_rows(broker, model, no_transformers):
     answer = await ask(broker, model, 1, reward={"name": "http", "options": {"service": "judge"}})
     assert answer["prompts"] == [{"text": "user: 2 + 2?", "num_tokens": None, "trials": []}]

@@ -92,7 +92,9 @@ async def test_samples_are_paged_after_filtering_by_reward(broker, ledger):
     assert await chosen("min_reward=0.5&offset=3") == []
 
 
-async def test_samples_are_chosen_by_their_end_and_by_text(broker, ledger):
+async def job_with_cut_responses(ledger: Ledger) -> str:
+    """Make a job whose first responses are truncated and wrong."""
+
     def cut_the_first(group: RolloutGroup) -> None:
         group.responses[0].finish_reason = "length"
         group.responses[1].text = f"The ANSWER to {group.prompt_text}"
@@ -102,6 +104,11 @@ async def test_samples_are_chosen_by_their_end_and_by_text(broker, ledger):
     tasks[0].text, tasks[1].text = "Ärger", "peace"
     assert await ledger.iterations.open(job_id, 0, 0, tasks) == ""
     await submit_open(ledger, job_id, cut_the_first)
+    return job_id
+
+
+async def test_samples_are_chosen_by_their_end_and_by_text(broker, ledger):
+    job_id = await job_with_cut_responses(ledger)
 
     async def chosen(query):
         samples = (await get(broker, f"{job_id}/samples?iteration=0&{query}"))["samples"]
@@ -225,6 +232,21 @@ async def test_client_reads_samples_and_groups(ledger, tmp_path):
         assert [token.logprob for token in detail.tokens[1]] == [-0.5, -0.25]
         with pytest.raises(ApiError, match="is no group of this job"):
             await client.jobs.group(job_id, "5-0")
+
+
+async def test_client_chooses_samples_by_end_reward_and_text(ledger, tmp_path):
+    job_id = await job_with_cut_responses(ledger)
+    first, second = [("0-0", 0), ("0-1", 0)], [("0-0", 1), ("0-1", 1)]
+    async with serving(ledger, tmp_path) as broker, AsyncClient(broker.url) as client:
+        for choice, expected in (
+            ({"truncated": True}, first),
+            ({"wrong": True}, first),
+            ({"search": "answer"}, second),
+            ({"truncated": True, "search": "answer"}, []),
+            ({"truncated": False, "wrong": False, "search": ""}, first + second),
+        ):
+            samples = await client.jobs.samples(job_id, **choice)
+            assert [(sample.group_id, sample.index) for sample in samples] == expected, choice
 
 
 # ---- advantages in the ledger --------------------------------------------------------------------------------------

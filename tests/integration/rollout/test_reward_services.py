@@ -252,7 +252,6 @@ async def test_redirect_is_not_followed(scorer, service):
     [
         ({"scores": [1.0]}, "gives 1 scores for 2 responses"),
         ({"scores": [1.0, 1.0, 1.0]}, "gives 3 scores for 2 responses"),
-        ({"scores": [1.0, None]}, "scores.1"),
         ({"scores": [1.0, "1.0"]}, "scores.1"),
         ({"scores": [1.0, True]}, "scores.1"),
         ({"scores": [1.0, {"format": 1.0}]}, r"no 'reward', only \['format'\]"),

@@ -60,6 +60,8 @@ def behave(response, context, **options):
         os.abort()
     if response == "real-time":
         os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    if response == "abstain":
+        return None
     if response == "nan":
         return float("nan")
     if response == "print":
@@ -105,13 +107,26 @@ def behave(response, context, **options):
         expendable = int(Path("/proc/self/oom_score_adj").read_text())
         return {"reward": 1.0, "nice": os.nice(0), "expendable": expendable, **soft_and_hard}
     return {"reward": 1.0, "length": len(response), "pid": os.getpid()}
+
+async def rank(responses, context):
+    """Rewards longer responses; does what the first one says."""
+    with open(context["calls"], "a") as file: print(len(responses), file=file)
+    if responses[0].startswith("nap"):
+        time.sleep(1.2)
+    if responses[0] == "hang":
+        time.sleep(3600)
+    if responses[0] == "once" and len(Path(context["calls"]).read_text().split()) == 1:
+        os.abort()
+    if responses[0] == "few":
+        return [1.0, 2.0, 3.0]
+    return [sorted(map(len, responses)).index(len(text)) for text in responses]
 '''
 
 
 @pytest.fixture(autouse=True)
 def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a user's own reward on the path of child processes."""
-    entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n"
+    entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\nrank = onbeat_test_rewards:rank\n"
     site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
@@ -150,6 +165,11 @@ async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
 async def test_timeout_is_per_response_not_per_group(scorer):
     with pytest.raises(RewardUnavailable, match="response 2: timeout"):
         await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
+
+
+async def test_none_is_a_score_without_a_reward(scorer):
+    scores = await score(scorer, request("abstain", "a"))
+    assert [score.reward for score in scores] == [None, 1.0]
 
 
 async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
@@ -271,7 +291,40 @@ async def test_process_left_by_a_reward_blocks_no_caller_and_no_pipe(scorer, beh
             os.kill(int(pid), signal.SIGKILL)
 
 
-# ---- what the trainer may rely on ----------------------------------------------------------------------------------
+# ---- functions of a group ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_group(tmp_path):
+    """Return a function that makes requests to the reward `rank`, and the file with a line for each call."""
+    calls = tmp_path / "calls"
+    return lambda *responses, **kwargs: request(*responses, name="rank", context={"calls": str(calls)}, **kwargs), calls
+
+
+async def test_group_is_scored_in_one_call_within_its_own_time(scorer, of_group):
+    ask, calls = of_group
+    scores = await score(scorer, ask("nap", "nap a", "nap ab", timeout_s=0.9))
+    assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
+    assert calls.read_text(encoding="utf-8") == "3\n"
+
+
+async def test_group_that_takes_too_long_fails_as_a_whole(scorer, of_group):
+    ask, _ = of_group
+    with pytest.raises(RewardUnavailable, match=r"^timeout: scoring took longer than 1 s for 2 responses"):
+        await score(scorer, ask("hang", "a", timeout_s=0.5))
+
+
+async def test_group_is_scored_again_as_a_whole_after_a_crash(scorer, of_group):
+    ask, calls = of_group
+    scores = await score(scorer, ask("once", "a", max_attempts=2))
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    assert calls.read_text(encoding="utf-8") == "2\n2\n"
+
+
+async def test_other_number_of_rewards_names_both_numbers(scorer, of_group):
+    ask, _ = of_group
+    with pytest.raises(RewardRefused, match=r"^invalid: it returned 3 rewards for 8 responses; return one for each"):
+        await score(scorer, ask("few", *"abcdefg"))
 
 
 # ---- limits --------------------------------------------------------------------------------------------------------

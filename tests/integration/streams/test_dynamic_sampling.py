@@ -9,12 +9,14 @@ from onbeat.contracts.records import IterationRecord
 from onbeat.contracts.states import IterationState, Verdict
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_task
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger, rollout_side
+from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import read_iterations
+from onbeat.streams.signal import Signal
 from services.broker.auditor import run_audit
 from services.trainer.replay import read_record
 from tests.world import World, failed_group, make_group, tasks_for
 
+BY_REWARD = Signal()
 ROLLOUT = {"num_prompts_per_iteration": 2, "max_prompts_per_iteration": 4}
 
 
@@ -33,11 +35,18 @@ def equal_group(task: PromptTask) -> RolloutGroup:
     return group
 
 
-async def submit_next(ledger: Ledger, job_id: str, make: object) -> str:
+def group_of_one_opinion(task: PromptTask) -> RolloutGroup:
+    group = make_group(task)
+    for response in group.responses[1:]:
+        response.reward, response.has_no_reward = 0.0, True
+    return group
+
+
+async def submit_next(ledger: Ledger, job_id: str, make: object, signal: Signal = BY_REWARD) -> str:
     """Be a rollout for one group; returns its id."""
     (claim,) = await World(ledger).claim_all(job_id, count=1)
     assert callable(make)
-    assert await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task)) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make(claim.task), signal) is Verdict.ACCEPTED
     return claim.task.group_id
 
 
@@ -46,7 +55,7 @@ async def fields_of(ledger: Ledger, job_id: str) -> tuple[str, str, str]:
     return fields["state"], fields["num_groups"], fields["num_replaced"]
 
 
-@pytest.mark.parametrize("make", [equal_group, failed_group])
+@pytest.mark.parametrize("make", [equal_group, failed_group, group_of_one_opinion])
 async def test_group_without_other_rewards_is_replaced_by_the_next(ledger, world, make):
     job_id, epoch = await open_job(ledger)
     assert await submit_next(ledger, job_id, make) == "0-0"
@@ -70,9 +79,7 @@ async def test_used_up_prompts_end_the_iteration_with_an_event(ledger, num_equal
         await submit_next(ledger, job_id, equal_group if number < num_equal else make_group)
     assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "4", "2")
     (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.short"]
-    assert event.message.startswith(
-        f"iteration 0 has used all of its prompts, and is {missing} with different rewards short"
-    )
+    assert event.message.startswith(f"iteration 0 has used all of its prompts, and is {missing} with signal short")
     (record,) = await read_iterations(ledger, job_id, -1, 1)
     assert (record.num_replaced, record.num_not_replaced) == (2, num_equal - 2)
     assert (await run_audit(ledger, job_id)).is_clean
@@ -124,10 +131,48 @@ async def test_audit_sees_a_group_that_was_replaced_against_the_rule(
 ) -> None:
     job_id, _ = await open_job(ledger)
     with monkeypatch.context() as patched:
-        patched.setattr(rollout_side, "do_rewards_differ", lambda group: lie)  # a rollout of somebody else's
+        patched.setattr(Signal, "is_in", lambda signal, group: lie)  # a rollout of somebody else's
         await submit_next(ledger, job_id, make)
     for _ in range(num_later):
         await submit_next(ledger, job_id, equal_group)
+    assert (await run_audit(ledger, job_id)).violation == violation
+
+
+def wrong_group(task: PromptTask) -> RolloutGroup:
+    """Make a group whose responses are wrong, and differ in their length alone."""
+    group = make_group(task)
+    for response in group.responses:
+        response.reward_parts.update({"right": 0.0, "short": response.reward})
+    return group
+
+
+def right_group(task: PromptTask) -> RolloutGroup:
+    group = wrong_group(task)
+    group.responses[0].reward_parts["right"] = 1.0
+    return group
+
+
+async def test_groups_without_the_jobs_signal_are_replaced(ledger: Ledger, world: World) -> None:
+    parts = [{"name": "exact", "part": "right"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short"}]
+    sections = {"rollout": ROLLOUT, "reward": parts, "objective": {"signal": "part:right"}}
+    job_id, epoch = await world.started_job(**sections)
+    tasks = tasks_for(0, 4)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
+    for make in (wrong_group, right_group, right_group):
+        await submit_next(ledger, job_id, make, Signal("part:right"))
+    assert await fields_of(ledger, job_id) == (IterationState.DRAINED, "3", "1")
+    assert await world.commit(job_id, epoch, 0)
+    assert (await run_audit(ledger, job_id)).is_clean
+    groups, _, _ = await read_record(ledger, job_id, 0, 0)
+    assert [Signal("part:right").is_in(group) for group in groups] == [False, True, True]
+
+
+async def test_audit_sees_groups_replaced_by_another_signal(ledger: Ledger, world: World) -> None:
+    job_id, _ = await world.started_job(rollout=ROLLOUT, solved_at=1.0, objective={"signal": "solved"})
+    tasks = tasks_for(0, 4)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks[:2], tasks[2:]) == ""
+    await submit_next(ledger, job_id, wrong_group, Signal("part:right"))
+    violation = "group 0-0 was replaced although it has signal (objective.signal = solved)"
     assert (await run_audit(ledger, job_id)).violation == violation
 
 

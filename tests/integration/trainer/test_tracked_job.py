@@ -1,4 +1,4 @@
-"""Curves of a real ledger: those of REST, each point once, whoever trains."""
+"""Curves and tables of a real ledger: those of REST, each point once, whoever trains."""
 
 import asyncio
 from pathlib import Path
@@ -7,12 +7,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onbeat.config import JobConfig
+from onbeat.contracts.records import Sample
 from onbeat.contracts.states import JobState
+from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.lease import ClaimedJob
 from services.trainer.trackers.follow import LeasedJob, tracking
-from tests.world import World
+from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import MAX_ROWS, read_rows
+from tests.world import World, tasks_for
 
 
 async def test_two_trainers_in_turn_leave_the_curves_of_rest(
@@ -51,3 +55,34 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(
     walls = dict(series["iteration/wall_s"])
     assert [step for step, _ in tokens_per_s] == list(range(5))
     assert abs(tokens_per_s[4][1] * walls[4] / 100 - 1) < 1e-3
+
+
+# ---- tables of samples ---------------------------------------------------------------------------------------------
+
+
+async def test_first_prompts_of_an_iteration_are_a_table_while_kept(ledger: Ledger, world: World) -> None:
+    job_id, epoch = await world.started_job(schedule={"num_iterations": 9})
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, MAX_ROWS + 4)) == ""
+    await world.drain(job_id)
+    assert await world.commit(job_id, epoch, 0)
+    await world.run_iteration(job_id, epoch, 1)
+    rows = await read_rows(ledger, job_id, Point(0, 1.0, {}))
+    assert rows == [(0, f"prompt of 0-{place}", "response 0", 0.0, False, "") for place in range(MAX_ROWS)]
+    assert await read_rows(ledger, job_id, Point(1, 1.0, {})) == [], "not each iteration has a table"
+    await ledger.trainer.checkpointed(job_id, epoch, 1, 2, "/c/2")
+    assert await ledger.iterations.trim(job_id, 0, 1)
+    assert await read_rows(ledger, job_id, Point(0, 1.0, {})) == []
+
+
+async def test_kept_samples_of_an_evaluation_are_a_table(ledger: Ledger, world: World) -> None:
+    job_id, _ = await world.started_job()
+    tasks = [PromptTask(group_id="eval-0-0", is_evaluation=True, text="p")]
+    assert await ledger.evaluations.open(job_id, 0, 0, 3, tasks) == ""
+    point = Point(0, 1.0, {}, is_evaluation=True)
+    assert await read_rows(ledger, job_id, point) == [], "it is not over"
+    await world.drain(job_id)
+    place = {"iteration": 0, "group_id": "eval-0-0", "policy_version": 0, "num_tokens": 8, "finish_reason": "length"}
+    parts = {"format": 0.5, "answer": 1.0}
+    sample = Sample(**place, prompt="2 + 2", response="4 is", reward=1.5, reward_parts=parts)
+    assert await ledger.evaluations.finish(job_id, 0, "", {"reward_mean": 1.5}, [sample])
+    assert await read_rows(ledger, job_id, point) == [(0, "2 + 2", "4 is", 1.5, True, "answer 1, format 0.5")]

@@ -14,7 +14,12 @@ from onbeat.contracts.states import EvaluationState, IterationState
 from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of, look_at_young
 from tests.world import job_body
 
-RECORDED = json.loads(Path(__file__).with_name("quick_starts.json").read_text(encoding="utf-8"))
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RECORDED = [
+    run
+    for name in ("time_to_reward.json", "time_to_reward_float32.json")
+    for run in json.loads((RESULTS / name).read_text(encoding="utf-8"))["onbeat"]
+]
 DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}
 
 
@@ -113,9 +118,12 @@ def test_no_alarm_while_responses_learn_to_be_short(num):
     assert problems(find(course[:num])) == {}
 
 
-@pytest.mark.parametrize("run", RECORDED, ids=lambda run: run["run"])
+@pytest.mark.parametrize("run", RECORDED, ids=lambda run: f"{run['dtype']}-{run['seed']}")
 def test_no_alarm_in_a_recorded_quick_start_cut_anywhere(run):
-    """`quick_starts.json` has what the doctor reads of runs of examples/quickstart.toml, which all learned it."""
+    """`benchmarks/time_to_reward.py` recorded what the doctor reads of quick starts, which all learned it."""
+    scores, cut = (run["held_out"][name][-1] for name in ("reward_mean", "truncated_frac"))
+    assert scores >= 0.85
+    assert cut <= 0.05
     course = [
         iteration(number, record["reward_mean"], **record["metrics"]).model_copy(
             update={"mismatch_mean": record["mismatch_mean"], "num_groups": record["num_groups"]}
@@ -154,7 +162,7 @@ def test_dynamic_sampling_that_runs_out_of_prompts_is_said(num_short, num_equal,
     said = [finding for finding in find(course, rollout=rollout) if finding.key == "rollout.max_prompts_per_iteration"]
     assert [finding.is_problem for finding in said] == [False] * is_said
     if is_said:
-        start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with different rewards"
+        start = "in the last 8 iterations of job-1, 6 used all 8 prompts, and 0.75 of 4 groups with signal"
         assert said[0].sentence.startswith(start)
 
 
@@ -174,6 +182,23 @@ def test_truncation_names_the_limit():
     assert "60% of the responses were truncated" in findings[0].sentence
     assert "rollout.max_response_tokens" not in problems(findings)
     assert "rollout.max_response_tokens" in [finding.key for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_said"),
+    [
+        ({"truncated": "zero"}, True),
+        ({"truncated": "zero", "truncated_reward": -1.0}, False),
+        ({"truncated": "score"}, False),
+    ],
+)
+def test_being_cut_that_pays_is_a_problem(rollout, is_said):
+    course = [iteration(number, -0.25, **{"rollout/truncated_frac": 0.2}) for number in range(8)]
+    sentence = problems(find(course, rollout=rollout)).get("rollout.truncated_reward", "")
+    words = "the mean reward was -0.25, and a response that is cut gets 0: set rollout.truncated_reward"
+    assert (words in sentence) is is_said
+    uncut = [iteration(number, -0.25, **{"rollout/truncated_frac": 0.0}) for number in range(8)]
+    assert "rollout.truncated_reward" not in problems(find(uncut, rollout=rollout))
 
 
 def test_a_solved_task_is_no_problem_unless_it_always_was():
@@ -218,6 +243,56 @@ def test_parts_that_never_vary_are_named():
     assert not finding.is_problem
 
 
+PARTS = [{"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short", "weight": 0.1}]
+
+
+def shaped(num_groups: float, right: Sequence[float], **metrics: float) -> list[IterationRecord]:
+    """Return iterations of four groups, of which so many differ in the part short while no answer is solved."""
+    values = {"rollout/uniform_groups": 0.0, "rollout/mixed_unsolved_groups": num_groups}
+    values |= {"rollout/mixed_unsolved_short": num_groups, "reward/short_mean": 0.5, "reward/short_std": 0.5}
+    return [
+        iteration(number, 0.05, **(DULL | values | {"reward/exact_mean": mean, "reward/exact_std": mean} | metrics))
+        for number, mean in enumerate(right)
+    ]
+
+
+def test_groups_that_teach_a_lesser_part_alone_name_the_signal():
+    findings = find(shaped(3, [0.0] * 8), reward=PARTS)
+    sentence = problems(findings)["objective.signal"]
+    start = "in 24 of 32 groups of job-1 no answer is solved in the last 8 iterations; they differ only in part short, "
+    assert sentence.startswith(start)
+    assert 'set objective.signal = "part:exact"' in sentence
+    assert not any("leave out" in finding.sentence for finding in findings)
+    (note,) = [finding for finding in find(shaped(3, [0.1, 0.2] * 4), reward=PARTS) if finding.key]
+    assert (note.key, note.is_problem) == ("objective.signal", False), "the task is learned, too"
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "metrics", "sections"),
+    [
+        (2, {}, {"reward": PARTS}),
+        (3, {"rollout/mixed_unsolved_exact": 1.0}, {"reward": PARTS}),
+        (3, {}, {"reward": PARTS, "objective": {"signal": "part:exact"}}),
+        (3, {}, {}),
+    ],
+)
+def test_groups_that_teach_more_are_left_alone(num_groups, metrics, sections):
+    keys = [finding.key for finding in find(shaped(num_groups, [0.1, 0.2] * 4, **metrics), **sections)]
+    assert "objective.signal" not in keys
+
+
+def test_a_job_without_the_signal_it_names_says_why():
+    solved = {"objective": {"signal": "solved"}, "solved_at": 1.0, "reward": PARTS}
+    dull = {"rollout/uniform_groups": 4.0}
+    sentence = problems(find(shaped(0, [0.1, 0.2] * 4, **dull), **solved))["objective.signal"]
+    assert "no response reached solved_at = 1, although part exact of the reward varies" in sentence
+    assert 'set objective.signal = "part:exact", or lower solved_at' in sentence
+    sentence = problems(find(shaped(0, [0.0] * 8, **dull), **solved))["data"]
+    assert "its groups had no signal (objective.signal = solved): raise rollout.num_samples_per_prompt" in sentence
+    half = find(shaped(0, [0.1] * 8, **{"rollout/uniform_groups": 3.0}), **solved)
+    assert any("75% of the groups of job-1 had no signal (objective.signal = solved)" in f.sentence for f in half)
+
+
 def test_held_out_that_falls_while_training_rises_is_a_problem():
     def evaluation(number: int, reward: float) -> EvaluationRecord:
         scores = {"reward_mean": reward, "reward_std": 0.3, "num_groups": 64, "policy_version": number}
@@ -234,3 +309,34 @@ def test_held_out_that_falls_while_training_rises_is_a_problem():
     assert problems(find(flat, falls, evaluation=many)) == {}  # both fall: that is another matter
     sets = [{"name": "few", "data": data, "num_prompts": 4}, {"name": "many", "data": data, "num_prompts": 60}]
     assert problems(find(learning(), falls, evaluation={"sets": sets})) == {}  # four prompts say little
+
+
+def test_part_that_judges_only_some_responses_is_named() -> None:
+    findings = find(learning(**{"reward/form_mixed_groups": 2.0, "reward/style_mixed_groups": 1.0}))
+    (finding,) = [candidate for candidate in findings if "without an opinion" in candidate.sentence]
+    assert "in the last 8 iterations of job-1" in finding.sentence
+    assert "form (in 16 groups), style (in 8 groups)" in finding.sentence
+    assert (finding.key, finding.is_problem) == ("reward", False)
+    assert all("without an opinion" not in candidate.sentence for candidate in find(learning()))
+
+
+# ---- several sources ---------------------------------------------------------------------------------------------
+
+SOURCES = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
+
+
+def with_sources(uniform: dict[str, float], solved: dict[str, float]) -> list[Finding]:
+    """Return the findings on a job whose sources have two groups in each iteration."""
+    metrics = {"rollout/uniform_groups": 2.0} | {f"source/{name}/groups": 2.0 for name in uniform}
+    metrics |= {f"source/{name}/uniform_groups": value for name, value in uniform.items()}
+    metrics |= {f"source/{name}/solved_frac": value for name, value in solved.items()}
+    return [finding for finding in find(learning(**metrics), data=SOURCES) if "source" in finding.sentence]
+
+
+def test_source_that_is_all_solved_is_a_note() -> None:
+    (note,) = with_sources({"easy": 2.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5})
+    assert note.sentence.startswith(
+        "in the last 8 iterations of job-1, all groups of source easy (solved 100%) had equal rewards"
+    )
+    assert (note.key, note.is_problem) == ("data", False)
+    assert with_sources({"easy": 1.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5}) == []

@@ -179,6 +179,18 @@ def test_held_out_prompts_in_the_training_data_are_counted(tmp_path):
     assert survey([training, apart], time.monotonic() + 60).notes == []
 
 
+def test_held_out_prompts_are_looked_for_in_every_source(tmp_path):
+    shared = {"prompt": "shared?", "answer": "1"}
+    sources = [open_rows(tmp_path, ["1"], EXACT), open_rows(tmp_path, ["2", shared], EXACT, name="more")]
+    for number, (section, _) in enumerate(sources):
+        section.field, section.spec = f"data.{number}", section.spec.model_copy(update={"is_held_out": False})
+    held_out = open_rows(tmp_path, [shared], EXACT, name="held_out")
+    result = survey([*sources, held_out], time.monotonic() + 60)
+    assert [count.field for count in result.counts] == ["data.0", "data.1", "evaluation.data"]
+    assert result.counts[-1].num_in_training == 1
+    assert any("are in the training data of data.1, too" in note for note in result.notes)
+
+
 def test_field_of_a_held_out_set_is_named(tmp_path):
     held_out = open_rows(tmp_path, ["1", ["7"]], EXACT, name="held_out")
     ((field, _),) = survey([open_rows(tmp_path, ["1"], EXACT), held_out], time.monotonic() + 60).complaints

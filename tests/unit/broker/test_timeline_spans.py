@@ -4,12 +4,13 @@ import pytest
 
 from onbeat.streams.codec import RolloutGroup, Timings
 from onbeat.streams.ledger.rollout_side import MAX_INTERVALS
+from onbeat.streams.signal import Signal
 from services.broker.views.spans import accepted_group, group_spans
 
 
 def parts_of(timings: Timings) -> list[tuple[str, float, float]]:
     group = RolloutGroup(group_id="3-0", iteration=3, worker_id="w1", timings=timings)
-    spans = group_spans(accepted_group("100000-0", group), 0.0)
+    spans = group_spans(accepted_group("100000-0", group, Signal()), 0.0)
     assert {(span.lane, span.group_id, span.iteration) for span in spans} == {("w1", "3-0", 3)}
     return [(span.kind, span.start, span.end) for span in spans]
 

@@ -54,6 +54,16 @@ def test_lines_are_those_with_values_or_of_the_pattern() -> None:
     assert "iteration/reward_std" not in set(other_series(curves))
 
 
+def test_scores_that_a_named_set_repeats_make_one_line() -> None:
+    """The first of two sets has its scores with and without its name, and the other only with it."""
+    easy = {"reward_mean": [(0, 0.5)], "reward/a_mean": [(0, 0.25)], "response_tokens_mean": [(0, 8.0)]}
+    curves = {f"{prefix}{name}": points for prefix in ("eval/", "eval/easy/") for name, points in easy.items()}
+    curves |= {"eval/hard/reward_mean": [(0, 0.125)], "eval/hard/reward/a_mean": [(0, 0.75)]}
+    assert [line.name for line in lines_of(chart("held-out"), curves)] == ["easy", "hard"]
+    assert [line.name for line in lines_of(chart("held-out-parts"), curves)] == ["easy/a", "hard/a"]
+    assert list(other_series(curves)) == ["eval/easy/response_tokens_mean"]
+
+
 # ---- axes --------------------------------------------------------------------------------------------------------
 
 

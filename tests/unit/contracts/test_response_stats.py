@@ -69,3 +69,24 @@ def test_a_reward_that_invents_names_has_few_curves() -> None:
 def test_parts_without_a_finite_value_count_for_nothing() -> None:
     stats = stats_of([respond(1.0, odd=float("nan")), respond(1.0, odd=float("inf")), respond(1.0, odd=2.0)])
     assert stats.part_scores(["odd"]) == {"reward/odd_mean": 2.0, "reward/odd_std": 0.0}
+
+
+def test_responses_without_a_reward_count_for_nothing_but_length() -> None:
+    abstained = Response(token_ids=range(9), has_no_reward=True, reward_parts={"form": 1.0})
+    stats = stats_of([respond(1.0, right=1.0), abstained], [abstained])
+    assert (stats.num_groups, stats.num_solved_all, stats.num_solved_none) == (1, 1, 0)
+    assert (stats.shape()["response_tokens_max"], list(stats.parts)) == (9, ["right"])
+    assert set(stats_of([abstained]).shape()) == {"response_tokens_min", "response_tokens_p95", "response_tokens_max"}
+
+
+def test_groups_that_a_part_judges_in_part_are_counted() -> None:
+    judged, unjudged = respond(1.0, right=1.0, form=1.0), respond(1.0, right=1.0)
+    abstained = Response(token_ids=[1], has_no_reward=True)
+    groups = [[judged, unjudged], [judged, judged, abstained], [unjudged, unjudged], [judged, unjudged]]
+    total = ResponseStats(summed_parts=["right", "form"])
+    for group in groups:
+        stats = ResponseStats(summed_parts=["right", "form"])
+        stats.add(group)
+        total.merge(ResponseStats.model_validate_json(stats.model_dump_json()))
+    assert total.mixed_scores() == {"reward/form_mixed_groups": 2}
+    assert stats_of(*groups).mixed_scores() == {}  # parts that are no rewards of the sum may come and go

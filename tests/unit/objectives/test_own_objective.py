@@ -32,6 +32,12 @@ class Half(PolicyObjective):
     def advantages(self, rewards):
         return rewards
 
+class Louder(Half):
+    signal: float = 2.0
+
+    def token_loss(self, inputs):
+        return -inputs.advantages, None
+
 def function(rewards):
     return rewards
 """
@@ -39,6 +45,7 @@ ENTRIES = """
 [onbeat.objectives]
 lenient = lenient:Lenient
 half = half:Half
+louder = half:Louder
 function = half:function
 gone = not_there:Gone
 broken = broken:Broken
@@ -94,6 +101,20 @@ def test_stored_job_has_the_objectives_own_keys(config):
     assert JobConfig.model_validate(stored) == JobConfig.of_job({"config": json.dumps(stored)}) == config
 
 
+def test_groups_without_signal_are_equal_to_a_package(config, tmp_path):
+    """The page's objective has a KL term, so they are passed; their advantages are 0."""
+    solved = JobConfig.model_validate(config.model_dump() | {"solved_at": 2.0}).model_dump()
+    solved["objective"]["signal"] = "solved"
+    trained = train(JobConfig.model_validate(solved), recorded_iterations(), tmp_path)
+    assert all(set(values) == {0.0} for advantages in trained.job.advantages for values in advantages.values())
+
+
+def test_recorded_key_signal_of_a_package_can_be_read(config):
+    stored = json.loads(config.model_dump_json())
+    stored["objective"]["signal"] = 0.5
+    assert JobConfig.of_job({"config": json.dumps(stored)}).objective.signal == 0.5
+
+
 def test_accepted_job_is_read_although_its_keys_have_changed(config):
     stored = json.loads(config.model_dump_json())
     stored["objective"]["floor"] = stored["objective"].pop("below")
@@ -131,6 +152,11 @@ def refusal(**sections):
         ({"type": "broken"}, "objective.type", "(broken:Broken) cannot be imported here: RuntimeError: no driver"),
         ({"type": "function"}, "objective.type", "(half:function) is no class derived from Objective"),
         ({"type": "half"}, "objective.type", "(half:Half) does not define token_loss"),
+        (
+            {"type": "louder"},
+            "objective.type",
+            "(half:Louder) defines signal, which is a key of every objective; give it",
+        ),
         ({"type": "lenient", "belov": 1}, "objective.belov", "did you mean below?"),
         ({"type": "lenient", "below": 2}, "objective.below", "got 2"),
         ({"type": "grpo", "below": 2}, "objective.below", "unknown key"),

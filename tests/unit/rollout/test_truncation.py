@@ -18,7 +18,7 @@ from services.rollout.rewards.truncation import reward_truncated
 from tests.episode_rig import flight_of, tokenizer_of
 from tests.world import job_body
 
-Rule = Literal["score", "zero"]
+Rule = Literal["score", "zero", "mask"]
 OUTCOMES = {("stop", 1.0): 0.2, ("stop", 0.0): 0.3, ("length", 1.0): 0.1, ("length", 0.0): 0.4}  # probabilities
 
 
@@ -38,28 +38,46 @@ def group_of(*responses: Response, is_evaluation: bool = False) -> RolloutGroup:
     return RolloutGroup(group_id="0-0", prompt_token_ids=[1], responses=responses, is_evaluation=is_evaluation)
 
 
-def rewards_by(rule: Rule, group: RolloutGroup) -> list[float]:
+def rewards_by(rule: Rule, group: RolloutGroup, **rollout: Any) -> list[float]:
     group = copy.deepcopy(group)
-    reward_truncated(group, rule)
+    reward_truncated(group, job(truncated=rule, **rollout).rollout)
     return [response.reward for response in group.responses]
 
 
 def test_zero_takes_the_reward_of_cut_responses_alone() -> None:
     group = group_of(response("stop", 1.0), response("length", 1.0), response("length", 0.0))
     assert rewards_by("zero", group) == [1.0, 0.0, 0.0]
-    reward_truncated(group, "zero")
+    reward_truncated(group, job(truncated="zero").rollout)
     assert [dict(response.reward_parts) for response in group.responses] == [{"right": 1.0}] * 2 + [{"right": 0.0}]
 
 
-def test_score_leaves_every_byte_of_a_group() -> None:
+@pytest.mark.parametrize("rule", ["score", "mask"])
+def test_score_and_mask_leave_every_byte_of_a_group(rule: Rule) -> None:
     group = group_of(response("stop", 1.0), response("length", 1.0))
     before = encode_group(group)
-    reward_truncated(group, "score")
+    reward_truncated(group, job(truncated=rule).rollout)
     assert encode_group(group) == before
 
 
 def test_held_out_groups_are_scored_as_they_are() -> None:
-    assert rewards_by("zero", group_of(response("length", 1.0), is_evaluation=True)) == [1.0]
+    held_out = group_of(response("length", 1.0), is_evaluation=True)
+    assert rewards_by("zero", held_out, overlong_cache=4) == [1.0]
+
+
+def test_a_cut_response_gets_the_reward_that_the_job_names() -> None:
+    group = group_of(response("stop", -0.5), response("length", 1.0))
+    assert rewards_by("zero", group, truncated_reward=-1.0) == [-0.5, -1.0]
+
+
+def test_the_penalty_grows_over_the_last_tokens() -> None:
+    """DAPO's eq. 13 with at most eight tokens, of which the last four cost."""
+    group = group_of(*(response("stop", 1.0) for _ in range(5)), response("length", 1.0))
+    for member, num_tokens in zip(group.responses, (1, 4, 5, 6, 8, 3), strict=True):
+        member.token_ids[:] = [1] * num_tokens
+    assert rewards_by("score", group, overlong_cache=4) == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
+    assert rewards_by("zero", group, overlong_cache=4, overlong_penalty=0.5)[-2:] == [0.5, -0.5]
+    reward_truncated(group, job(overlong_cache=4, overlong_penalty=2.0).rollout)
+    assert [member.reward_parts["overlong"] for member in group.responses] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +135,33 @@ def test_zero_is_refused_where_a_reward_can_be_negative() -> None:
     assert job([{"name": "exact"}, length | {"weight": 0.1}], truncated="zero").rollout.truncated == "zero"
     with pytest.raises(ValidationError, match=r"rollout.truncated: zero pays .* the weight of reward long is"):
         job(several, truncated="zero")
+    assert job(several, truncated="zero", truncated_reward=-0.1).rollout.truncated_reward == -0.1
 
 
 def test_a_rule_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ValidationError, match=r"rollout.truncated\n *Input should be 'score' or 'zero'.*mask"):
-        job(truncated="mask")
+    with pytest.raises(ValidationError, match=r"rollout.truncated\n *Input should be 'score', 'zero' or 'mask'.*drop"):
+        job(truncated="drop")
+
+
+NAMED = [{"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}, "part": "overlong"}]
+KL_IN_REWARD = {"type": "grpo", "kl": {"coef": 0.1, "placement": "reward"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "rollout", "sentence"),
+    [
+        ({}, {"truncated_reward": -1.0}, r"truncated_reward: -1 has no effect with truncated = 'score'; use"),
+        ({"objective": {"type": "online_dpo"}}, {"truncated": "mask"}, "mask takes responses .* objective online_dpo"),
+        ({"objective": KL_IN_REWARD}, {"truncated": "mask"}, "mask takes responses .* a KL term in the reward needs"),
+        ({"reward": None, "environment": {"name": "game"}}, {"overlong_cache": 4}, "overlong_cache: an episode has"),
+        ({}, {"overlong_cache": 9}, "overlong_cache: 9 tokens are more than a response may have; lower it"),
+        ({}, {"overlong_penalty": 0.5}, "overlong_penalty: 0.5 has no effect without overlong_cache; set"),
+        ({"reward": NAMED}, {"overlong_cache": 4}, "reward.part: overlong is the part of the penalty"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(sections: Any, rollout: Any, sentence: str) -> None:
+    body = job_body(**sections)
+    with pytest.raises(ValidationError, match=sentence) as caught:
+        JobConfig.model_validate(body | {"rollout": body["rollout"] | rollout})
+    (error,) = caught.value.errors()
+    assert "\n" not in error["msg"]

@@ -26,7 +26,7 @@ def job(**sections: Any) -> JobRecord:
     return JobRecord.model_validate(fields | {"config": job_body(**sections)})
 
 
-def sample(place: str, reward: float, text: str = "an answer", prompt: str = "") -> Sample:
+def sample(place: str, reward: float | None, text: str = "an answer", prompt: str = "") -> Sample:
     fields = {"policy_version": 0, "num_tokens": 3, "finish_reason": "stop"}
     group_id, _, index = place.partition("/")
     prompt = prompt or f"prompt {group_id.rpartition('-')[2]}"
@@ -52,6 +52,13 @@ def test_answers_to_the_same_prompt_are_a_pair() -> None:
     ]
     assert pairs[1].after is not None
     assert pairs[1].after.sample.response == "later"
+
+
+def test_answers_without_a_reward_are_in_no_pair() -> None:
+    before = [sample("eval-0-0", None), sample("eval-0-1", 1), sample("eval-0-2", 0)]
+    after = [sample("eval-4-0", 1), sample("eval-4-1", None), sample("eval-4-2", 1)]
+    assert [pair.prompt for pair in pair_held_out(job(), before, after)] == ["prompt 2"]
+    assert [pair.prompt for pair in pair_training(job(), before, after)] == ["prompt 2"]
 
 
 def test_each_held_out_set_has_its_measure_of_right() -> None:

@@ -213,8 +213,9 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    known = "answer_field, answer_pattern, as_chat, control_tokens, max_prompt_tokens, metadata_only, now, "
-    known += "on_too_long, path, prompt_field, shuffle, system_prompt, template_options, type"
+    known = "answer_field, answer_pattern, as_chat, control_tokens, max_prompt_tokens, max_response_tokens, "
+    known += "metadata_only, name, now, on_too_long, path, prompt_field, reward, shuffle, solved_at, system_prompt, "
+    known += "template_options, type, weight"
     assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
     assert lines[2].startswith(
@@ -313,6 +314,22 @@ def test_what_a_job_did_is_printed(onbeat: Command, trained: str, tmp_path: Path
     onbeat("jobs", "report", trained, "-o", str(tmp_path / "r.json"))
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["mode"], len(report["iterations"]), len(report["weights"])) == ("periodic", 3, 4)
+
+
+@pytest.mark.usefixtures("trainer")
+def test_samples_are_chosen_by_end_reward_and_text(onbeat: Command, broker: BrokerThread) -> None:
+    job_id = broker.create_job(solved_at=0.15)  # the reward of iteration 1 is 0.1, and of the newest one 0.2
+    onbeat("jobs", "watch", job_id)
+
+    def chosen(*options: str) -> list[str]:
+        return [sample["group_id"] for sample in json.loads(onbeat("jobs", "samples", job_id, "--json", *options).out)]
+
+    assert chosen("--search", "OF 2-1") == ["2-1", "2-1"]
+    assert chosen("--iteration", "1", "--wrong") == ["1-0", "1-1", "1-0", "1-1"]
+    assert chosen("--wrong") == []
+    assert onbeat("jobs", "samples", job_id, "--truncated").out == "no such samples\n"
+    for other, said in ((["--evaluation", "0"], "leave them or --evaluation out"), (["--before-after"], "leave out")):
+        assert said in onbeat("jobs", "samples", job_id, "--wrong", *other, code=2).err
 
 
 def test_logs_of_local_services_are_printed(onbeat: Command, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import install
 from tests.tiny_models import build_tokenizer
 from tests.unit.terminal.conftest import Command
 
@@ -99,3 +100,14 @@ def test_prompt_that_opens_the_reasoning_gets_a_note(job: Path, onbeat: Command)
     assert "note: prompts end with <think>, which is no part of a response" in shown
     assert "3 + 3 =<|im_start|>assistant\\n<think>" in shown
     assert "note: prompts end" not in onbeat("reward", "try", str(job), "--rows", "1").out
+
+
+def test_group_reward_compares_the_responses_to_a_row(
+    job: Path, onbeat: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def rank(responses, context):\n    return [sorted(responses).index(text) / 2 for text in responses]\n"
+    install(job.parent / "site", "ranks", "[onbeat.rewards]\nrank = ranks:rank\n", ranks=code)
+    monkeypatch.setenv("PYTHONPATH", str(job.parent / "site"))
+    shown = onbeat("reward", "try", str(job), "--set", "reward={name = 'rank'}", "--rows", "1").out
+    assert "own answer  '6'\n              reward 0.5\n" in shown
+    assert "empty       ''\n              reward 0\n" in shown

@@ -12,7 +12,7 @@ from services.trainer.spans import Span
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "observability.md"
-ROW = re.compile(r"^\| `(onbeat_\w+)` \| (counter|gauge|histogram) \|([^|]*)\|", re.MULTILINE)
+ROW = re.compile(r"^\| `(onbeat_\w+)` \| (counter|gauge|histogram|summary) \|([^|]*)\|", re.MULTILINE)
 
 
 def test_commits_add_up_and_the_time_between_spans_is_waiting():
@@ -69,7 +69,7 @@ async def test_documented_table_is_complete_and_true(ledger):
 
 
 def test_dashboards_ask_for_metrics_that_exist():
-    ends = {"counter": [""], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
+    ends = {"counter": [""], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"], "summary": ["_count", "_sum"]}
     exported = {name + end for name, kind, _ in ROW.findall(DOCUMENT.read_text()) for end in ends[kind]}
     dashboards = "".join(path.read_text() for path in (ROOT / "deploy").rglob("dashboards/*.json"))
     asked = set(re.findall(r"(?:onbeat|process)_\w+", dashboards))

@@ -1,4 +1,4 @@
-"""W&B, MLflow and Trackio themselves, offline: two trainers in turn leave one run with each point once."""
+"""W&B, MLflow and Trackio themselves, offline: two trainers in turn leave one run with each point and table once."""
 
 import json
 import os
@@ -20,30 +20,41 @@ LOG = """
 import importlib, sys
 from onbeat.config import JobConfig
 from services.trainer.trackers.points import Point
+from services.trainer.trackers.samples import Row
 
 config = JobConfig.model_validate_json(sys.stdin.read())
 library = importlib.import_module("services.trainer.trackers." + config.tracking[0].type)
 for steps, has_succeeded in ((range(3), None), (range(3, 5), True)):
     run = library.Run(config.tracking[0], config, "job-1")
-    for step in steps:
-        run.log(Point(step, 1000.0 + step, {"iteration/reward_mean": step / 8}))
-    run.log(Point(max(steps), 1010.0, {"eval/reward_mean": max(steps) / 4}, is_evaluation=True))
+    points = [Point(step, 1000.0 + step, {"iteration/reward_mean": step / 8}) for step in steps]
+    points.append(Point(max(steps), 1010.0, {"eval/reward_mean": max(steps) / 4}, is_evaluation=True))
+    for point in points:
+        run.log(point)
+        run.log_samples(point, [Row(point.step, "2 + 2", 'is\\n"4", | <b>', 0.5, False, "answer 1")] * 2)
     run.finish(has_succeeded)
 """
 READ_WANDB = """
 import json, sys
+from pathlib import Path
+
 from wandb.proto import wandb_internal_pb2
 
 for line in sys.stdin:
     record = wandb_internal_pb2.Record()
     record.ParseFromString(bytes.fromhex(line))
-    values = {item.key or item.nested_key[-1]: json.loads(item.value_json) for item in record.history.item}
+    items = record.history.item
+    values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
     for name, value in values.items():
-        if name in ("iteration/reward_mean", "eval/reward_mean"):
-            print(json.dumps([name, int(values.get("eval/after_iterations", record.history.step.num)), value]))
+        if name.endswith("/path"):
+            (file,) = Path("wandb").glob("offline-run-*/files/" + value)
+            name, value = name.removesuffix("/path"), json.loads(file.read_text(encoding="utf-8"))["data"]
+        elif not name.endswith("/reward_mean"):
+            continue
+        print(json.dumps([name, int(values.get("eval/after_iterations", record.history.step.num)), value]))
 """
 READ_MLFLOW = """
-import json
+import csv, json
+from pathlib import Path
 from mlflow.tracking import MlflowClient
 
 client = MlflowClient()
@@ -53,6 +64,12 @@ assert run.data.params["schedule.num_iterations"] == "3"
 for name in ("iteration/reward_mean", "eval/reward_mean"):
     for metric in client.get_metric_history(run.info.run_id, name):
         print(json.dumps([name, metric.step, metric.value]))
+for name in ("samples/training", "samples/evaluation"):
+    for file in client.list_artifacts(run.info.run_id, name):
+        text = Path(client.download_artifacts(run.info.run_id, file.path)).read_text(encoding="utf-8")
+        columns, *rows = csv.reader(text.splitlines(keepends=True))
+        assert columns == ["iteration", "prompt", "response", "reward", "is_truncated", "reward_parts"]
+        print(json.dumps([name, int(Path(file.path).stem), rows]))
 """
 HEADER_BYTES, BLOCK_BYTES = 7, 32_768  # W&B's file is a log of LevelDB, with a header as long as that of a record
 
@@ -98,18 +115,30 @@ def read_trackio(library: Library) -> list[str]:
     with sqlite3.connect(library.folder / "trackio" / "onbeat.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert {run for run, _, _ in rows} == {"job-1"}
-    return [json.dumps([*pair[:1], step, pair[1]]) for _, step, text in rows for pair in json.loads(text).items()]
+    points = [(name, step, value) for _, step, text in rows for name, value in json.loads(text).items()]
+    return [json.dumps((name, step, rows_of(value))) for name, step, value in points]
+
+
+def rows_of(value):
+    """Return the rows of a table of Trackio; a number as it is."""
+    return [list(row.values()) for row in value["_value"]] if isinstance(value, dict) else value
 
 
 @pytest.mark.parametrize(
     ("name", "read"),
     [("wandb", read_wandb), ("mlflow", lambda library: library.run(READ_MLFLOW)), ("trackio", read_trackio)],
 )
-def test_real_tracker_has_one_run_with_each_point_once(name, read, tmp_path):
+def test_real_tracker_has_each_point_and_table_once(name, read, tmp_path):
     library = Library(tmp_path)
     library.run(LOG, job_config().model_copy(update={"tracking": [{"type": name}]}).model_dump_json(warnings=False))
-    points = sorted(tuple(json.loads(line)) for line in read(library))
-    assert points == [
+    logged = sorted((json.loads(line) for line in read(library)), key=lambda entry: entry[:2])
+    tables = [(name, step, [list(map(str, row)) for row in rows]) for name, step, rows in logged if "samples" in name]
+    assert tables == [
+        (name, step, [[str(step), "2 + 2", 'is\n"4", | <b>', "0.5", "False", "answer 1"]] * 2)
+        for name, steps in (("samples/evaluation", (2, 4)), ("samples/training", range(5)))
+        for step in steps
+    ]
+    assert [tuple(entry) for entry in logged if "samples" not in entry[0]] == [
         ("eval/reward_mean", 2, 0.5),
         ("eval/reward_mean", 4, 1.0),
         *(("iteration/reward_mean", step, step / 8) for step in range(5)),

@@ -4,18 +4,22 @@ import math
 import sys
 import threading
 import time
+from html import unescape
 from types import ModuleType
 
 import pytest
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.text.text_plugin import text_array_to_html
+from tensorboard.util.tensor_util import make_ndarray
 
 from onbeat.contracts.errors import JobFailed, LeaseLost
 from onbeat.contracts.records import EvaluationRecord
 from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.trackers import follow, points
 from services.trainer.trackers.points import Cursor, Point
+from services.trainer.trackers.samples import MAX_CHARS, Row, shorten
 from services.trainer.trackers.tensorboard import Run as TensorBoard
 from tests.trainer_fixtures import job_config
 from tests.waiting import wait_until
@@ -37,11 +41,14 @@ class LedgerOf:
     """Hands out what is after the cursor, a few points at a time."""
 
     def __init__(self, num_iterations, evaluations=()):
-        self.num_iterations, self.evaluations, self.warnings = num_iterations, evaluations, []
+        self.num_iterations, self.evaluations, self.warnings, self.rows = num_iterations, evaluations, [], []
 
     def read(self, cursor):
         iterations = [point(number) for number in range(cursor.iteration + 1, self.num_iterations)][:3]
         return iterations + [evaluation(number) for number in self.evaluations if number > cursor.evaluation]
+
+    def samples(self, point):
+        return self.rows
 
     def warn(self, message):
         self.warnings.append(message)
@@ -55,8 +62,9 @@ def evaluation(number):
     return Point(number, 1000.5 + number, {"eval/reward_mean": 0.5}, is_evaluation=True)
 
 
-def tracking(job, folder, *types):
-    return follow.tracking(job, "job-1", job_config_with([{"type": kind} for kind in types]), folder)
+def tracking(job, folder, *types, **options):
+    trackers = [{"type": kind, **options} for kind in types]
+    return follow.tracking(job, "job-1", job_config_with(trackers), folder)
 
 
 def job_config_with(trackers):
@@ -109,6 +117,60 @@ def test_resumed_job_has_every_point_once_also_for_its_watcher(tmp_path):
     assert len(list(folder.iterdir())) == 2, "files do not pile up"
 
 
+# ---- tables of samples -----------------------------------------------------------------------------------------------
+
+ROW = Row(0, "2 + 2", "# *4*\n\n<b>| x", 0.5, False, "answer 1")
+
+
+def test_tensorboard_shows_texts_as_they_are_in_a_table(tmp_path):
+    job = LedgerOf(2, [0])
+    job.rows = [ROW, ROW]
+    with tracking(job, tmp_path):
+        pass
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("samples/training")] == [0, 1]
+    (table,) = events.Tensors("samples/evaluation")
+    assert events.SummaryMetadata("samples/evaluation").plugin_data.plugin_name == "text"
+    html = text_array_to_html(make_ndarray(table.tensor_proto), enable_markdown=True)
+    assert [html.count(tag) for tag in ("<tr>", "<td>", "<b>", "<em>", "<h1>")] == [3, 18, 0, 0, 0]
+    assert unescape(html).count(f"<code>{ROW.response}") == 2
+
+
+def test_long_text_loses_its_middle_only():
+    assert shorten("x" * MAX_CHARS) == "x" * MAX_CHARS
+    half = MAX_CHARS // 2
+    gap = "\n[7 characters are left out here]\n"
+    assert shorten("a" * half + "b" * 7 + "c" * half) == "a" * half + gap + "c" * half
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_texts_reach_a_hosted_tracker_only_if_the_job_says_so(samples, wandb, tmp_path):
+    job = LedgerOf(2, [0])
+    job.rows = [ROW]
+    with tracking(job, tmp_path, "wandb", samples=samples):
+        pass
+    logged = [(step, name) for step, values in wandb.rows for name in values if name.startswith("samples/")]
+    assert logged == [(0, "samples/training"), (1, "samples/training"), (1, "samples/evaluation")] * samples
+
+
+def test_table_that_fails_costs_a_notice_and_no_point(wandb, tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(**table):
+        asked.append(table)
+        raise OSError("no space\nat all")
+
+    monkeypatch.setattr(wandb, "Table", refuse)
+    job = LedgerOf(5, [0])
+    job.rows = [ROW]
+    with tracking(job, tmp_path, "wandb", samples=True):
+        pass
+    assert [step for step, values in wandb.rows if "train/grad_norm" in values] == list(range(5))
+    assert job.warnings == ["tracker wandb: OSError: no space; no more tables of samples, its curves continue"]
+    assert asked == [{"columns": list(Row._fields), "data": [list(ROW)]}]
+
+
 # ---- fakes of hosted trackers ----------------------------------------------------------------------------------------
 
 
@@ -134,6 +196,9 @@ class FakeLibrary(ModuleType):
 
     def define_metric(self, name, **options):
         pass
+
+    def Table(self, **table):
+        return table
 
     def log(self, values, step):
         self.has_been_asked.set()

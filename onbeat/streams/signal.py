@@ -1,0 +1,60 @@
+"""The signal of a group, `objective.signal`: one rule for passes, divisor, replaced groups, audit and replay.
+
+    reward      s_i = the reward of response i, in float32
+    solved      s_i = whether its reward reaches `solved_at`, that of its prompt's source if it has one
+    part:NAME   s_i = the value of that part of its reward, before the weight, in float32; without the part: no s_i
+
+A response without a reward has no s_i. A group has signal when its s_i are not all equal. Without signal its advantages
+are exactly 0, whatever its rewards.
+The rule needs only the job and the group, which are on record, so that a replay and several brokers decide alike.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onbeat.config import JobConfig
+from onbeat.contracts.response_stats import is_solved
+from onbeat.objectives.base.objective import PART, is_signal
+from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
+
+
+@dataclass(frozen=True)
+class Signal:
+    rule: str = "reward"
+    solved_at: float = 1.0
+    by_source: Mapping[str, float] = field(default_factory=dict)  # source -> its own `solved_at`
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "Signal":
+        return cls(config.objective.signal, config.solved_at, config.solved_at_by_source)
+
+    @classmethod
+    def of_record(cls, config: Mapping[str, Any]) -> "Signal":
+        """Return the signal of a recorded job. One of an older release has none, or a key of its own objective."""
+        rule = (config.get("objective") or {}).get("signal")
+        sources = data if isinstance(data := config.get("data"), list) else []
+        by_source = {source["name"]: source["solved_at"] for source in sources if source.get("solved_at") is not None}
+        rule = rule if isinstance(rule, str) and is_signal(rule) else "reward"
+        return cls(rule, config.get("solved_at", 1.0), by_source)
+
+    def is_in(self, group: RolloutGroup) -> bool:
+        """Return whether the group has signal; False if it failed."""
+        if self.rule == "reward":
+            return do_rewards_differ(group)
+        if self.rule == "solved":
+            solved_at = self.by_source.get(group.source, self.solved_at)
+            return len({is_solved(reward, solved_at) for reward in given_rewards(group)}) > 1
+        return does_part_differ(self.rule.removeprefix(PART), group.responses)
+
+    @property
+    def words(self) -> str:
+        """The words for a group without signal: `its responses had equal rewards`."""
+        return "equal rewards" if self.rule == "reward" else f"no signal (objective.signal = {self.rule})"
+
+
+def does_part_differ(name: str, responses: Iterable[Response]) -> bool:
+    """Return whether a part of the reward differs in float32 between the responses that have it."""
+    values = [response.reward_parts[name] for response in responses if name in response.reward_parts]
+    return len(set(array("f", [value for value in values if abs(value) <= MAX_REWARD]))) > 1

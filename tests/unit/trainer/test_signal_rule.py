@@ -1,0 +1,146 @@
+"""`objective.signal`: what makes a group teach. Every other group is one of equal rewards, to the bit."""
+
+import pytest
+import torch
+
+from onbeat.config import JobConfig
+from onbeat.objectives import BUILT_IN
+from onbeat.streams.codec import GroupFailure, Response, RolloutGroup
+from onbeat.streams.signal import Signal
+from services.trainer.batch import compared, cost, does_count
+from tests.trainer_fixtures import job_config, make_group, open_update, train
+
+RIGHT = Signal("part:right")
+REWARDS = [{"name": "exact", "part": "right"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short"}]
+PARTS = [  # right and short of each response, by group
+    ([0.0, 0.0, 0.0], [0.3, 0.1, 0.7]),
+    ([1.0, 0.0, 0.0], [0.2, 0.5, 0.1]),
+    ([1.0, 1.0, 1.0], [0.4, 0.4, 0.1]),
+    ([0.0, 1.0, 1.0], [0.6, 0.6, 0.6]),
+]
+HAS_SIGNAL = [False, True, False, True]
+KINDS = sorted(BUILT_IN)
+EXTRAS = {"": {}, "kl": {"kl": {"coef": 0.1}}, "band": {"importance": {"type": "band", "low": 1e-6, "high": 1e6}}}
+
+
+def config_of(signal, kind="grpo", objective=None, **sections):
+    job = job_config(objective={"type": kind, **(objective or {})}, **sections).model_dump(mode="json")
+    job |= {"reward": REWARDS, "solved_at": 1.0}
+    job["objective"]["signal"] = signal
+    return JobConfig.model_validate(job)
+
+
+def groups_of(iteration=0):
+    groups = []
+    for index, (right, short) in enumerate(PARTS):
+        totals = [a + 0.1 * b for a, b in zip(right, short, strict=True)]
+        group = make_group(f"{iteration}-{index}", 4, (2, 3, 4), iteration, rewards=totals)
+        for response, a, b in zip(group.responses, right, short, strict=True):
+            response.reward_parts.update({"right": a, "short": b})
+        groups.append(group)
+    return groups
+
+
+def responses_of(*parts, rewards=(0.0, 0.5, 1.0)):
+    return RolloutGroup(
+        responses=[Response(reward=reward, reward_parts=part) for reward, part in zip(rewards, parts, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "has_signal"),
+    [
+        (({"right": 1}, {"right": 1}, {"right": 0}), True),
+        (({"right": 1}, {"right": 1}, {"right": 1}), False),
+        (({"right": 1}, {"right": 1 + 1e-12}, {"right": 1}), False),  # the same in float32
+        (({"right": 1}, {"right": 1 + 1e-6}, {"right": 1}), True),
+        (({"right": 1}, {}, {"right": 1}), False),
+        (({"right": 1}, {}, {"right": 0}), True),
+        (({"right": 1}, {}, {"short": 0}), False),
+        (({"right": 1}, {"right": float("nan")}, {"right": 1}), False),
+    ],
+)
+def test_a_part_is_compared_before_its_weight_in_float32(parts, has_signal):
+    assert RIGHT.is_in(responses_of(*parts)) is has_signal
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_signal"),
+    [((0.0, 0.4, 0.9), False), ((1.0, 1.5, 2.0), False), ((0.9, 1.0, 0.9), True), ((0.9, 1 - 1e-9, 0.9), True)],
+)
+def test_solved_compares_rewards_with_solved_at(rewards, has_signal):
+    assert Signal("solved", 1.0).is_in(responses_of({}, {}, {}, rewards=rewards)) is has_signal
+
+
+@pytest.mark.parametrize("rule", ["reward", "solved", "part:right"])
+def test_a_failed_group_has_no_signal(rule):
+    assert not Signal(rule).is_in(RolloutGroup(failure=GroupFailure(kind="reward_failed")))
+
+
+def test_signal_of_an_older_record_is_the_reward():
+    assert Signal.of_record({"objective": {"type": "grpo"}}) == Signal()
+    assert Signal.of_record({"objective": {"type": "own", "signal": 0.5}, "solved_at": 2.0}) == Signal("reward", 2.0)
+    recorded = {"objective": {"signal": "part:right"}, "solved_at": 0.5}
+    assert Signal.of_record(recorded) == Signal("part:right", 0.5)
+
+
+def test_passes_divisor_and_rewards_follow_one_rule():
+    config, groups = config_of("part:right", rollout={"max_prompts_per_iteration": 8}), groups_of()
+    assert [Signal.of(config).is_in(group) for group in groups] == HAS_SIGNAL
+    assert [does_count(group, config) for group in groups] == HAS_SIGNAL
+    assert [cost(group, config) > 0 for group in groups] == HAS_SIGNAL
+    keeping = config_of("part:right")
+    assert all(does_count(group, keeping) for group in groups)
+    assert [bool(compared(group, keeping).any()) for group in groups] == HAS_SIGNAL
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if BUILT_IN[kind].has_advantages])
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+def test_advantages_without_signal_are_exactly_zero(kind, extra):
+    config = config_of("part:right", kind, extra, schedule={"mode": "sync"})
+    gradient, _, stats = open_update(config)
+    gradient.add(groups_of())
+    for group, has_signal in zip(groups_of(), HAS_SIGNAL, strict=True):
+        rewards = torch.tensor([response.reward for response in group.responses])
+        expected = config.objective.advantages(rewards).tolist() if has_signal else [0.0] * 3  # the plain rule
+        assert stats.advantages[group.group_id] == [round(value, 4) + 0.0 for value in expected]
+
+
+def with_equal_rewards(groups):
+    """Return the groups with rewards of 0 where they have no signal: the plain statement of the rule."""
+    for group, has_signal in zip(groups, HAS_SIGNAL, strict=True):
+        for response in group.responses:
+            response.reward *= has_signal
+    return groups
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_is_that_of_equal_rewards_to_the_bit(kind, extra, tmp_path):
+    if kind == "online_dpo" and extra:
+        return
+    schedule = {"mode": "sync", "num_iterations": 1}
+    taught = train(config_of("part:right", kind, extra, schedule=schedule), groups_of(), tmp_path / "a", arrivals=4)
+    plain = config_of("reward", kind, extra, schedule=schedule)
+    expected = train(plain, with_equal_rewards(groups_of()), tmp_path / "b", arrivals=4)
+    by_reward = train(plain, groups_of(), tmp_path / "c", arrivals=4)
+    assert taught.job.version_digests == expected.job.version_digests
+    assert taught.job.version_digests != by_reward.job.version_digests
+    (metrics,) = taught.job.reports
+    assert metrics["rollout/uniform_groups"] == 2
+    assert metrics["train/skipped_groups"] == (0 if plain.objective.has_signal(torch.zeros(3)) else 2)
+    assert metrics["reward_mean"] == pytest.approx(sum(sum(a) + 0.1 * sum(b) for a, b in PARTS) / 12)
+
+
+def test_recorded_job_is_repeated_to_the_bit(tmp_path):
+    config, groups = config_of("solved", schedule={"num_iterations": 1}), groups_of()
+    first = train(config, groups, tmp_path / "first")
+    again = train(config, groups[::-1], tmp_path / "again", arrivals=9, micro_batches=first.job.recorded)
+    assert again.job.version_digests == first.job.version_digests
+
+
+def test_unsolved_groups_are_counted_with_their_parts(tmp_path):
+    (metrics,) = train(config_of("reward", schedule={"num_iterations": 1}), groups_of(), tmp_path).job.reports
+    assert metrics["rollout/mixed_unsolved_groups"] == 1
+    assert metrics["rollout/mixed_unsolved_short"] == 1
+    assert "rollout/mixed_unsolved_right" not in metrics
