@@ -52,7 +52,6 @@ SAME_BY_CHANCE = {
     "0.43 s": "of a page of the dashboard, and of a delta on a link",
     "1.4 GB": "of NeMo-Gym on disk, and of a plan",
     "2.2 s": "of a broker's container, a step on a GPU, and a killed rollout",
-    "2.5 s": "of a broker's container, and of a worked example",
     "2.8 s": "of rows of an iteration, and of a killed Redis",
     "24 GB": "sizes of a card and of a machine",
     "3.4 s": "of a killed trainer, and of weights on a link",

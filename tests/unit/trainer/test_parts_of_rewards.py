@@ -19,11 +19,12 @@ KINDS = ["grpo", "dapo", "gspo", "cispo"]
 CPU = torch.device("cpu")
 
 
-def config_of(kind="grpo", advantages_from="parts", mode="periodic", rewards=None, **sections):
+def config_of(kind="grpo", advantages_from="parts", mode="periodic", rewards=None, signal="reward", **sections):
     job = job_config(schedule={"mode": mode, "num_iterations": 1}, **sections).model_dump(mode="json")
     several = [{"name": "exact", "part": part, "weight": weight} for part, weight in WEIGHTS.items()]
     job["reward"] = several if rewards is None else rewards
-    job["objective"] = {"type": kind, "advantages_from": advantages_from} | sections.get("objective", {})
+    job["objective"] = {"type": kind, "advantages_from": advantages_from, "signal": signal}
+    job["objective"] |= sections.get("objective", {})
     return JobConfig.model_validate(job)
 
 
@@ -117,6 +118,20 @@ def test_group_of_equal_totals_has_no_signal(advantages_from):
     config = config_of(advantages_from=advantages_from, mode="sync")
     group = group_of(4, GROUPS[4])
     assert (advantages_of(config, group), cost(group, config)) == ([0.0] * 3, 0)
+
+
+def test_signal_says_in_which_groups_parts_teach():
+    config = config_of(signal="part:right")
+    shown = [advantages_of(config, group) for group in groups_of_iteration()]
+    assert shown[1] == [0.0] * 3  # right in each response, so that form may not teach
+    right, short = (1.0, 0.0, 0.5), (0.0, -2.0, -1.0)  # of the last group, whose totals are equal
+    deviations = [statistics.stdev(part) + 1e-4 for part in (right, short)]
+    expected = [
+        (a - 0.5) / deviations[0] + WEIGHTS["short"] * (b + 1.0) / deviations[1]
+        for a, b in zip(right, short, strict=True)
+    ]
+    assert shown[4] == pytest.approx(expected, rel=1e-5)
+    assert max(map(abs, shown[4])) > 0.4
 
 
 def groups_of_iteration():
