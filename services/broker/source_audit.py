@@ -15,7 +15,7 @@ class Content:
     """The part of an accepted group that these checks need."""
 
     source: str
-    do_rewards_differ: bool
+    has_signal: bool
 
 
 def check_sources(config: JobConfig, audit: Audit, contents: Mapping[str, Content]) -> None:
@@ -40,5 +40,5 @@ def check_iteration(
             require(num_spares[name] > 0, f"group {group_id} was replaced although source {name} had no prompts left")
             wanted[next_id] = name
             num_spares[name] -= 1
-        elif not content.do_rewards_differ:
-            require(num_spares[name] == 0, f"group {group_id} was not replaced although its rewards are equal")
+        elif not content.has_signal:
+            require(num_spares[name] == 0, f"group {group_id} was not replaced although it has no signal")

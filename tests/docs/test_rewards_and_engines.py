@@ -76,10 +76,12 @@ async def test_own_reward_service_answers_as_described():
     assert len(response.json()["scores"]) == len(json.loads(answer)["scores"]) == len(json.loads(request)["responses"])
 
 
-def test_setting_of_reward_services_is_one(monkeypatch):
-    (value,) = re.findall(r"^ONBEAT_REWARD_SERVICES='(.*)'$", text_of("docs/rewards.md"), re.M)
-    monkeypatch.setenv("ONBEAT_REWARD_SERVICES", value)
-    assert "judge" in RolloutSettings().reward_services
+def test_settings_of_reward_services_are_such(monkeypatch):
+    service, judge = re.findall(r"^ONBEAT_REWARD_SERVICES='(.*)'$", text_of("docs/rewards.md"), re.M)
+    monkeypatch.setenv("ONBEAT_REWARD_SERVICES", service)
+    assert RolloutSettings().reward_services["judge"].model == ""
+    monkeypatch.setenv("ONBEAT_REWARD_SERVICES", judge)
+    assert RolloutSettings().reward_services["grader"].model
 
 
 def test_own_engine_trains_a_job(workplace, tmp_path):

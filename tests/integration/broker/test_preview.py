@@ -85,7 +85,7 @@ async def test_prompts_without_transformers_are_those_of_the_rows(broker, model,
     assert answer["prompts"] == [{"text": "user: 2 + 2?", "num_tokens": None, "trials": []}]
     assert [note.partition(":")[0] for note in answer["notes"]] == [
         "the prompts are shown without the model's template",
-        "reward http is not tried",
+        "rewards http and judge are not tried",
     ]
 
 

@@ -10,7 +10,8 @@ import httpx
 from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger, rollout_side
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.signal import Signal
 from services.broker.admission import preview
 from services.broker.auditor import run_audit
 from tests.broker_fixtures import submit
@@ -123,7 +124,7 @@ async def test_groups_of_a_solved_source_are_replaced_from_it_alone(broker, ledg
     assert (record["state"], record["num_replaced"], record["num_not_replaced"]) == (IterationState.DRAINED, "2", "1")
     assert not await ledger.redis.exists(JobKeys(job_id).spares(0))
     (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.short"]
-    assert event.message.startswith("iteration 0 has used all prompts of a source, and is 1 group with different")
+    assert event.message.startswith("iteration 0 has used all prompts of a source, and is 1 group with signal")
     assert await world.commit(job_id, epoch, 0)
     await world.wait_open(job_id, 1)
     tasks = [claim.task for claim in await world.claim_all(job_id)]
@@ -144,7 +145,7 @@ async def test_audit_sees_a_group_that_another_source_replaced(broker, ledger, w
 async def test_audit_sees_an_unsolved_source_that_lost_its_turn(broker, ledger, world, tmp_path, monkeypatch):
     job_id, _ = await start_two(broker, world, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(rollout_side, "do_rewards_differ", lambda group: True)  # a rollout of somebody else's
+        patched.setattr(Signal, "is_in", lambda signal, group: True)  # a rollout of somebody else's
         await play(ledger, world, job_id, solved="more")
     violation = (await run_audit(ledger, job_id)).violation
-    assert violation == "group 0-1 was not replaced although its rewards are equal"
+    assert violation == "group 0-1 was not replaced although it has no signal"

@@ -200,6 +200,15 @@ class FreesWhenWritten(io.StringIO):
         return super().write(text)
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Handle SIGINT as Python does. Tests that run in the background of a script have inherited that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_second_ctrl_c_counts_while_an_object_is_freed() -> None:
     run, supervisor = Mock(run=AsyncMock(side_effect=KeyboardInterrupt), pause=AsyncMock()), Mock()
     with terminations_as_interrupts():
