@@ -16,8 +16,11 @@ from onbeat.process.stacks import resolve_data_dir
 from onbeat.terminal.formatting import clip, printable
 
 if TYPE_CHECKING:
+    from onbeat.client import AsyncClient
     from onbeat.config import JobConfig
+    from onbeat.contracts.records import GroupDetail, JobRecord, Sample
     from onbeat.contracts.rewards import RewardConfig
+    from onbeat.streams.signal import Signal
 
 DATA_MEMORY_MB = 8192
 OWN_ANSWER = "own answer"
@@ -42,7 +45,7 @@ def try_reward(
     ] = 5,
     job_id: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="Show the newest recorded samples of this job instead."),
+        typer.Option("--job", metavar="JOB", help="Show the newest recorded groups of this job instead."),
     ] = None,
 ) -> None:
     """Print prompts as the model gets them, responses, and the reward of each with its parts.
@@ -55,10 +58,7 @@ def try_reward(
     from onbeat.process.extras import require_extra
 
     if job_id is not None:
-        samples = broker.ask(lambda client: client.jobs.samples(job_id, limit=num_rows))
-        for sample in samples:
-            show_prompt(f"{sample.group_id}, response {sample.index}", sample.prompt)
-            show_score("response", sample.response, {"reward": sample.reward, "parts": sample.reward_parts})
+        show_groups(broker, job_id, num_rows)
         return
     config = JobConfig.from_file(job, overrides)
     if config.environment is not None:
@@ -87,6 +87,38 @@ def try_reward(
                     say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
     if any("reward" not in answer for _, answers in scores for answer in answers.values()):
         raise typer.Exit(1)
+
+
+def show_groups(broker: Broker, job_id: str, num_groups: int) -> None:
+    """Print the newest recorded groups of the job: each response with its reward, and what the group teaches."""
+    from onbeat.streams.signal import Signal
+
+    async def read(client: "AsyncClient") -> "tuple[JobRecord, list[GroupDetail]]":
+        samples = await client.jobs.samples(job_id, limit=num_groups)  # the first response of each prompt comes first
+        group_ids = dict.fromkeys(sample.group_id for sample in samples)
+        return await client.jobs.get(job_id), [await client.jobs.group(job_id, group_id) for group_id in group_ids]
+
+    job, groups = broker.ask(read)
+    signal = Signal.of_record(job.config)
+    for group in groups:
+        show_prompt(group.group_id, group.prompt)
+        for sample in group.responses:
+            show_score(
+                f"response {sample.index}", sample.response, {"reward": sample.reward, "parts": sample.reward_parts}
+            )
+        say(f"  {'teaches':<12}{lesson_of(group.responses, signal)}")
+
+
+def lesson_of(samples: "Sequence[Sample]", signal: "Signal") -> str:
+    """Return what a group of these responses teaches, by the job's signal."""
+    from onbeat.streams.codec import Response, RolloutGroup
+
+    responses = [
+        Response(reward=sample.reward or 0.0, has_no_reward=sample.reward is None, reward_parts=sample.reward_parts)
+        for sample in samples
+    ]
+    group = RolloutGroup(responses=responses, source=samples[0].source if samples else "")
+    return "which of these responses are better" if signal.is_in(group) else f"nothing: {signal.words}"
 
 
 def score_all(

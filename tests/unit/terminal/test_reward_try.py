@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.cli.reward import lesson_of
+from onbeat.contracts.records import Sample
+from onbeat.streams.signal import Signal
 from tests.installed import install
 from tests.tiny_models import build_tokenizer
 from tests.unit.terminal.conftest import Command
@@ -58,7 +61,37 @@ def test_reward_that_fails_says_why(job: Path, onbeat: Command) -> None:
 
 
 def test_recorded_samples_are_shown_with_their_rewards(job: Path, onbeat: Command, trained: str) -> None:
-    assert "reward 0.2" in onbeat("reward", "try", str(job), "--job", trained).out
+    shown = onbeat("reward", "try", str(job), "--job", trained, "--rows", "1").out
+    assert "reward 0.2" in shown
+    assert shown.count("response 0 ") == shown.count("teaches  ") == 1
+    assert "teaches     nothing: equal rewards" in shown
+
+
+@pytest.mark.parametrize(
+    ("signal", "lesson"),
+    [
+        (Signal(), "which of these responses are better"),
+        (Signal("part:right"), "nothing: no signal (objective.signal = part:right)"),
+        (Signal("solved", 0.1), "which of these responses are better"),
+    ],
+)
+def test_lesson_of_a_group_is_that_of_its_signal(signal: Signal, lesson: str) -> None:
+    given: list[tuple[float | None, float]] = [(0.1, 0.0), (0.0, 0.0), (None, 1.0)]
+    samples = [
+        Sample(
+            iteration=0,
+            group_id="0-0",
+            policy_version=0,
+            prompt="3 + 3 =",
+            response="6",
+            reward=reward,
+            reward_parts={} if reward is None else {"right": right},
+            num_tokens=1,
+            finish_reason="stop",
+        )
+        for reward, right in given
+    ]
+    assert lesson_of(samples, signal) == lesson
 
 
 def test_reward_that_never_ends_is_named_in_time(job: Path, onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
