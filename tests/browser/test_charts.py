@@ -96,16 +96,19 @@ IDS = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
         pytest.param(
             "differences.js",
             "(m, a) => m.differencesOf(a)",
-            [{"name": "a", "seed": 0, "pool": "p", "lr": 1e-5}, {"name": "b", "seed": 1, "pool": "p", "lr": 2.5e-6}],
+            [
+                {"name": "a", "seed": 0, "pool": "p", "lr": 1e-5, "data": {"now": "2026-01-01T00:00:00Z"}},
+                {"name": "b", "seed": 1, "pool": "p", "lr": 2.5e-6, "data": {"now": "2026-01-01T00:00:02Z"}},
+            ],
             [["lr", ["1e-5", "2.5e-6"]], ["seed", ["0", "1"]]],
-            id="only what differs is shown, without the name",
+            id="only what differs is shown, without name and date",
         ),
         pytest.param(
             "differences.js",
             "(m, a) => m.shortNames(a)",
-            ["a.top_k", "b.top_k", "c.decay"],
-            ["a.top_k", "b.top_k", "decay"],
-            id="keys with the same last word are whole",
+            ["a.top_k", "b.top_k", "c.decay", "reward.name"],
+            ["a.top_k", "b.top_k", "decay", "reward.name"],
+            id="keys are whole whose last word is not clear",
         ),
         pytest.param(
             "differences.js",

@@ -4,6 +4,7 @@ import { isTable, isTables } from "./format.js";
 
 const LONGEST = 60; // characters of a label
 const MISSING = "–";
+const OF_EACH_JOB = /^name$|^data(\.\d+)?\.now$/; // keys that hardly two jobs share: the date of templates is that of the submission
 
 /**
  * The values of a configuration as text, by dotted key, as in onbeat/config/differences.py: {"data": {"type": "jsonl"}}
@@ -25,18 +26,19 @@ function textOf(value) {
   return isTiny ? value.toExponential() : JSON.stringify(value);
 }
 
-/** [[key, [text, ...]], ...]: the keys that are not equal everywhere, the seed last, with a text for each configuration. Not the name. */
+/** [[key, [text, ...]], ...]: the keys that are not equal everywhere, the seed last, with a text for each configuration. Not name and date. */
 export function differencesOf(configs) {
   const flat = configs.map((config) => flatten(config));
-  const keys = [...new Set(flat.flatMap((values) => [...values.keys()]))].filter((key) => key !== "name");
+  const keys = [...new Set(flat.flatMap((values) => [...values.keys()]))].filter((key) => !OF_EACH_JOB.test(key));
   keys.sort((one, other) => (one === "seed") - (other === "seed"));
   return keys.map((key) => [key, flat.map((values) => values.get(key) ?? MISSING)]).filter(([, texts]) => new Set(texts).size > 1);
 }
 
-/** The last word of each key, or the whole key where several end with that word. */
+/** The last word of each key, or the whole key where several end with that word, or it says little by itself. */
 export function shortNames(keys) {
   const last = (key) => key.split(".").at(-1);
-  return keys.map((key) => (keys.filter((other) => last(other) === last(key)).length > 1 ? key : last(key)));
+  const isClear = (word) => !["name", "path", "type"].includes(word) && keys.filter((key) => last(key) === word).length === 1;
+  return keys.map((key) => (isClear(last(key)) ? last(key) : key));
 }
 
 /**
