@@ -8,6 +8,7 @@ import typer
 from onbeat.cli.options import App, AsJson, Job, Overrides
 from onbeat.cli.output import print_json
 from onbeat.cli.service import run_service
+from onbeat.contracts.memory_plan import MAX_NUM_SEQS, planned_dtype, rollout_request, trainer_request
 
 app = App("Estimate what a job will need before it runs.")
 GB = 1e9
@@ -25,7 +26,9 @@ def memory(
     is_on_gpu: Annotated[
         bool, typer.Option("--gpu", help="Plan a trainer on a GPU of its own, with the engine on another.")
     ] = False,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses that an engine generates at a time.")] = 64,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Responses that an engine generates at a time.")
+    ] = MAX_NUM_SEQS,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a trainer and a rollout take at their peak, part by part.
@@ -38,8 +41,7 @@ def memory(
 
     require_extra("trainer", user="a plan of the memory")
     fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
-    if fields["model"]["dtype"] == "auto":
-        fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    fields["model"]["dtype"] = planned_dtype(fields["model"]["dtype"], read_processor().bfloat16 == "native")
     plan = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
     if as_json:
         print_json(plan)
@@ -49,22 +51,12 @@ def memory(
 
 def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
     """Plan the memory of trainer and rollout. Raises ValueError where the model cannot be planned."""
-    request = {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
-    trainer = plan_of("trainer", request)
+    trainer = plan_of("trainer", trainer_request(job, prompt_tokens, num_ranks, is_on_gpu))
     names = {"host": "trainer", "device": "trainer's GPU"}
     plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
     if is_on_gpu:  # the engine has its own GPU, and vLLM takes a fixed share of it
         return plan
-    rollout = {
-        "model": trainer["model"],
-        "num_parameters": trainer["num_parameters"],
-        "dtype": job["model"]["dtype"],
-        "max_model_len": job["model"]["max_context_tokens"],
-        "max_num_seqs": max_num_seqs,
-        "has_episodes": job["environment"] is not None,
-        "cache_gib": 1.0,
-    }
-    return plan | plan_of("rollout", rollout)
+    return plan | plan_of("rollout", rollout_request(job, trainer, max_num_seqs))
 
 
 def plan_of(service: str, request: dict[str, Any]) -> dict[str, Any]:

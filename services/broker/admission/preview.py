@@ -14,6 +14,7 @@ from onbeat.config import JobConfig
 from onbeat.contracts.answers import PROMPT_SUFFIX
 from onbeat.contracts.rewards import SERVICE_REWARDS, RewardConfig
 from onbeat.process.children import ChildDied, ChildProcess
+from services.broker.admission.memory import describe_memory
 from services.broker.admission.rewards import CHILD as SCORER
 from services.broker.admission.rewards import TRIAL_S
 from services.broker.datasets import PromptItem
@@ -50,7 +51,8 @@ class PreviewedPrompt(BaseModel):
 
 
 class Preview(BaseModel):
-    """The first prompts of a job that does not exist yet. `notes` say what could not be shown, and why."""
+    """The first prompts of a job that does not exist yet. `notes` say how much memory it would take, and what
+    could not be shown, and why."""
 
     prompts: list[PreviewedPrompt]
     notes: list[str]
@@ -82,7 +84,8 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
         PreviewedPrompt(text=prompt["text"], num_tokens=prompt["num_tokens"], trials=tried)
         for prompt, tried in zip(rendered, trials, strict=True)
     ]
-    return Preview(prompts=prompts, notes=notes)
+    counts = [prompt.num_tokens for prompt in prompts if prompt.num_tokens is not None]
+    return Preview(prompts=prompts, notes=[*notes, await describe_memory(config, max(counts, default=None))])
 
 
 def trial_of(reward: RewardConfig, response: str, text: str, answer: dict[str, Any]) -> Trial:

@@ -1,5 +1,6 @@
 """The first prompts of a job over REST, as its model gets them, with its rewards tried on them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from onbeat.cli.plan import GB, plan_memory
+from onbeat.config import JobConfig
+from onbeat.contracts.memory_plan import MAX_NUM_SEQS, planned_dtype
+from onbeat.machine.processor import read_processor
 from services.broker.admission import preview
+from services.broker.admission.memory import NO_TORCH, describe_memory
 from tests.installed import install
 from tests.tiny_models import write_tied_model
 from tests.world import job_body
@@ -42,7 +48,8 @@ async def test_prompts_are_those_of_the_model_with_both_rewards(broker, model, t
     jobs_before = (await broker.get("/v1/jobs")).json()
     answer = await ask(broker, model, reward=[{"name": "exact"}, {"name": "length", "weight": 0.5}])
     first, second = answer["prompts"]
-    assert (answer["notes"], len(answer["prompts"])) == ([], 2)
+    assert len(answer["prompts"]) == 2
+    assert [note for note in answer["notes"] if not note.startswith("memory at the peak")] == []
     assert "2 + 2?" in first["text"]
     assert first["text"] != "2 + 2?"  # the template is around it
     assert first["num_tokens"] > 6
@@ -86,7 +93,27 @@ async def test_prompts_without_transformers_are_those_of_the_rows(broker, model,
     assert [note.partition(":")[0] for note in answer["notes"]] == [
         "the prompts are shown without the model's template",
         "rewards http and judge are not tried",
+        NO_TORCH.partition(":")[0],
     ]
+
+
+async def test_memory_is_what_the_command_predicts(broker, model):
+    answer = await ask(broker, model, 1)
+    job = JobConfig.model_validate(job_body(model={"path": model})).model_dump(mode="json")
+    job["model"]["dtype"] = planned_dtype("auto", read_processor().bfloat16 == "native")
+    plan = await asyncio.to_thread(plan_memory, job, answer["prompts"][0]["num_tokens"], 1, False, MAX_NUM_SEQS)
+    assert list(plan) == ["trainer", "rollout", "engine core"]
+    words = ", ".join(f"{name} {sum(parts.values()) / GB:.1f} GB" for name, parts in plan.items())
+    assert answer["notes"][-1].startswith(f"memory at the peak on a CPU, if all responses reach their limit: {words} (")
+
+
+async def test_memory_that_cannot_be_planned_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr("services.broker.admission.memory.PLAN_S", 0.01)
+    config = JobConfig.model_validate(job_body())
+    assert "the plan took longer than 0.01 s" in await describe_memory(config, None)
+    monkeypatch.setattr("services.broker.admission.memory.PLAN_S", 60.0)
+    config = JobConfig.model_validate(job_body(model={"path": str(tmp_path)}))
+    assert (await describe_memory(config, None)).startswith("memory is not predicted: ")
 
 
 async def test_names_to_choose_from_are_those_installed(broker):

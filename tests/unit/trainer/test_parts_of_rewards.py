@@ -124,7 +124,7 @@ def test_signal_says_in_which_groups_parts_teach():
     config = config_of(signal="part:right")
     shown = [advantages_of(config, group) for group in groups_of_iteration()]
     assert shown[1] == [0.0] * 3  # right in each response, so that form may not teach
-    right, short = (1.0, 0.0, 0.5), (0.0, -2.0, -1.0)  # of the last group, whose totals are equal
+    right, short = (1.0, 0.0, 0.5), (0.0, -2.0, -1.0)  # parts of the last group, whose totals are equal
     deviations = [statistics.stdev(part) + 1e-4 for part in (right, short)]
     expected = [
         (a - 0.5) / deviations[0] + WEIGHTS["short"] * (b + 1.0) / deviations[1]

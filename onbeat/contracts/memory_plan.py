@@ -1,0 +1,34 @@
+"""The questions to `services.trainer.memory_plan` and `services.rollout.memory_plan`, programs that predict memory.
+
+job  -> trainer_request -> trainer's answer -> rollout_request -> rollout's answer       parts in bytes, by process
+"""
+
+from typing import Any
+
+MAX_NUM_SEQS = 64  # responses that an engine generates at a time, by default
+CACHE_GIB = 1.0
+
+Fields = dict[str, Any]
+
+
+def trainer_request(job: Fields, prompt_tokens: int, num_ranks: int = 1, is_on_gpu: bool = False) -> Fields:
+    """Return the trainer's question. `job`: a configuration as JSON; its dtype may not be "auto"."""
+    return {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
+
+
+def rollout_request(job: Fields, trainer: Fields, max_num_seqs: int = MAX_NUM_SEQS) -> Fields:
+    """Return the question about a rollout on a CPU. `trainer`: the trainer's answer."""
+    return {
+        "model": trainer["model"],
+        "num_parameters": trainer["num_parameters"],
+        "dtype": job["model"]["dtype"],
+        "max_model_len": job["model"]["max_context_tokens"],
+        "max_num_seqs": max_num_seqs,
+        "has_episodes": job["environment"] is not None,
+        "cache_gib": CACHE_GIB,
+    }
+
+
+def planned_dtype(dtype: str, has_bfloat16: bool) -> str:
+    """Return the dtype that "auto" stands for on this machine."""
+    return ("bfloat16" if has_bfloat16 else "float32") if dtype == "auto" else dtype
