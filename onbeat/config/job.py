@@ -230,16 +230,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"evaluation.min_tokens: {min_tokens} are more than a response may have; lower it to "
             f"rollout.max_response_tokens, which is {longest}, or less"
         )
-    for held_out in job.held_out:
-        if held_out.data.is_one_of_several:
-            keys = ", ".join(KEYS_OF_SEVERAL)
-            yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"
-    for field, source in job.sources:
-        if (tokens := source.max_response_tokens or 0) > job.rollout.max_response_tokens:
-            yield (
-                f"{field}.max_response_tokens: {tokens} are more than rollout.max_response_tokens, which is the most "
-                f"of all sources; raise that to {tokens}, or lower this"
-            )
+    yield from problems_of_sources(job)
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
@@ -268,6 +259,31 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "
             f"would have none; use at most {num_prompts}"
         )
+    yield from problems_of_replacements(job)
+    if objective.old_policy == "proximal" and (job.max_staleness == 0 or objective.importance is None):
+        yield (
+            "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "
+            "for the policy that generated; elsewhere use behaviour"
+        )
+
+
+def problems_of_sources(job: JobConfig) -> Iterator[str]:
+    """Yield what is wrong with keys that only several sources have."""
+    for held_out in job.held_out:
+        if held_out.data.is_one_of_several:
+            keys = ", ".join(KEYS_OF_SEVERAL)
+            yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"
+    for field, source in job.sources:
+        if (tokens := source.max_response_tokens or 0) > job.rollout.max_response_tokens:
+            yield (
+                f"{field}.max_response_tokens: {tokens} are more than rollout.max_response_tokens, which is the most "
+                f"of all sources; raise that to {tokens}, or lower this"
+            )
+
+
+def problems_of_replacements(job: JobConfig) -> Iterator[str]:
+    """Yield what does not go together with dynamic sampling."""
+    num_prompts, num_updates = job.rollout.num_prompts_per_iteration, job.training.num_updates_per_iteration
     most = job.rollout.max_prompts_per_iteration
     if most is not None and most <= num_prompts:
         example = min(3 * num_prompts, MAX_PROMPTS)
@@ -276,7 +292,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
             f"rollout.max_prompts_per_iteration: {most} leaves nothing to replace groups of the first {num_prompts} "
             f"prompts with; {remedy}, or leave it out"
         )
-    if most is not None and schedule.mode == "bounded":
+    if most is not None and job.schedule.mode == "bounded":
         yield (
             "rollout.max_prompts_per_iteration: rollouts of a bounded schedule would have to return to older weights "
             "for it; use schedule.mode = 'periodic', or leave it out"
@@ -285,11 +301,6 @@ def problems_of(job: JobConfig) -> Iterator[str]:
         yield (
             f"training.num_updates_per_iteration: {num_updates} updates cannot share an iteration whose groups are "
             "known at its end only; use 1, or leave out rollout.max_prompts_per_iteration"
-        )
-    if objective.old_policy == "proximal" and (job.max_staleness == 0 or objective.importance is None):
-        yield (
-            "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "
-            "for the policy that generated; elsewhere use behaviour"
         )
 
 

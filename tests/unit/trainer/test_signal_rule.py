@@ -47,6 +47,31 @@ def responses_of(*parts, rewards=(0.0, 0.5, 1.0)):
     )
 
 
+def test_solved_is_by_the_limit_of_the_source():
+    data = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
+    job = config_of("solved").model_dump(mode="json") | {"data": [data[0], data[1] | {"solved_at": 0.4}]}
+    config = JobConfig.model_validate(job)
+    group = responses_of({}, {}, rewards=(0.2, 0.5))
+    for signal in (Signal.of(config), Signal.of_record(config.model_dump(mode="json"))):
+        shown = []
+        for group.source in ("easy", "hard"):
+            shown.append(signal.is_in(group))
+        assert shown == [False, True]
+
+
+def test_parts_of_a_source_are_those_of_its_rewards():
+    rewards = [{"name": "exact", "part": part} for part in ("mine", "too")]
+    data = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
+    job = config_of("reward").model_dump(mode="json") | {"data": [data[0], data[1] | {"reward": rewards}]}
+    job["objective"]["advantages_from"] = "parts"
+    config = JobConfig.model_validate(job)
+    group = responses_of({"right": 0.0, "mine": 1.0}, {"right": 1.0, "mine": 0.0}, rewards=(0.0, 1.0))
+    advantages = []
+    for group.source in ("easy", "hard"):
+        advantages.append(compared(group, config).tolist())
+    assert advantages[0][0] < 0 < advantages[1][0]
+
+
 @pytest.mark.parametrize(
     ("parts", "has_signal"),
     [
