@@ -155,8 +155,8 @@ def read_source(config: "JobConfig", number: int, folder: Path, root: Path, coun
     data = source.model_dump(mode="json") | config.rendering.template_arguments()
     if isinstance(source, FileData) and (folder / source.path).is_file():
         data["path"], root = str((folder / source.path).resolve()), Path("/")
-    if "shuffle" in data:
-        data |= {"shuffle": False, "max_prompt_tokens": None}
+    if "prompt_field" in data:
+        data |= {"order": "in_order", "difficulty": None, "max_prompt_tokens": None}
     spec = {"data": data, "seed": config.seed, "num_items": count}
     place = "reward" if source.reward is None else f"{field}.reward"
     scored_by = config.rewards_by_source[source.name or ""]

@@ -96,6 +96,11 @@ class JobConfig(JobSections):
         return any(source.system_prompt for _, source in self.sources)
 
     @property
+    def chooses_prompts(self) -> bool:
+        """True if the outcomes of earlier iterations decide on the prompts of one of its sources."""
+        return any(source.chooses is not None for _, source in self.sources)
+
+    @property
     def slots(self) -> Slots:
         """The turns that several sources take at the prompts."""
         return Slots.by_weights([source.weight for _, source in self.sources])
@@ -270,6 +275,8 @@ def problems_of(job: JobConfig) -> Iterator[str]:
 def problems_of_sources(job: JobConfig) -> Iterator[str]:
     """Yield what is wrong with keys that only several sources have."""
     for held_out in job.held_out:
+        if held_out.data.chooses is not None:
+            yield f"{held_out.field}.data.order: difficulty is for training; held-out prompts are the same each time"
         if held_out.data.is_one_of_several:
             keys = ", ".join(KEYS_OF_SEVERAL)
             yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"

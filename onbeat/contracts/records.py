@@ -85,6 +85,8 @@ class IterationRecord(Record):
     num_accepted: int = 0
     num_replaced: int = 0  # accepted, but without signal, so that another prompt came in its place
     num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with signal are missing
+    # How many prompts were chosen for which reason, where the outcomes of earlier iterations decide (data.order).
+    num_chosen: dict[str, int] = {}
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0

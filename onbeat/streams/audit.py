@@ -6,7 +6,7 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
     created    job id, digest of the configuration, of a fork also its first iteration
     extended   digest of the configuration, number of iterations    the job got more of them when it had done all
     published  version, digest of the weights                       the first version; later ones by their commit
-    opened     iteration, policy version, number of groups
+    opened     iteration, policy version, number of groups, digest of the choice of its prompts if outcomes decide
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
     replaced   iteration, group id, group id of the next spare prompt   the accepted group has no signal
                (in a job of several sources the next one of the same source, which gets the next group id)
@@ -38,6 +38,7 @@ class AuditViolation(Exception):
 class Iteration:
     version: int
     num_groups: int
+    choice: str = ""  # digest of how its prompts were chosen; empty: not by outcomes
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
     num_before: dict[str, int] = field(default_factory=dict)  # group id -> number of groups just before its acceptance
@@ -98,12 +99,12 @@ class Audit:
         self.published, self.weights_digest = int(version), digest
         self.digests[int(version)] = digest
 
-    def _opened(self, iteration: str, version: str, num_groups: str) -> None:
+    def _opened(self, iteration: str, version: str, num_groups: str, choice: str = "") -> None:
         number = int(iteration)
         require(number == len(self.iterations), f"the next iteration to open is {len(self.iterations)}")
         require(int(version) == self.published, f"the published version is {self.published}")
         require(number - int(version) <= self.max_staleness, f"versions may be {self.max_staleness} older at most")
-        self.iterations.append(Iteration(int(version), int(num_groups)))
+        self.iterations.append(Iteration(int(version), int(num_groups), choice))
 
     def _accepted(
         self, iteration: str, group_id: str, versions: str, _worker: str, stream_entry: str, digest: str, failure: str

@@ -3,6 +3,7 @@
 import json
 
 from onbeat.config import JobConfig
+from onbeat.config.data import DIFFICULTY
 from onbeat.contracts.records import AuditReport
 from onbeat.contracts.rewards import recorded_rules
 from onbeat.contracts.section import IS_ACCEPTED
@@ -11,7 +12,9 @@ from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import RolloutGroup, decode_group, payload_digest, span_versions
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.outcomes import Outcome
 from onbeat.streams.signal import Signal
+from services.broker.choice_audit import check_choices
 from services.broker.source_audit import Content, check_sources
 
 MAX_ROUNDS = 100  # a running job continues to write while its log is read
@@ -134,6 +137,9 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
         for group_id, entry in logged.entries.items()
     }
     checked: dict[str, Content] = {}
+    outcomes: dict[str, Outcome | None] = {}
+    chooses = any(source.get("order") == DIFFICULTY for source in (job["data"] if has_sources else [job["data"]]))
+    validated = JobConfig.model_validate(job, context=IS_ACCEPTED) if has_sources or chooses else None
     async for entry, payload in stored_groups(ledger, audit.job_id):
         if entry in accepted:  # other entries are foreign: no trainer takes them
             group_id, digest = accepted[entry]
@@ -141,12 +147,16 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             group = check_content(audit, group_id, payload, max_groups, signal)
             checked[group_id] = Content(group.source, signal.is_in(group))
+            if validated is not None and chooses:
+                outcomes[group_id] = Outcome.of_group(validated, group)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
     lost = sorted(needed - checked.keys())
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
-    if has_sources:
-        check_sources(JobConfig.model_validate(job, context=IS_ACCEPTED), audit, checked)
+    if validated is not None and has_sources:
+        check_sources(validated, audit, checked)
+    if validated is not None and chooses:
+        await check_choices(ledger, validated, audit, outcomes)
     return len(checked)
 
 

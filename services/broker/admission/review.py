@@ -229,7 +229,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
             complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
         if data.type == "reasoning_gym":
-            options[f"{field}.options"] = data.options
+            options |= {f"{field}.options": data.options, f"{field}.levels": data.levels}
         elif field not in training and data.max_prompt_tokens is not None:
             complaints.append((f"{field}.max_prompt_tokens", "only training data has this; leave it out"))
         elif data.on_too_long == "refuse" and data.max_prompt_tokens is None:

@@ -173,9 +173,18 @@ const IterationHead = ({ record, what }) => html`
 
 const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} groups are in`, ...remarksOn(record)].join("; ");
 
-/** Remarks on accepted groups that do not count. */
-const remarksOn = ({ num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
+/** What the prompts of an iteration were chosen for, where outcomes decide. */
+const CHOSEN = {
+  signal: "for their expected signal",
+  unseen: "as new rows",
+  oldest: "as rows not seen for longest",
+  explored: "to explore the levels",
+};
+
+/** Remarks on the choice of prompts, and on accepted groups that do not count. */
+const remarksOn = ({ num_chosen: chosen = {}, num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
   [
+    ...Object.entries(chosen).map(([why, count]) => `${count} prompts chosen ${CHOSEN[why]}`),
     failed && `${failed} of them failed`,
     replaced && `${replaced} of them replaced`,
     missing && `${missing} of them not replaced: no prompts are left`,

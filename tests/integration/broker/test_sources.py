@@ -54,7 +54,7 @@ async def test_refusal_of_a_source_names_it(broker, tmp_path):
 
 async def test_sources_take_turns_and_every_prompt_names_its_own(broker, ledger, world, tmp_path):
     write_more(tmp_path)
-    job_id = await submit(broker, data=[DATA | {"shuffle": False}, MORE | {"shuffle": False, "solved_at": 2}])
+    job_id = await submit(broker, data=[DATA | {"order": "in_order"}, MORE | {"order": "in_order", "solved_at": 2}])
     epoch = await world.start_training(job_id)
     seen = []
     for iteration in range(3):
@@ -74,7 +74,7 @@ async def test_sources_take_turns_and_every_prompt_names_its_own(broker, ledger,
 async def test_preview_shows_the_sources_in_turn(broker, tmp_path, monkeypatch):
     monkeypatch.setattr(preview.importlib.util, "find_spec", lambda name: None)  # no tokenizer
     write_more(tmp_path)
-    body = job_body(data=[DATA | {"weight": 1, "shuffle": False}, MORE | {"shuffle": False}])
+    body = job_body(data=[DATA | {"weight": 1, "order": "in_order"}, MORE | {"order": "in_order"}])
     answer = await broker.post("/v1/jobs:preview?prompts=4", json=body)
     assert answer.status_code == 200, answer.text
     texts = [prompt["text"] for prompt in answer.json()["prompts"]]
@@ -108,7 +108,7 @@ async def play(ledger: Ledger, world: World, job_id: str, solved: str) -> list[P
 
 async def start_two(broker: httpx.AsyncClient, world: World, folder: Path) -> tuple[str, str]:
     write_more(folder)
-    data = [DATA | {"weight": 1, "shuffle": False}, MORE | {"shuffle": False}]
+    data = [DATA | {"weight": 1, "order": "in_order"}, MORE | {"order": "in_order"}]
     job_id = await submit(broker, data=data, rollout=DYNAMIC)
     epoch = await world.start_training(job_id)
     await world.wait_open(job_id, 0)

@@ -20,7 +20,7 @@ from services.broker.datasets.sources import Place, name_source, place_of, place
 from services.broker.tasks import produce_tasks
 from tests.world import job_body
 
-EASY = {"type": "jsonl", "path": "easy.jsonl", "name": "easy", "weight": 3, "shuffle": False}
+EASY = {"type": "jsonl", "path": "easy.jsonl", "name": "easy", "weight": 3, "order": "in_order"}
 HARD = {"type": "jsonl", "path": "hard.jsonl", "name": "hard", "system_prompt": "Think."}
 SOURCES = [EASY, HARD]
 DATA = {"type": "jsonl", "path": "easy.jsonl"}

@@ -214,7 +214,9 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
     known = "answer_field, answer_pattern, as_chat, control_tokens, max_prompt_tokens, max_response_tokens, "
-    known += "metadata_only, name, now, on_too_long, path, prompt_field, reward, shuffle, solved_at, system_prompt, "
+    known += (
+        "metadata_only, name, now, on_too_long, path, order, path, prompt_field, reward, solved_at, system_prompt, "
+    )
     known += "template_options, type, weight"
     assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
