@@ -30,7 +30,7 @@ class Responder:
     async def fill(self, flight: Flight, group: RolloutGroup, deadline: float) -> None:
         """Fill the group with one response per sample, and score them."""
         task = flight.claim.task
-        requests = self._reward_requests(task)
+        requests = reward_requests(task, self._max_attempts)
         for request in requests:
             self._rewards.source(request.name, request.options)  # a missing service fails before anything is generated
         prompt_token_ids = self._encoder.encode(task)
@@ -58,23 +58,6 @@ class Responder:
         meters.GENERATE_S.observe(timings.generate_s)
         return responses
 
-    def _reward_requests(self, task: PromptTask) -> list[RewardRequest]:
-        """Build a request to each reward, with no responses yet."""
-        return [
-            RewardRequest(
-                name=reward.name,
-                options=json.loads(reward.options_json or "{}"),
-                context=json.loads(task.reward_context_json or "{}"),
-                responses=[],
-                timeout_s=reward.timeout_s,
-                memory_limit_mb=reward.memory_limit_mb,
-                max_attempts=reward.max_attempts or self._max_attempts,
-                weight=reward.weight if reward.part else 1.0,
-                part=reward.part,
-            )
-            for reward in task.rewards or [task.reward]
-        ]
-
     async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:
         """Return the lengths of each response's tokens; other tasks get a turn between responses."""
         lengths = []
@@ -96,6 +79,25 @@ class Responder:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
         return weighed
+
+
+def reward_requests(task: PromptTask, max_attempts: int) -> list[RewardRequest]:
+    """Build a request to each reward, with no responses yet. `max_attempts`: where the reward names no number."""
+    return [
+        RewardRequest(
+            name=reward.name,
+            options=json.loads(reward.options_json or "{}"),
+            context=json.loads(task.reward_context_json or "{}"),
+            responses=[],
+            timeout_s=reward.timeout_s,
+            memory_limit_mb=reward.memory_limit_mb,
+            max_attempts=reward.max_attempts or max_attempts,
+            weight=reward.weight if reward.part else 1.0,
+            part=reward.part,
+            seed=task.seed,
+        )
+        for reward in task.rewards or [task.reward]
+    ]
 
 
 def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[int]) -> Response:

@@ -16,7 +16,17 @@ from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
-from onbeat.contracts.rewards import JUDGE_MODES, JUDGE_REWARD, SERVICE_REWARDS, RewardConfig, compares_with_answer
+from onbeat.contracts.rewards import (
+    JUDGE_MODES,
+    JUDGE_REWARD,
+    MAX_OPPONENTS,
+    NUM_OPPONENTS,
+    PAIRS,
+    RANKING,
+    SERVICE_REWARDS,
+    RewardConfig,
+    compares_with_answer,
+)
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
@@ -35,7 +45,7 @@ REWARD_OPTIONS = {
     "regex": ("pattern", "as_number"),
     "math": (),
     "reasoning_gym": ("answer_pattern",),
-    JUDGE_REWARD: ("service", "rubric", "mode"),
+    JUDGE_REWARD: ("service", "rubric", "mode", "opponents"),
 }
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
@@ -84,7 +94,7 @@ class Admission:
 
     async def _examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         unusable = review_numbers(config) + review_free_values(config)
-        complaints = unusable + review_environment(config)
+        complaints = unusable + review_environment(config) + review_held_out_judges(config)
         uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in uses:
@@ -345,6 +355,26 @@ def review_judge(use: RewardUse) -> list[Complaint]:
         message = "reward judge needs a text that says what a good response is, such as 'Is it polite and short?'"
         complaints.append((f"{use.field}.options.rubric", message))
     if mode not in JUDGE_MODES:
-        message = f"reward judge has the modes {' and '.join(JUDGE_MODES)}, not {show(mode)}"
+        message = f"reward judge has the modes {', '.join(JUDGE_MODES)}, not {show(mode)}"
         complaints.append((f"{use.field}.options.mode", message))
+    opponents = options.get("opponents", NUM_OPPONENTS)
+    if mode != PAIRS and "opponents" in options:
+        complaints.append((f"{use.field}.options.opponents", "only mode = 'pairs' has opponents; leave this out"))
+    elif type(opponents) is not int or opponents not in range(2, MAX_OPPONENTS + 1, 2):
+        message = (
+            f"each response meets an even number of others, from 2 to {MAX_OPPONENTS}, as it is shown first to half "
+            f"of them; got {show(opponents)}"
+        )
+        complaints.append((f"{use.field}.options.opponents", message))
     return complaints
+
+
+def review_held_out_judges(config: JobConfig) -> list[Complaint]:
+    """Check that a judge that compares responses gets more than one to each held-out prompt."""
+    if config.evaluation is None or config.evaluation.num_samples_per_prompt > 1:
+        return []
+    rewards = [reward for held_out in config.held_out for reward in held_out.rewards if reward.name == JUDGE_REWARD]
+    modes = [mode for reward in rewards if (mode := reward.options.get("mode")) in (RANKING, PAIRS)]
+    message = "compares the responses to a prompt, and a held-out prompt has one; use 2 or more, or give the held-out "
+    message += "sets another reward (evaluation.sets.reward)"
+    return [("evaluation.num_samples_per_prompt", f"mode = '{mode}' of reward judge {message}") for mode in modes[:1]]
