@@ -118,7 +118,7 @@ def lesson_of(samples: "Sequence[Sample]", signal: "Signal") -> str:
         for sample in samples
     ]
     group = RolloutGroup(responses=responses, source=samples[0].source if samples else "")
-    return "which of these responses are better" if signal.is_in(group) else f"nothing: {signal.words}"
+    return "which of these responses are better" if signal.is_in(group) else f"nothing: {signal.words_of(group.source)}"
 
 
 def score_all(

@@ -8,6 +8,7 @@ from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.rewards import LIST, TABLE, OneOrSeveralRewards, form_of
 from onbeat.contracts.section import Float, PositiveInt
 from onbeat.contracts.slots import MAX_SOURCES, Slots
+from onbeat.objectives.base.objective import check_rule
 
 
 class SourceData(TemplateArguments):
@@ -37,6 +38,11 @@ class SourceData(TemplateArguments):
         None,
         description="reward from which a response to this source's prompts counts as solved, with several sources; "
         "default: that of the job",
+    )
+    signal: Annotated[str, AfterValidator(check_rule)] | None = Field(
+        None,
+        description="difference between responses that makes a group of this source teach, with several sources; "
+        "default: `objective.signal`",
     )
 
     @property

@@ -165,7 +165,7 @@ class JobConfig(JobSections):
 
     @model_validator(mode="after")
     def check(self) -> "JobConfig":
-        if problems := list(problems_of(self)):
+        if problems := list(dict.fromkeys(problems_of(self))):
             raise ValueError("\n".join(problems))
         return self
 
@@ -305,27 +305,33 @@ def problems_of_replacements(job: JobConfig) -> Iterator[str]:
 
 
 def problems_of_signal(job: JobConfig) -> Iterator[str]:
-    """Yield what is wrong with `objective.signal` for the job's rewards."""
-    signal = job.objective.signal
-    is_everywhere = all(source.solved_at is not None for _, source in job.sources)
-    if signal == "solved" and "solved_at" not in job.model_fields_set and not is_everywhere:
-        yield (
-            "objective.signal: solved compares rewards with solved_at, which is not given; set solved_at to the reward "
-            "from which a response is solved"
-        )
-    if isinstance(signal, str) and signal.startswith(PART):
-        for source, rewards in job.rewards_by_source.items():
-            where = f" of source {source}" if source else ""
-            parts = [reward.part for reward in rewards if reward.part is not None]
+    """Yield what is wrong with `objective.signal`, or a source's own, for the rewards that it compares."""
+    kl = job.objective.kl
+    for field, source in job.sources:
+        if source.signal not in (None, "reward") and kl.coef > 0 and kl.placement == "reward":
+            yield (
+                f"{field}.signal: a KL term in the reward gives advantages to groups without signal; use "
+                "objective.kl.placement = 'loss', or signal = 'reward'"
+            )
+        key = "objective.signal" if source.signal is None else f"{field}.signal"
+        signal = source.signal or job.objective.signal
+        if signal == "solved" and source.solved_at is None and "solved_at" not in job.model_fields_set:
+            yield (
+                f"{key}: solved compares rewards with solved_at, which is not given; set solved_at to the reward from "
+                "which a response is solved"
+            )
+        if isinstance(signal, str) and signal.startswith(PART):
+            where = f" of source {source.name}" if source.name else ""
+            parts = [reward.part for reward in job.rewards_by_source[source.name or ""] if reward.part is not None]
             if not parts:
                 yield (
-                    f"objective.signal: {signal} is a part of several rewards, and the job has none under [[reward]]"
-                    f"{where}; use solved or reward, or write the rewards under [[reward]]"
+                    f"{key}: {signal} is a part of several rewards, and the job has none under [[reward]]{where}; use "
+                    "solved or reward, or write the rewards under [[reward]]"
                 )
             elif signal.removeprefix(PART) not in parts:
                 yield (
-                    f"objective.signal: no reward{where} is called {signal.removeprefix(PART)}; use part:NAME with one "
-                    f"of {', '.join(parts)}"
+                    f"{key}: no reward{where} is called {signal.removeprefix(PART)}; use part:NAME with one of "
+                    f"{', '.join(parts)}"
                 )
 
 

@@ -160,10 +160,12 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
     opened = audit.iterations[group.iteration]
     if group_id in opened.replaced:
-        words = "its rewards differ" if signal.rule == "reward" else f"it has signal (objective.signal = {signal.rule})"
+        is_by_reward = signal.rule_of(group.source) == "reward"
+        words = "its rewards differ" if is_by_reward else f"it has signal ({signal.key_of(group.source)})"
         require(not signal.is_in(group), f"group {group_id} was replaced although {words}")
     elif max_groups is not None and opened.num_before[group_id] < max_groups:
-        words = "its rewards are equal" if signal.rule == "reward" else f"it has {signal.words}"
+        is_by_reward = signal.rule_of(group.source) == "reward"
+        words = "its rewards are equal" if is_by_reward else f"it has {signal.words_of(group.source)}"
         require(signal.is_in(group), f"group {group_id} was not replaced although {words}")
     wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)

@@ -213,7 +213,7 @@ def look_at_signal(c: Course) -> Finding | None:
         return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
-    if signal.rule != "reward":
+    if signal.rule != "reward" or signal.rules:
         return explain_no_signal(c, signal)
     mean = fmean(rewards_of(c.recent) or [0.0])
     sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
@@ -228,7 +228,8 @@ def look_at_signal(c: Course) -> Finding | None:
 def explain_no_signal(c: Course, signal: Signal) -> Finding:
     """Explain a job whose responses never differ in what its `objective.signal` compares."""
     main, sentence = c.main_part, f"{c.job_id} learns nothing: {c.lately} "
-    if signal.rule == "solved" and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
+    is_solved_everywhere = signal.rule == "solved" and not signal.rules
+    if is_solved_everywhere and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
         sentence += f"no response reached {c.wanted}, although part {main} of the reward varies; "
         sentence += f'another part may keep every sum below: set objective.signal = "part:{main}", or lower solved_at'
         return c.find(sentence, "objective.signal", is_problem=True)
@@ -240,7 +241,8 @@ def look_at_unsolved(c: Course) -> Finding | None:
     """Look for groups that teach a lesser part alone: no response is solved, and the main part is equal in all of them.
     A normalised advantage makes a small part as large as an outcome. A problem once the main part stands still."""
     main, num_groups = c.main_part, c.total("rollout/mixed_unsolved_groups")
-    if main is None or c.config.objective.signal != "reward" or num_groups < MOSTLY * c.num_groups:
+    signal = Signal.of(c.config)
+    if main is None or signal.rule != "reward" or signal.rules or num_groups < MOSTLY * c.num_groups:
         return None
     parts = [part_name(reward.part or "") for reward in c.config.rewards]
     differing = [name for name in parts if c.total(f"rollout/mixed_unsolved_{name}")]
@@ -259,7 +261,7 @@ def look_at_sources(c: Course) -> Finding | None:
     """Look for sources, of several, that have nothing more to teach."""
     if c.equal_share == 1:
         return None
-    idle = []
+    idle, signal = [], Signal.of(c.config)
     for _, source in c.config.sources:
         groups, uniform = (
             sum(record.metrics.get(f"source/{source.name}/{name}", 0.0) for record in c.recent)
@@ -267,14 +269,12 @@ def look_at_sources(c: Course) -> Finding | None:
         )
         if groups >= MIN_ITERATIONS and uniform == groups:
             solved = c.mean(f"source/{source.name}/solved_frac") or 0.0
-            idle.append(f"{source.name} (solved {solved:.0%})")
+            idle.append(f"{source.name} ({signal.words_of(source.name or '')}, solved {solved:.0%})")
     if not idle:
         return None
     sources = "source" if len(idle) == 1 else "sources"
-    sentence = (
-        f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} had {Signal.of(c.config).words} and "
-    )
-    sentence += "taught nothing: lower the weight, or take prompts of another difficulty (data)"
+    sentence = f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} taught nothing: lower the weight, "
+    sentence += "or take prompts of another difficulty (data)"
     return c.find(sentence, "data", is_problem=False)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.codec import PromptTask, RolloutGroup
@@ -149,3 +150,46 @@ async def test_audit_sees_an_unsolved_source_that_lost_its_turn(broker, ledger, 
         await play(ledger, world, job_id, solved="more")
     violation = (await run_audit(ledger, job_id)).violation
     assert violation == "group 0-1 was not replaced although it has no signal"
+
+
+async def submit_next(ledger: Ledger, world: World, job_id: str, signal: Signal) -> str:
+    """Be a rollout that gets one more prompt, and gives it responses with different rewards. Return its source."""
+    (claim,) = await world.claim_all(job_id, count=1)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task), signal) is Verdict.ACCEPTED
+    return claim.task.source
+
+
+async def start_with_signals(broker: httpx.AsyncClient, world: World, folder: Path) -> tuple[str, Signal]:
+    """Start a job of which only one source compares rewards: responses to `more` are never solved."""
+    write_more(folder)
+    more = MORE | {"shuffle": False, "signal": "solved", "solved_at": 100}
+    job_id = await submit(broker, data=[DATA | {"weight": 1, "shuffle": False}, more], rollout=DYNAMIC)
+    await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
+    config = (await broker.get(f"/v1/jobs/{job_id}")).json()["config"]
+    return job_id, Signal.of_record(config)
+
+
+async def test_groups_are_replaced_by_the_signal_of_their_source(broker, ledger, world, tmp_path):
+    job_id, signal = await start_with_signals(broker, world, tmp_path)
+    sources = [await submit_next(ledger, world, job_id, signal) for _ in range(4)]
+    assert Counter(sources) == {"say": 1, "more": 3}
+    record = await ledger.iterations.fields(job_id, 0)
+    assert (record["state"], record["num_replaced"], record["num_not_replaced"]) == (IterationState.DRAINED, "2", "1")
+    assert (await run_audit(ledger, job_id)).violation is None
+
+
+async def test_audit_judges_a_group_by_the_signal_of_its_source(broker, ledger, world, tmp_path):
+    job_id, _ = await start_with_signals(broker, world, tmp_path)
+    for _ in range(2):
+        await submit_next(ledger, world, job_id, Signal())  # a rollout of somebody else's
+    violation = (await run_audit(ledger, job_id)).violation
+    assert violation == "group 0-1 was not replaced although it has no signal"
+
+
+async def test_audit_names_the_signal_of_a_replaced_group(broker, ledger, world, tmp_path):
+    job_id, signal = await start_with_signals(broker, world, tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Signal, "is_in", lambda signal, group: False)  # a rollout of somebody else's
+        await submit_next(ledger, world, job_id, signal)
+    assert (await run_audit(ledger, job_id)).violation == "group 0-0 was replaced although its rewards differ"

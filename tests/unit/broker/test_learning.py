@@ -325,18 +325,33 @@ def test_part_that_judges_only_some_responses_is_named() -> None:
 SOURCES = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
 
 
-def with_sources(uniform: dict[str, float], solved: dict[str, float]) -> list[Finding]:
+def with_sources(
+    uniform: dict[str, float], solved: dict[str, float], data: list[dict[str, Any]] = SOURCES
+) -> list[Finding]:
     """Return the findings on a job whose sources have two groups in each iteration."""
     metrics = {"rollout/uniform_groups": 2.0} | {f"source/{name}/groups": 2.0 for name in uniform}
     metrics |= {f"source/{name}/uniform_groups": value for name, value in uniform.items()}
     metrics |= {f"source/{name}/solved_frac": value for name, value in solved.items()}
-    return [finding for finding in find(learning(**metrics), data=SOURCES) if "source" in finding.sentence]
+    return [finding for finding in find(learning(**metrics), data=data) if "source" in finding.sentence]
 
 
 def test_source_that_is_all_solved_is_a_note() -> None:
     (note,) = with_sources({"easy": 2.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5})
     assert note.sentence.startswith(
-        "in the last 8 iterations of job-1, all groups of source easy (solved 100%) had equal rewards"
+        "in the last 8 iterations of job-1, all groups of source easy (equal rewards, solved 100%) taught nothing"
     )
     assert (note.key, note.is_problem) == ("data", False)
     assert with_sources({"easy": 1.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5}) == []
+
+
+def test_source_with_its_own_signal_is_named_with_it() -> None:
+    data = [SOURCES[0], SOURCES[1] | {"signal": "solved", "solved_at": 2.0}]
+    (note,) = with_sources({"easy": 1.0, "hard": 2.0}, {"easy": 0.5, "hard": 0.0}, data)
+    assert "source hard (no signal (data.signal = solved), solved 0%) taught nothing" in note.sentence
+
+
+def test_job_without_signal_in_any_source_is_a_problem() -> None:
+    data = [SOURCES[0], SOURCES[1] | {"signal": "solved", "solved_at": 2.0}]
+    sentence = problems(find(course_of(8, **DULL), data=data))["data"]
+    assert "learns nothing" in sentence
+    assert "its groups had no signal (by the rule of their source)" in sentence
