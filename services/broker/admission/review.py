@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -12,15 +11,13 @@ from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
+from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
 from onbeat.contracts.rewards import (
-    JUDGE_MODES,
     JUDGE_REWARD,
-    MAX_OPPONENTS,
-    NUM_OPPONENTS,
     PAIRS,
     RANKING,
     SERVICE_REWARDS,
@@ -38,14 +35,12 @@ from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.datasets.sources import move_error, name_source, place_of, read_places
 from services.broker.tasks import read_set
 
-SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {
     "exact": ("ignore_case", "as_number"),
     "regex": ("pattern", "as_number"),
     "math": (),
     "reasoning_gym": ("answer_pattern",),
-    JUDGE_REWARD: ("service", "rubric", "mode", "opponents"),
 }
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
@@ -308,7 +303,7 @@ def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     """Check the reward without its data's content. `num_groups`: capture groups in the reward's pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
     if name in SERVICE_REWARDS:
-        return [*review_service(use), *(review_judge(use) if name == JUDGE_REWARD else ())]
+        return [(f"{use.field}.{key}", message) for key, message in problems_of_service_reward(use.reward)]
     if name not in installed:
         known = {*installed, *SERVICE_REWARDS}
         message = f"no reward {name!r} is installed; {suggest(close_names(name, known), known)}"
@@ -333,40 +328,6 @@ def review_options(use: RewardUse) -> list[Complaint]:
         for option in use.reward.options
         if option not in known
     ]
-
-
-def review_service(use: RewardUse) -> list[Complaint]:
-    """Check the form of the name only: the services are named in the settings of the rollouts."""
-    service = use.reward.options.get("service")
-    if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
-        return []
-    message = (
-        f"reward {use.reward.name} needs the name of a service here (letters, digits, _ . -; at most 64), got "
-        f"{show(service)}; its address is in ONBEAT_REWARD_SERVICES of the rollouts"
-    )
-    return [(f"{use.field}.options.service", message)]
-
-
-def review_judge(use: RewardUse) -> list[Complaint]:
-    """Check the options of a judge, all of which are Onbeat's own."""
-    options, complaints = use.reward.options, review_options(use)
-    rubric, mode = options.get("rubric"), options.get("mode", JUDGE_MODES[0])
-    if not isinstance(rubric, str) or not rubric.strip():
-        message = "reward judge needs a text that says what a good response is, such as 'Is it polite and short?'"
-        complaints.append((f"{use.field}.options.rubric", message))
-    if mode not in JUDGE_MODES:
-        message = f"reward judge has the modes {', '.join(JUDGE_MODES)}, not {show(mode)}"
-        complaints.append((f"{use.field}.options.mode", message))
-    opponents = options.get("opponents", NUM_OPPONENTS)
-    if mode != PAIRS and "opponents" in options:
-        complaints.append((f"{use.field}.options.opponents", "only mode = 'pairs' has opponents; leave this out"))
-    elif type(opponents) is not int or opponents not in range(2, MAX_OPPONENTS + 1, 2):
-        message = (
-            f"each response meets an even number of others, from 2 to {MAX_OPPONENTS}, as it is shown first to half "
-            f"of them; got {show(opponents)}"
-        )
-        complaints.append((f"{use.field}.options.opponents", message))
-    return complaints
 
 
 def review_held_out_judges(config: JobConfig) -> list[Complaint]:
