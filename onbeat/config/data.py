@@ -119,6 +119,17 @@ class HubData(RowData):
 DataConfig = Annotated[ReasoningGymData | FileData | HubData, Field(discriminator="type")]
 
 
+def refuse_environments(section: Any) -> Any:
+    """Refuse by name an environment of one source, and say why."""
+    for place, source in enumerate(section if isinstance(section, list) else ()):
+        if isinstance(source, dict) and "environment" in source:
+            raise ValueError(
+                f"data.{place}.environment: a rollout plays all prompts of a job in its one [environment], or answers "
+                "all in one turn; write [environment] for the whole job, or train this source in another job"
+            )
+    return section
+
+
 def check_sources(section: DataConfig | list[DataConfig]) -> DataConfig | list[DataConfig]:
     """Raise ValueError where sources could not be told apart, or could not take turns."""
     if not isinstance(section, list):
@@ -144,5 +155,6 @@ OneOrSeveralSources = Annotated[
     Annotated[DataConfig, Tag(TABLE)]
     | Annotated[list[DataConfig], Field(min_length=1, max_length=MAX_SOURCES), Tag(LIST)],
     Discriminator(form_of),
+    BeforeValidator(refuse_environments),
     AfterValidator(check_sources),
 ]

@@ -74,6 +74,11 @@ class InProcess:
             "data.1.signal",
             "of source hard is called x; use part:NAME",
         ),
+        (
+            [EASY, HARD | {"environment": {"name": "game"}}],
+            "data.1.environment",
+            "a rollout plays all prompts of a job in its one [environment], or answers all in one turn; write",
+        ),
         ([EASY, HARD | {"reward": {}}], "data.1.reward.name", "is required"),
         ([EASY, {"name": "hard"}], "data.1", "set data.1.type to one of: hf, jsonl, parquet, reasoning_gym"),
         ([EASY, HARD | {"as_chat": False}], "data.as_chat", "set the same in all"),
