@@ -90,7 +90,7 @@ def test_update_with_signals_of_sources_is_that_of_equal_rewards(tmp_path):
     groups, expected = groups_of(), groups_of()
     for group, source in zip([*groups, *expected], ["easy", "easy", "hard", "hard"] * 2, strict=True):
         group.source = source
-    for response in expected[2].responses:  # of `hard`, and only `short` differs
+    for response in expected[2].responses:  # only `short` differs, which is no signal in this source
         response.reward = 0.0
     taught = train(config, groups, tmp_path / "a", arrivals=4)
     equal = train(plain, expected, tmp_path / "b", arrivals=4)
