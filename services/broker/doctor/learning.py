@@ -170,7 +170,8 @@ def look_at_young(job_id: str, config: JobConfig, records: Sequence[IterationRec
 
 
 def sum_up(c: Course) -> Finding:
-    before, now = fmean(rewards_of(c.first)[:5] or [0.0]), fmean(rewards_of(c.recent)[-5:] or [0.0])
+    count = min(5, c.num_committed // 2)  # no iteration is in both means, as in the verdict
+    before, now = fmean(rewards_of(c.first)[:count] or [0.0]), fmean(rewards_of(c.recent)[-count:] or [0.0])
     sentence = f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, "
     sentence += f"{c.num_committed} iterations ago"
     if (truncated := c.mean("rollout/truncated_frac")) is not None:

@@ -172,6 +172,11 @@ def test_a_run_that_learns_is_summed_up():
     assert "25 iterations ago" in finding.sentence
 
 
+def test_ends_of_a_young_job_do_not_overlap():
+    (finding,) = [finding for finding in find([iteration(n, n / 10) for n in range(5)]) if not finding.key]
+    assert finding.sentence.startswith("job-1 has a mean reward of 0.350, and had 0.050 at first, 5 iterations ago")
+
+
 def test_truncation_names_the_limit():
     sentences = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
     key, sentence = next(iter(sentences.items()))  # before what follows from it
