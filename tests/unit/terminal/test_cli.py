@@ -332,6 +332,18 @@ def test_samples_are_chosen_by_end_reward_and_text(onbeat: Command, broker: Brok
         assert said in onbeat("jobs", "samples", job_id, "--wrong", *other, code=2).err
 
 
+@pytest.mark.usefixtures("trainer")
+def test_samples_of_one_of_several_sources_are_shown(onbeat: Command, broker: BrokerThread) -> None:
+    rows = {"type": "jsonl", "path": "prompts.jsonl"}
+    job_id = broker.create_job(data=[{**rows, "name": "sums"}, {**rows, "name": "rest"}])
+    onbeat("jobs", "watch", job_id)
+    for name in ("sums", "rest"):
+        samples = json.loads(onbeat("jobs", "samples", job_id, "--source", name, "--json").out)
+        assert [sample["source"] for sample in samples] == [name] * 2  # one of two prompts, with two responses
+    assert "sums" in onbeat("jobs", "samples", job_id, "--source", "sum", code=2).err
+    assert "leave them or" in onbeat("jobs", "samples", job_id, "--source", "sums", "--evaluation", "0", code=2).err
+
+
 def test_logs_of_local_services_are_printed(onbeat: Command, tmp_path: Path) -> None:
     assert "no stack was started with this data folder" in onbeat("logs", "--data-dir", str(tmp_path), code=2).err
     (tmp_path / "logs").mkdir()
