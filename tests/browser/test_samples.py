@@ -4,7 +4,7 @@ import re
 
 from playwright.async_api import Page, expect
 
-from tests.browser.gallery import HELD_OUT
+from tests.browser.gallery import HELD_OUT, drawn
 from tests.browser.seeding import Content, seed_job
 
 
@@ -102,6 +102,21 @@ async def test_wrong_is_below_the_limit_of_the_held_out_set(visit, gallery):
     await page.route(re.compile(r"/v1/jobs/job-\w+$"), with_own_limit)
     await page.goto(f"{gallery.url}/#/jobs/{gallery.job_ids['scored']}/samples?evaluation=30&wrong=1")
     await expect(page.get_by_test_id("sample")).to_have_count(len(HELD_OUT))
+
+
+async def test_pages_name_the_broker_that_does_not_answer(visit, gallery):
+    """The words stand alone: no heading is above them."""
+    visit.watch.expect("ERR_CONNECTION_REFUSED")
+    words = "The broker does not answer. Is it running, and can this machine reach it (Failed to fetch)?"
+    for name, request in (("samples", "samples"), ("timeline", "timeline")):
+        page = await visit(gallery.url, gallery.place(name))
+        await expect(drawn(page, name)).to_be_visible()
+        await page.route(f"**/{request}?*", lambda route: route.abort("connectionrefused"))
+        if name == "samples":
+            await page.get_by_label("Wrong").check()
+        else:
+            await page.get_by_label("Iterations", exact=True).select_option("1")
+        await expect(page.get_by_text(words)).to_be_visible()
 
 
 async def test_answers_without_rewards_are_neither_right_nor_wrong(visit, ledger, tmp_path):
