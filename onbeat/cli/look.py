@@ -226,7 +226,7 @@ def report(
         case ReportFormat.JSON:
             text = json.dumps(run.as_json(), indent=2) + "\n"
     if output is None:
-        typer.echo("\n".join(map(printable, text.removesuffix("\n").split("\n"))))  # to copy: not wrapped
+        typer.echo("\n".join(map(printable, text.removesuffix("\n").split("\n"))))  # not wrapped: people copy it
     else:
         write_whole(output, text)
         typer.echo(f"{output} is written")

@@ -42,7 +42,7 @@ def describe_course(
     """Return the verdict on committed iterations: the first ones, and the last ones.
 
     `num_committed`: by this job. `num_left`: iterations whose time is added up; 0: none is told. `open_s`: since the
-    next iteration opened; after several times the usual one, nobody knows the time left.
+    next iteration opened; an iteration that takes several times as long as usual has no time left to report.
     """
     count = max(1, min(NUM_ENDS, num_committed // 2))
     before, after = rewards_of(first[:count]), rewards_of(recent[-count:])
