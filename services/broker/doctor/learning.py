@@ -31,6 +31,7 @@ COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of
 MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
 SIGMAS = 2.0  # standard errors that a difference must exceed to count
 NUM_SAMPLES = "rollout.num_samples_per_prompt"
+LEARNED = 0.5  # standard deviations among the first responses, by which a part must have risen to be learned
 STEADY = 1e-6  # a part that varies less, relative to its size, does not vary
 
 
@@ -47,15 +48,19 @@ class Course:
     around_best: Sequence[IterationRecord]  # iterations from the best of these evaluations on
 
     @property
-    def has_risen(self) -> bool:
-        """True if the reward of the last iterations is higher than that of the first ones. In a young job they overlap,
-        so its first and its last third are compared."""
+    def ends(self) -> tuple[list[IterationRecord], list[IterationRecord]]:
+        """The first and the last iterations. In a young job they overlap, so these are its first and its last third."""
         if self.num_committed >= 2 * NUM_RECENT:
-            return rises(rewards_of(self.first), rewards_of(self.recent))
+            return list(self.first), list(self.recent)
         records = {record.iteration: record for record in (*self.first, *self.recent)}
-        rewards = rewards_of(records.values())
-        third = max(2, len(rewards) // 3)
-        return rises(rewards[:third], rewards[-third:])
+        known = [record for record in records.values() if record.reward_mean is not None]
+        third = max(2, len(known) // 3)
+        return known[:third], known[-third:]
+
+    @property
+    def has_risen(self) -> bool:
+        """True if the reward of the last iterations is higher than that of the first ones."""
+        return rises(*map(rewards_of, self.ends))
 
     @property
     def is_good(self) -> bool:
@@ -255,6 +260,29 @@ def look_at_unsolved(c: Course) -> Finding | None:
     return c.find(sentence, "objective.signal", is_problem=not varies(c.recent, main))
 
 
+def look_at_lesser_parts(c: Course) -> Finding | None:
+    """Look for lesser parts that were learned in place of the main one. Then groups do not differ any more, the reward
+    has risen, and nothing else shows what has been displaced."""
+    main, (first, *_), (_, now) = c.main_part, c.first, c.ends
+    is_unsolved = (c.mean("rollout/solved_none_frac", now) or 0.0) >= MOSTLY
+    if main is None or c.config.objective.signal != "reward" or not is_unsolved or look_at_unsolved(c) is not None:
+        return None
+
+    def went(part: str) -> tuple[float, float]:
+        return first.metrics.get(f"reward/{part}_mean", 0.0), c.mean(f"reward/{part}_mean", now) or 0.0
+
+    names = [part_name(reward.part or "") for reward in c.config.rewards if reward.weight > 0]
+    spreads = {name: first.metrics.get(f"reward/{name}_std", 0.0) for name in names}
+    risen = [name for name in names if went(name)[1] - went(name)[0] > LEARNED * max(spreads[name], STEADY)]
+    if not risen or went(main)[1] > went(main)[0]:
+        return None
+    shown = [f"reward/{name}_mean went from {went(name)[0]:.3f} to {went(name)[1]:.3f}" for name in (*risen, main)]
+    noun = "part" if len(risen) == 1 else "parts"
+    sentence = f"{c.job_id} learns {noun} {', '.join(risen)} of the reward in place of {main}, the largest one: "
+    sentence += f'{", ".join(shown)}; begin again with objective.signal = "part:{main}", so that only groups whose '
+    return c.find(f"{sentence}responses differ in {main} teach", "objective.signal", is_problem=True)
+
+
 def look_at_sources(c: Course) -> Finding | None:
     """Look for sources, of several, that have nothing more to teach."""
     if c.equal_share == 1:
@@ -390,6 +418,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 
 
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
+    look_at_lesser_parts,
     look_at_truncation,
     look_at_reward_of_cut,
     look_at_signal,

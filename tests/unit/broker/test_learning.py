@@ -281,6 +281,26 @@ def test_groups_that_teach_more_are_left_alone(num_groups, metrics, sections):
     assert "objective.signal" not in keys
 
 
+def test_a_lesser_part_that_displaced_the_task_names_the_signal():
+    """All responses are short by now, so no group differs, and the reward has risen."""
+
+    def after(right: Sequence[float], **metrics: float) -> list[IterationRecord]:
+        records = shaped(0, right, **metrics)
+        for record, short in zip(records, [0.3, 0.9, 1.0, 1.0, 1.0], strict=True):
+            record.metrics |= {"reward/short_mean": short, "rollout/truncated_frac": 1.0}
+        return records
+
+    displaced = after([0.03, 0.0, 0.0, 0.0, 0.0], **{"rollout/uniform_groups": 4.0})
+    first, *_ = [finding for finding in find(displaced, reward=PARTS) if finding.is_problem]
+    assert first.sentence.startswith("job-1 learns part short of the reward in place of exact, the largest one: ")
+    assert "reward/short_mean went from 0.300 to 1.000, reward/exact_mean went from 0.030 to 0.000" in first.sentence
+    assert 'begin again with objective.signal = "part:exact"' in first.sentence
+    cured = {"reward": PARTS, "objective": {"signal": "part:exact"}}
+    solved = {"rollout/solved_none_frac": 0.1}
+    for records, sections in [(displaced, cured), (after([0.3] * 5, **solved), {"reward": PARTS})]:
+        assert "objective.signal" not in problems(find(records, **sections))
+
+
 def test_a_job_without_the_signal_it_names_says_why():
     solved = {"objective": {"signal": "solved"}, "solved_at": 1.0, "reward": PARTS}
     dull = {"rollout/uniform_groups": 4.0}
