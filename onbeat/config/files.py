@@ -32,6 +32,7 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(job, override)
     resolve_model(job, path.parent)
+    resolve_adapter(job, path.parent)
     read_template(job, path.parent)
     return job
 
@@ -49,6 +50,13 @@ def resolve_model(job: dict[str, Any], folder: Path) -> None:
             f"model.path = {name!r} is the id of a model on a hub, and there is a folder of this name beside the job "
             f"file; write './{name}' for the folder, or start the job from elsewhere for the hub's model"
         )
+
+
+def resolve_adapter(job: dict[str, Any], folder: Path) -> None:
+    """Make a relative path of the job's adapter one beside the job file. An adapter is a folder, never a hub id."""
+    model = job.get("model")
+    if isinstance(model, dict) and isinstance(name := model.get("adapter"), str) and name and "\0" not in name:
+        model["adapter"] = name if name.startswith("~/") else str((folder / name).resolve())
 
 
 def read_template(job: dict[str, Any], folder: Path) -> None:

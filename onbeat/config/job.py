@@ -219,6 +219,8 @@ def problems_of(job: JobConfig) -> Iterator[str]:
         yield "reward: missing; name one, or an [environment], which gives the reward itself"
     if job.reward is not None and job.environment is not None:
         yield "reward: the environment gives the reward; leave out [reward] or [environment]"
+    if job.model.adapter is not None and job.lora is None:
+        yield "model.adapter: adapters are trained with [lora]; add that section with the adapter's rank and alpha"
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
 from onbeat.contracts.section import IS_ACCEPTED
 from services.prompts.tokenizer import load_tokenizer
-from services.trainer.model.adapter_folder import write_adapter
+from services.trainer.model.adapter_folder import WEIGHTS_FILE, write_adapter
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import DTYPES, loading
 from services.trainer.model.tensor_files import read_tensors
 from services.trainer.settings import Settings
 
+NOT_IN_PEFT = "PEFT cannot load an adapter of these layers of this model; export it with --merged"
 MASTER = "master."  # prefix of the trained tensors in a checkpoint
 
 
@@ -39,10 +41,19 @@ def export_adapter(
     masters = {name.removeprefix(MASTER): tensor for name, tensor in tensors.items() if name.startswith(MASTER)}
     model = load_plain(source, dtype)
     write_adapter(folder, {name: master.to(dtype) for name, master in masters.items()}, model, config.lora, base)
+    try:
+        loaded = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{NOT_IN_PEFT} ({error})") from error
+    written = load_file(folder / WEIGHTS_FILE)
+    if {name.replace(".default.", "."): p.numel() for name, p in loaded.named_parameters() if ".lora_" in name} != {
+        name: tensor.numel() for name, tensor in written.items()
+    }:
+        raise ValueError(f"{NOT_IN_PEFT} (it adapts other layers)")
     if not rows:
         return {}
-    by_peft = logprobs_of(peft.PeftModel.from_pretrained(model, str(folder)).eval(), rows)
-    del model  # two models at a time may be too much for this machine
+    by_peft = logprobs_of(loaded, rows)
+    del model, loaded  # two models at a time may be too much for this machine
     gaps = (by_peft - logprobs_of(load_plain(str(checkpoint), dtype), rows)).abs()
     return {"mean": gaps.mean().item(), "max": gaps.max().item(), "num_tokens": len(gaps)}
 

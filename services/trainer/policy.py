@@ -18,6 +18,7 @@ from onbeat.objectives.base import Logprobs
 from services.trainer.attention import forget_compiled
 from services.trainer.batch import MicroBatch
 from services.trainer.gac import GradientControl
+from services.trainer.model.adapter_folder import load_adapter
 from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
 from services.trainer.model.model import (
     DTYPES,
@@ -165,6 +166,8 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
         enable_gradient_checkpointing(model)
     if config.lora:
         add_adapters(model, config.lora, config.seed)
+        if config.model.adapter:
+            load_adapter(model, config)
     return Policy.create(model, config, world, is_sharded, stored), reason
 
 
