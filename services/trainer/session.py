@@ -20,6 +20,7 @@ from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
+from services.trainer.model.lora import reach
 from services.trainer.model.model import model_files
 from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
@@ -63,6 +64,8 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         job.emit("trainer.not_packed", message)
     if world.is_main and (unused := left_out(source, policy.model)):
         job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
+    if world.is_main and config.lora is not None:
+        job.emit("trainer.adapters", describe_reach(*reach(policy.model)))
     folder = settings.data_dir / "jobs" / job.job_id
     checkpoints = CheckpointStore(
         folder / "checkpoints",
@@ -94,6 +97,12 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
+
+
+def describe_reach(share: float, left_out: dict[str, float]) -> str:
+    """Return the share of the weights that adapters reach, and the largest ones that have none."""
+    largest = ", ".join(f"{name} ({other:.1%})" for name, other in list(left_out.items())[:3])
+    return f"adapters reach {share:.1%} of the weights; the largest without one: {largest or 'none'}"
 
 
 def describe_job(job_id: str, config: JobConfig) -> bytes:

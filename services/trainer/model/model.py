@@ -18,6 +18,7 @@ from onbeat.objectives.base import Logprobs
 from services.prompts.tokenizer import TOKENIZER_FILE, file_of_model, load_tokenizer
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
+from services.trainer.model.expert_lora import remove_factors
 from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
@@ -124,6 +125,7 @@ def frozen_base(model: Any) -> Any:
     frozen = copy.deepcopy(model).requires_grad_(False)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
+    remove_factors(frozen)
     return frozen
 
 
