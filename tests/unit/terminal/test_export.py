@@ -18,6 +18,7 @@ from onbeat.contracts.errors import OnbeatError
 from onbeat.local import export as exporting
 from tests.broker_thread import BrokerThread
 from tests.small_tokenizers import byte_level
+from tests.stand_in_hub import running_hub
 from tests.unit.terminal.conftest import Command
 from tests.world import job_body
 
@@ -127,6 +128,22 @@ def test_adapter_export_is_a_folder_that_peft_loads(onbeat: Command, job: str, b
     card = (folder / "README.md").read_text("utf-8")
     assert "A LoRA adapter in PEFT's format for tiny-base, in float32." in card
     assert "tokens of the job's own responses, with their prompts" in card
+
+
+def test_push_leaves_no_folder_unless_it_is_named(
+    onbeat: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert "--push needs a token of the hub that may write" in onbeat("export", job, "--push", "org/adder", code=1).err
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        before = sorted(path.name for path in tmp_path.iterdir())
+        for _ in range(2):
+            assert f"{hub.url}/org/adder has the files" in onbeat("export", job, "--push", "org/adder").out
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        assert hub.commits == [f"Onbeat job {job} after 3 iterations"]
+        assert {"README.md", "LICENSE", "config.json", "model.safetensors", "tokenizer.json"} <= hub.files.keys()
 
 
 def test_refusals_are_one_sentence(onbeat: Command, job: str, base: Path, tmp_path: Path) -> None:
