@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import Gemma2Config
+from transformers import Gemma2Config, MixtralConfig
 
 import services.trainer.world as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
@@ -88,13 +88,17 @@ def a_lost_peer(world, folder):
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
     capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # the logits are computed in float32
+    mixture = tiny_config(MixtralConfig, num_local_experts=3)  # with odd rows for two ranks; routers compute in float32
     for config, attention, lora, rtol in [
         (tiny_config(), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(), PACKED_ATTENTION, LoraConfig(rank=2), 1e-12),
         (capped, "eager", None, 1e-6),
+        (mixture, PACKED_ATTENTION, LoraConfig(rank=2), 1e-6),
     ]:
         model = tiny_model(config, torch.float64, attention)
+        if config is mixture:
+            model.set_experts_implementation("eager")  # the others know no float64
         if lora:
             add_adapters(model, lora, seed=3)
         reference = copy.deepcopy(model)

@@ -1,5 +1,6 @@
 """A push of an exported folder, with a stand-in for the hub: one commit with all of it, or none."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch):
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
