@@ -18,7 +18,7 @@ from onbeat.local.checkpoint_folders import checkpoints_of, files_in, size_of
 from onbeat.local.checkpoints import BUNDLED, STATE_FILE
 from onbeat.machine.disk_space import shortage
 
-TRAINING = ("optimizer", "policies", STATE_FILE, JOB_FILE)  # what only training needs of a checkpoint
+TRAINING = ("optimizer", "policies", STATE_FILE, JOB_FILE)  # names that only training needs
 OF_MODEL = re.compile(r"(config|generation_config)\.json|.*\.safetensors(\.index\.json)?")  # not beside an adapter
 LEGAL = re.compile(r"(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)([.-].*)?", re.IGNORECASE)
 LICENCE = re.compile(r"^license:\s*[\"']?([A-Za-z0-9.-]+)[\"']?\s*$", re.MULTILINE)

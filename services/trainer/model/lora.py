@@ -65,7 +65,7 @@ def targets_in(model: Any, config: LoraConfig) -> tuple[list[str], list[str]]:
     bypassed = model.passes.bypassed if hasattr(model, "passes") else frozenset()
     called = [(name, module) for name, module in model.named_modules() if name and role_of(model, name) not in bypassed]
     linear = [name for name, module in called if is_plain(type(module)) and module is not head]
-    experts = [f"{name}.{own}" for name, module in called if is_experts(module) for own in expert_parameters(module)]
+    experts = [f"{name}.{part}" for name, module in called if is_experts(module) for part in expert_parameters(module)]
     if not linear and not experts:
         raise ValueError("lora: the model has no linear layers to adapt; leave [lora] out to train all parameters")
     if config.target_modules == "all-linear":

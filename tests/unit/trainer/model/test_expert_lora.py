@@ -144,7 +144,7 @@ def test_after_an_update_the_published_policy_is_the_trained_one():
 
 
 @pytest.mark.slow
-def test_new_adapters_change_nothing_and_the_reference_is_the_base():
+def test_new_adapters_change_nothing_and_the_base_stays():
     plain, model = small_model("mixtral"), small_model("mixtral")
     set_up(model, Passes("eager", True), CPU)
     add_adapters(model, LoraConfig(rank=4), seed=1)
