@@ -26,7 +26,7 @@ class Export:
     dtype: str
     is_adapter: bool
     audit_head: str  # '' if there was no audit
-    licence: str = ""  # of the base; '' if it is not known
+    licence: str = ""  # the licence of the base; '' if it is not known
     gap: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -88,7 +88,7 @@ def a_lost_peer(world, folder):
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
     capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # the logits are computed in float32
-    mixture = tiny_config(MixtralConfig, num_local_experts=3)  # with odd rows for two ranks; routers compute in float32
+    mixture = tiny_config(MixtralConfig, num_local_experts=3)  # three experts on two ranks; routers compute in float32
     for config, attention, lora, rtol in [
         (tiny_config(), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
