@@ -15,6 +15,7 @@ from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
+from onbeat.config.teacher import problems_of_teacher
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
@@ -215,7 +216,7 @@ class JobConfig(JobSections):
 
 def problems_of(job: JobConfig) -> Iterator[str]:
     """Yield what does not hold between the sections: the field, what is wrong with it, and a remedy."""
-    if job.reward is None and job.environment is None:
+    if job.reward is None and job.environment is None and job.objective.needs_reward:
         yield "reward: missing; name one, or an [environment], which gives the reward itself"
     if job.reward is not None and job.environment is not None:
         yield "reward: the environment gives the reward; leave out [reward] or [environment]"
@@ -233,8 +234,9 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     yield from problems_of_sources(job)
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
+    yield from problems_of_teacher(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
-    if job.rollout.num_samples_per_prompt < 2:
+    if job.rollout.num_samples_per_prompt < 2 and objective.needs_reward:
         yield (
             f"rollout.num_samples_per_prompt: the group advantage of {objective.type} needs at least 2 responses per "
             f"prompt, got {job.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"

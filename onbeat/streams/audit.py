@@ -5,6 +5,7 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
 
     created    job id, digest of the configuration, of a fork also its first iteration
     extended   digest of the configuration, number of iterations    the job got more of them when it had done all
+    teacher    digest of the frozen model that the job learns from, before its first commit
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
@@ -61,6 +62,7 @@ class Audit:
     first_iteration: int = 0  # earlier ones are of the job that this one was forked from
     next_iteration: int = 0  # the next iteration to be committed
     weights_digest: str = ""  # digest of the newest published version
+    teacher_digest: str = ""
     digests: dict[int, str] = field(default_factory=dict)  # policy version -> digest of its weights
     iterations: list[Iteration] = field(default_factory=list)
 
@@ -92,6 +94,11 @@ class Audit:
         require(len(self.iterations) == self.next_iteration, "a job gets more iterations when all of its own are done")
         require(int(num_iterations) > self.next_iteration, f"it has made {self.next_iteration} iterations")
         self.config_digest = config_digest
+
+    def _teacher(self, digest: str) -> None:
+        require(not self.teacher_digest, "the job has a teacher already")
+        require(self.next_iteration == self.first_iteration, "the job began without a teacher")
+        self.teacher_digest = digest
 
     def _published(self, version: str, digest: str) -> None:
         require(self.published is None, "later versions are published by their commit")
@@ -142,6 +149,7 @@ class Audit:
 RULES: dict[str, Callable[..., None]] = {
     "created": Audit._created,
     "extended": Audit._extended,
+    "teacher": Audit._teacher,
     "published": Audit._published,
     "opened": Audit._opened,
     "accepted": Audit._accepted,

@@ -2,6 +2,7 @@
 
     reward      s_i = the reward of response i, in float32
     solved      s_i = whether its reward reaches `solved_at`, that of its prompt's source if it has one
+    teacher     every group has signal: the job learns from its teacher alone, whatever the rewards (distill)
     part:NAME   s_i = the value of that part of its reward, before the weight, in float32; without the part: no s_i
 
 A response without a reward has no s_i. A group has signal when its s_i are not all equal. Without signal its advantages
@@ -19,6 +20,8 @@ from onbeat.contracts.response_stats import is_solved
 from onbeat.objectives.base.objective import PART, is_signal
 from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
 
+TEACHER, DISTILL = "teacher", "distill"  # the rule of objectives without rewards, and the one of Onbeat's that is such
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -28,19 +31,24 @@ class Signal:
 
     @classmethod
     def of(cls, config: JobConfig) -> "Signal":
-        return cls(config.objective.signal, config.solved_at, config.solved_at_by_source)
+        rule = config.objective.signal if config.objective.needs_reward else TEACHER
+        return cls(rule, config.solved_at, config.solved_at_by_source)
 
     @classmethod
     def of_record(cls, config: Mapping[str, Any]) -> "Signal":
         """Return the signal of a recorded job. One of an older release has none, or a key of its own objective."""
-        rule = (config.get("objective") or {}).get("signal")
+        objective = config.get("objective") or {}
+        rule = objective.get("signal")
         sources = data if isinstance(data := config.get("data"), list) else []
         by_source = {source["name"]: source["solved_at"] for source in sources if source.get("solved_at") is not None}
         rule = rule if isinstance(rule, str) and is_signal(rule) else "reward"
+        rule = TEACHER if objective.get("type") == DISTILL else rule
         return cls(rule, config.get("solved_at", 1.0), by_source)
 
     def is_in(self, group: RolloutGroup) -> bool:
         """Return whether the group has signal; False if it failed."""
+        if self.rule == TEACHER:
+            return bool(group.responses)
         if self.rule == "reward":
             return do_rewards_differ(group)
         if self.rule == "solved":

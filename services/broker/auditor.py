@@ -71,12 +71,15 @@ def check_job(audit: Audit, fields: dict[str, str]) -> None:
     require(audit.num_entries > 0, "the job has no audit log; it is older than this release")
     config_digest = payload_digest(fields["config"].encode())
     require(audit.config_digest == config_digest, "the job's configuration is not the one that it was created with")
+    has_learned = bool(json.loads(fields["config"]).get("teacher")) and audit.next_iteration > audit.first_iteration
+    require(bool(audit.teacher_digest) or not has_learned, "the job has a teacher, and its log does not say which one")
     published = "" if audit.published is None else str(audit.published)
     for name, logged in {
         "num_opened": str(len(audit.iterations)),
         "next_iteration": str(audit.next_iteration),
         "policy_version": published,
         "weights_digest": audit.weights_digest,
+        "teacher_digest": audit.teacher_digest,
     }.items():
         require(fields.get(name, "") == logged, f"the job's {name} is {fields.get(name)!r}, by the log {logged!r}")
     if fields["state"] == JobState.SUCCEEDED:

@@ -15,6 +15,8 @@ from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling import sampling_of
 
+NO_SCORE = Score(None, {})  # a job without rewards learns from a teacher alone
+
 
 class Responder:
     def __init__(self, generation: Generation, encoder: PromptEncoder, rewards: Scorer, max_attempts: int) -> None:
@@ -39,7 +41,9 @@ class Responder:
         texts = [response.text for response in responses]
         ending = self._encoder.ending(task)
         requests = [replace(request, context=request.context | ending, responses=texts) for request in requests]
-        scores = await self._score(requests, deadline, group.timings)
+        scores = [NO_SCORE] * len(texts)
+        if requests:
+            scores = await self._score(requests, deadline, group.timings)
         lengths = await self._token_lengths(responses)
         group.responses.extend(map(to_response, responses, scores, lengths))
 
@@ -72,7 +76,7 @@ class Responder:
                 weight=reward.weight if reward.part else 1.0,
                 part=reward.part,
             )
-            for reward in task.rewards or [task.reward]
+            for reward in task.rewards or ([task.reward] if task.HasField("reward") else [])
         ]
 
     async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:

@@ -25,6 +25,7 @@ from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
 from services.trainer.stop_check import check_stops
+from services.trainer.teacher import check_record, load_teacher
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import World
 
@@ -56,11 +57,18 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
+    policy.teacher = load_teacher(config, policy.model, source, settings.cache_dir, world, is_sharded)
     give_back_freed()  # loading took the model's size twice
     if reason and world.is_main:
         message = f"responses share no prompt in a pass, which is slower: {reason}"
         logger.warning("job %s: %s", job.job_id, message)
         job.emit("trainer.not_packed", message)
+    if policy.teacher is not None:
+        check_record(policy.teacher, job.record_teacher(policy.teacher.digest))
+        if policy.teacher.reason and world.is_main:
+            job.emit(
+                "trainer.not_packed", f"responses share no prompt in the teacher's passes: {policy.teacher.reason}"
+            )
     if world.is_main and (unused := left_out(source, policy.model)):
         job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
     folder = settings.data_dir / "jobs" / job.job_id

@@ -22,6 +22,7 @@ from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.preview import Preview, preview_prompts
 from services.broker.admission.rewards import review_on_data
+from services.broker.admission.teacher import review_teacher
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
@@ -102,7 +103,7 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            complaints += model_complaints
+            complaints += model_complaints + await asyncio.to_thread(review_teacher, config, self._has_model_folders)
         if unusable:
             return complaints, Remarks()
         data_complaints, firsts, remarks = await self._review_data(config, checked)

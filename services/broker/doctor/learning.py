@@ -171,7 +171,11 @@ def look_at_young(job_id: str, config: JobConfig, records: Sequence[IterationRec
 
 def sum_up(c: Course) -> Finding:
     before, now = fmean(rewards_of(c.first)[:5] or [0.0]), fmean(rewards_of(c.recent)[-5:] or [0.0])
-    sentence = f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, "
+    quantity = "a mean reward"
+    if c.config.teacher is not None:
+        quantity = "a mean gap to its teacher (train/teacher_gap, nats per token)"
+        before, now = (fmean(gaps_of(records) or [0.0]) for records in (c.first[:5], c.recent[-5:]))
+    sentence = f"{c.job_id} has {quantity} of {now:.3f}, and had {before:.3f} at first, "
     sentence += f"{c.num_committed} iterations ago"
     if (truncated := c.mean("rollout/truncated_frac")) is not None:
         sentence += f"; {c.lately} {truncated:.0%} of the responses were truncated"
@@ -203,9 +207,10 @@ def look_at_reward_of_cut(c: Course) -> Finding | None:
 
 
 def look_at_signal(c: Course) -> Finding | None:
-    """Look at groups without signal, which have no gradient: is the task too hard, too easy, or solved by now?"""
+    """Look at groups without signal, which have no gradient without a teacher: is the task too hard, too easy, or
+    solved by now?"""
     share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
-    if share < MOSTLY or (share < 1 and c.has_risen):
+    if c.config.teacher is not None or share < MOSTLY or (share < 1 and c.has_risen):
         return None
     signal = Signal.of(c.config)
     if share < 1:
@@ -406,6 +411,11 @@ LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
 
 
 # ---- what counts as a difference ---------------------------------------------------------------------------------
+
+
+def gaps_of(records: Iterable[IterationRecord]) -> list[float]:
+    gaps = (record.metrics.get("train/teacher_gap") for record in records)
+    return [gap for gap in gaps if gap is not None]
 
 
 def rewards_of(records: Iterable[IterationRecord]) -> list[float]:

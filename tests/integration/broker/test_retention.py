@@ -252,6 +252,7 @@ LATE_CALLS: dict[str, Call] = {
     "read_job": lambda ledger, job: ledger.jobs.read([job]),
     "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
+    "record_teacher": lambda ledger, job: ledger.trainer.record_teacher(job, "1", "d"),
     "release_job": lambda ledger, job: ledger.trainer.release_job(job, "run-1"),
     "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),
     "renew_job": lambda ledger, job: ledger.trainer.renew_job(job, "1", 30.0, "training"),

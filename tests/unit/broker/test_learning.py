@@ -47,6 +47,15 @@ def find(
     return findings_of(Course("job-1", config, len(records), records[:NUM_RECENT], recent, held_out, around))
 
 
+def test_a_job_with_a_teacher_is_judged_by_its_gap() -> None:
+    """Equal rewards, or none, are no problem there: the teacher has something to say on every response."""
+    gaps = [iteration(number, 0.0, **DULL, **{"train/teacher_gap": 1.0 / (number + 1)}) for number in range(20)]
+    (finding,) = find(gaps, objective={"type": "distill"}, teacher={"path": "/t"}, solved_at=1.0)
+    assert not finding.is_problem
+    assert "gap to its teacher (train/teacher_gap, nats per token) of 0.056, and had 0.457 at first" in finding.sentence
+    assert any(finding.is_problem for finding in find(gaps))
+
+
 def test_truncation_is_a_note_from_the_second_iteration_on() -> None:
     config = JobConfig.model_validate(job_body(rollout={"max_response_tokens": 16}))
     cut = [iteration(number, 0.3, **{"rollout/truncated_frac": 0.94}) for number in range(3)]

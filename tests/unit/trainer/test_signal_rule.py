@@ -8,7 +8,7 @@ from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import GroupFailure, Response, RolloutGroup
 from onbeat.streams.signal import Signal
 from services.trainer.batch import compared, cost, does_count
-from tests.trainer_fixtures import job_config, make_group, open_update, train
+from tests.trainer_fixtures import REWARDED, job_config, make_group, open_update, train
 
 RIGHT = Signal("part:right")
 REWARDS = [{"name": "exact", "part": "right"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short"}]
@@ -19,7 +19,7 @@ PARTS = [  # right and short of each response, by group
     ([0.0, 1.0, 1.0], [0.6, 0.6, 0.6]),
 ]
 HAS_SIGNAL = [False, True, False, True]
-KINDS = sorted(BUILT_IN)
+KINDS = sorted(REWARDED)
 EXTRAS = {"": {}, "kl": {"kl": {"coef": 0.1}}, "band": {"importance": {"type": "band", "low": 1e-6, "high": 1e6}}}
 
 
