@@ -20,6 +20,7 @@ from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
+from services.trainer.model.exported_files import exported_files
 from services.trainer.model.model import model_files
 from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
@@ -88,7 +89,9 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     state = restored or begin(settings.data_dir, job.job_id, config, policy)
     files = model_files(source, policy.compute_dtype, config.model.chat_template)
     job.serve_weights(files, settings, policy.holders)
-    policy.files = files | {JOB_FILE: describe_job(job.job_id, config)}
+    if world.is_main:
+        exported = exported_files(source, policy.compute_dtype, config.model.chat_template)
+        policy.files = exported | {JOB_FILE: describe_job(job.job_id, config)}
     try:
         with tracking(folder) if world.is_main else nullcontext():
             TrainLoop(job, config, policy, state, checkpoints).run()
