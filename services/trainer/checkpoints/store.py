@@ -76,7 +76,7 @@ class Content:
     state: TrainState
     shards: HostShards
     files: Mapping[str, bytes]  # files of rank 0
-    is_sharded: bool  # each rank writes its own weights; else rank 0 writes all of them
+    is_sharded: bool  # weights are written by every rank; else all of them by rank 0
     weights: Tensors = field(default_factory=dict)
     policies: Mapping[int, Tensors] = field(default_factory=dict)
     convert: Convert | None = None  # the weights are not those of the source's files, which are made of them

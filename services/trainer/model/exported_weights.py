@@ -23,7 +23,7 @@ def conversion(model: Any) -> Convert | None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    conversions = getattr(model, "_weight_conversions", None)  # those that loading the source needed
+    conversions = getattr(model, "_weight_conversions", None)  # conversions that loading the source needed
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions or any(len(entry.target_patterns) > 1 for entry in conversions):

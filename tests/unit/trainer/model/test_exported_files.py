@@ -31,13 +31,17 @@ def test_files_of_the_source_keep_their_bytes(tmp_path):
     source = write(tmp_path / "source", byte_level(), LlamaConfig, "PreTrainedTokenizerFast")
     (source / "config.json").write_text(OWN_CONFIG.replace("float16", "bfloat16"))
     (source / "additional_chat_templates").mkdir()
-    own = {"generation_config.json": "{ }", "special_tokens_map.json": '{"eos_token":"<|im_end|>"}', "vocab.txt": "a\n"}
-    own |= {"additional_chat_templates/tool_use.jinja": "tools", "preprocessor_config.json": "{}"}
-    for name, text in own.items():
+    texts = {
+        "generation_config.json": "{ }",
+        "special_tokens_map.json": '{"eos_token":"<|im_end|>"}',
+        "vocab.txt": "a\n",
+    }
+    texts |= {"additional_chat_templates/tool_use.jinja": "tools", "preprocessor_config.json": "{}"}
+    for name, text in texts.items():
         (source / name).write_text(text)
     for name in ("model.safetensors", "tokenizer.py", "README.md", "vocab.pkl"):
         (source / name).write_text("not copied")
-    names = {*own, "config.json", "tokenizer.json", "tokenizer_config.json"}
+    names = {*texts, "config.json", "tokenizer.json", "tokenizer_config.json"}
     assert exported_files(str(source), torch.bfloat16) == {name: (source / name).read_bytes() for name in names}
 
 
@@ -87,7 +91,6 @@ def test_old_names_are_added_where_transformers_5_wrote_it(model_type, rope, old
 
 
 def test_old_name_that_would_change_the_model_is_left_out():
-    """In Mellum, a base beside the nested ones is taken for a part of them: transformers 5 reads another model."""
     rope = {
         "full_attention": {"rope_theta": 5e5} | YARN,
         "sliding_attention": {"rope_theta": 333.0, "rope_type": "default"},
@@ -116,7 +119,7 @@ def test_tokenizer_is_read_by_its_file(build, tokenizer_class, tmp_path):
     assert json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class") != "TokenizersBackend"
 
 
-def test_list_of_extra_tokens_has_the_name_that_transformers_4_reads(tmp_path):
+def test_list_of_extra_tokens_has_its_old_name(tmp_path):
     source = write(tmp_path / "source", byte_level(), LlamaConfig, "TokenizersBackend")
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"extra_special_tokens": ["<|im_start|>"]}))
