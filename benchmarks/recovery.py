@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import command_line, note_redis, save, start, temporary_folder
+from harness import ROOT, command_line, note_redis, save, start, temporary_folder
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -36,7 +36,7 @@ PAUSE_S = max(ROLLOUT_LEASE_S, TRAINER_LEASE_S) + 2
 POOL = "default"
 DEADLINE_S = 60.0
 POLL_S = 0.02
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "rollout": SMALL | {"max_lost_rollouts": 1_000},  # rollouts are killed
     "schedule": {"num_iterations": 4},
     "checkpoint": {"every_iterations": 1},
@@ -218,7 +218,7 @@ def changed(folder: Path, has_standby: bool) -> Callable[[list[ServiceSpec]], li
     def change(specs: list[ServiceSpec]) -> list[ServiceSpec]:
         (trainer,) = [spec for spec in specs if spec.name == "trainer"]
         standby = replace(trainer, name="trainer-1", env={**trainer.env, "ONBEAT_TRAINER_ID": "trainer-1"})
-        return [obedient(spec, folder) for spec in [*specs, *([standby] if has_standby else [])]]
+        return [obedient(spec, folder, str(ROOT)) for spec in [*specs, *([standby] if has_standby else [])]]
 
     return change
 

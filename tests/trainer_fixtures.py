@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.config import JobConfig
+from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer import replay
 from services.trainer.accumulate import GradientSum
@@ -33,6 +34,7 @@ from services.trainer.stats import IterationStats
 from services.trainer.world import ALONE
 
 VOCAB = 61
+REWARDED = [kind for kind, objective in BUILT_IN.items() if objective.needs_reward]  # objectives without a teacher
 
 
 def tiny_config(config_class=LlamaConfig, **options):
@@ -113,7 +115,7 @@ def job_config(**sections) -> JobConfig:
         "schedule": {"num_iterations": 3},
     }
     for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
+        base[name] = None if values is None else base.get(name, {}) | values
     return JobConfig.model_validate(base)
 
 
@@ -235,11 +237,12 @@ class Trained(NamedTuple):
     job: RecordedJob
 
 
-def train(config, groups, tmp_path, model=None, resume_from=None, job=None, world=ALONE, **job_options):
+def train(config, groups, tmp_path, model=None, resume_from=None, job=None, world=ALONE, teacher=None, **job_options):
     """Run the real loop over recorded groups, or over those of `job`. A fork begins at `tmp_path/jobs/PARENT`."""
     model = model or model_of(config)
     job = job or RecordedJob(config, groups, **job_options)
     policy = Policy.create(model, config, world)
+    policy.teacher = teacher
     policy.files = {"config.json": b"{}"}
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     if config.fork:

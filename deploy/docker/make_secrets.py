@@ -19,7 +19,7 @@ ROOT = Path("/secrets")
 ADMIN = ROOT / "admin"
 ACL_TEMPLATE = Path("/opt/onbeat/share/users.acl.example")
 USER = 10001  # user and group of every service
-REDIS_DATA = Path("/redis-data")  # the official Redis image has another owner for it
+DATA = [Path(f"/{service}-data") for service in ("redis", "trainer", "broker")]  # volumes that may have another owner
 
 
 def main(arguments: list[str]) -> None:
@@ -51,7 +51,8 @@ def hand_out() -> None:
     for name in ("read-key", "grafana-password"):
         write(ROOT / "monitoring" / name, read(name), mode=0o444)  # Prometheus and Grafana have users of their own
     write_api_keys(ROOT / "broker" / "api-keys.json")
-    os.chown(REDIS_DATA, USER, USER)
+    for volume in DATA:
+        os.chown(volume, USER, USER)
 
 
 def acl(password: str, admin_password: str) -> str:

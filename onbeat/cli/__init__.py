@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import chat, data, draft, jobs, keys, look, plan, reward, service, stack, storage, sweep
+from onbeat.cli import chat, data, draft, export, jobs, keys, look, plan, reward, service, stack, storage, sweep
 from onbeat.cli.options import App, CaFile
 from onbeat.cli.output import say
 from onbeat.contracts.errors import ApiError, OnbeatError, UnnamedBroker
@@ -34,6 +34,7 @@ app.command("doctor")(look.doctor)
 app.command("chat")(chat.chat)
 app.command("view")(stack.view)
 app.command("report")(look.report)
+app.command("export")(export.export)
 app.command("logs")(look.logs)
 app.command("backup")(storage.backup)
 app.command("restore")(storage.restore)

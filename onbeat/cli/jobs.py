@@ -10,7 +10,7 @@ import typer
 from onbeat.cli.options import App, AsJson, Broker, Job, JobId, Overrides, make_console
 from onbeat.cli.output import print_json, print_records, print_table, when
 from onbeat.contracts.errors import OnbeatError
-from onbeat.terminal.formatting import duration, number
+from onbeat.terminal.formatting import Column, duration, number
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -93,7 +93,10 @@ def list_jobs(
         ran = duration((job.finished_at or time.time()) - job.started_at) if job.started_at is not None else "-"
         iterations = f"{job.next_iteration}/{job.num_iterations}"
         rows.append((job.id, job.name, job.pool, job.state.value, iterations, reward, ran, when(job.created_at)))
-    print_table(["id", "name", "pool", "state", "iterations", "reward", "time", "created"], rows)
+    print_table(
+        ["id", "name", Column("pool", 2), "state", "iterations", "reward", "time", Column("created", 1)],
+        rows,
+    )
 
 
 @app.command()

@@ -15,7 +15,7 @@ from onbeat.cli.jobs import app
 from onbeat.cli.options import AsJson, Broker, DataDir, JobId, make_console
 from onbeat.cli.output import print_json, print_records, print_table, say, when
 from onbeat.process.stacks import resolve_data_dir
-from onbeat.terminal.formatting import number, printable, sparkline
+from onbeat.terminal.formatting import Column, number, printable, sparkline
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient, BrokerUnreachable
@@ -28,7 +28,8 @@ Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entri
 def iterations(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = False) -> None:
     """List iterations: reward, time, tokens and idle shares."""
     iterations = broker.ask(lambda client: client.jobs.iterations(job_id))[-last:]
-    columns = ["iteration", "state", "version", "reward", "std", "seconds", "tokens", "rollouts idle", "trainer idle"]
+    idle = ("rollouts idle", "trainer idle")
+    columns = ("iteration", "state", "version", "reward", Column("std", 2), "seconds", Column("tokens", 1), *idle)
     print_records(iterations, as_json, columns, iteration_row)
 
 
@@ -119,7 +120,7 @@ def describe_audit(report: "AuditReport") -> str:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"
     gone = f", {report.num_contents_gone} no longer kept" if report.num_contents_gone else ""
-    rules = "" if report.answer_rules is None else f"; answers compared by rules {report.answer_rules}"
+    rules = "" if report.answer_rules is None else f"; answers compared by version {report.answer_rules} of their rules"
     loads = f"{report.num_loads} loads of weights compared"
     unknown = f", {report.num_loads_unknown} recorded no digest" if report.num_loads_unknown else ""
     verdict = "clean" if report.is_clean else "NOTHING TRAINED"
@@ -225,7 +226,7 @@ def report(
         case ReportFormat.JSON:
             text = json.dumps(run.as_json(), indent=2) + "\n"
     if output is None:
-        say(text.removesuffix("\n"))
+        typer.echo("\n".join(map(printable, text.removesuffix("\n").split("\n"))))  # not wrapped: people copy it
     else:
         write_whole(output, text)
         typer.echo(f"{output} is written")

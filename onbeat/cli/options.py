@@ -156,13 +156,18 @@ class App(typer.Typer):
         self.callback()(lambda: None)  # a single command without a callback would take the place of its group
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Command], Command]:
-        register = super().command(*args, **kwargs)
-
         def add(command: Command) -> Command:
+            register = super(App, self).command(*args, **{"help": help_of(command)} | kwargs)
             register(with_broker(command) if "broker" in inspect.signature(command).parameters else command)
             return command
 
         return add
+
+
+def help_of(command: Command) -> str:
+    """Return the docstring with one line for each paragraph: terminals of any width wrap it."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 def with_broker(command: Callable[..., None]) -> Callable[..., None]:

@@ -86,5 +86,6 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
         lines.append(
             "That is too much for this machine: lower training.max_tokens_per_micro_batch, set "
             "training.has_gradient_checkpointing, or add a [lora] section"
+            + (", or take a smaller teacher" if any("teacher" in parts for parts in plan.values()) else "")
         )
     return lines

@@ -26,9 +26,12 @@ DATA_MEMORY_MB = 8192
 OWN_ANSWER = "own answer"
 THINK = "<think>"
 START_S = 60.0  # time for the scoring process to start and import the reward
-ROWS, REWARDS, PROMPTS = (
+MISSING = "missing"  # kind of a failure: the settings do not name the service
+ENDING = 60  # characters at the end of a prompt
+ROWS, REWARDS, SERVICES, PROMPTS = (
     "services.broker.datasets.child",
     "services.rollout.rewards.child",
+    "services.rollout.rewards.trial",
     "services.trainer.prompt_lengths",
 )
 
@@ -51,10 +54,11 @@ def try_reward(
     """Print prompts as the model gets them, responses, and the reward of each with its parts.
 
     Each prompt is scored with two responses: the answer in its row, which should score high, and an empty one, which
-    should score low. The exit code is 1 if the reward fails on any of them.
+    should score low. Rewards http and judge ask their service, which has to be in ONBEAT_REWARD_SERVICES as for a
+    rollout. The exit code is 1 if a reward fails on any of them.
     """
     from onbeat.config import JobConfig
-    from onbeat.contracts.rewards import SERVICE_REWARDS, ZERO
+    from onbeat.contracts.rewards import ZERO
     from onbeat.process.extras import require_extra
 
     if job_id is not None:
@@ -64,10 +68,7 @@ def try_reward(
     if config.environment is not None:
         remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
         raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
-    if any(reward.name in SERVICE_REWARDS for rewards in config.rewards_by_source.values() for reward in rewards):
-        raise ValueError(
-            "rewards http and judge ask a service that rollouts know by name; call it yourself, or use --job"
-        )
+    check_services(config)
     require_extra("broker", user="the data of a job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
     prompts, problem = render_prompts(config, items)
@@ -79,14 +80,28 @@ def try_reward(
     scores = score_all(config, items)
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first response of the row
-            show_prompt(items[index]["title"], prompts[index])
+            show_prompt(items[index]["title"], prompts[index], items[index].get("ending", ""))
         for reward, answers in scores:
-            if number in answers:
+            if number in answers and answers[number].get("kind") != MISSING:
                 show_score(name if reward.part is None else f"{name}, {reward.part}", text, answers[number])
                 if name == OWN_ANSWER and answers[number].get("reward") == 0:
                     say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
     if any("reward" not in answer for _, answers in scores for answer in answers.values()):
         raise typer.Exit(1)
+
+
+def check_services(config: "JobConfig") -> None:
+    """Raise ValueError, naming the field, for options that are wrong for a reward that asks a service."""
+    from onbeat.config.service_rewards import problems_of_service_reward
+    from onbeat.contracts.rewards import SERVICE_REWARDS
+
+    for number, (field, source) in enumerate(config.sources):
+        for index, reward in enumerate(config.rewards_by_source[source.name or ""]):
+            place = "reward" if source.reward is None else f"{field}.reward"
+            place += "" if reward.part is None else f".{index}"
+            if reward.name in SERVICE_REWARDS and (number == 0 or source.reward is not None):
+                for key, message in problems_of_service_reward(reward):
+                    raise ValueError(f"{place}.{key}: {message}")
 
 
 def show_groups(broker: Broker, job_id: str, num_groups: int) -> None:
@@ -118,15 +133,22 @@ def lesson_of(samples: "Sequence[Sample]", signal: "Signal") -> str:
         for sample in samples
     ]
     group = RolloutGroup(responses=responses, source=samples[0].source if samples else "")
-    return "which of these responses are better" if signal.is_in(group) else f"nothing: {signal.words}"
+    return "which of these responses are better" if signal.is_in(group) else f"nothing: {signal.words_of(group.source)}"
 
 
 def score_all(
     config: "JobConfig", items: Sequence[dict[str, Any]]
 ) -> "list[tuple[RewardConfig, dict[int, dict[str, Any]]]]":
     """Return each reward with its answers by the numbers of the responses, which are to prompts of its sources."""
+    from onbeat.contracts.rewards import SERVICE_REWARDS
+
     return [
-        (reward, score(reward, items, source))
+        (
+            reward,
+            ask_reward_service(reward, items, source, config.seed)
+            if reward.name in SERVICE_REWARDS
+            else score(reward, items, source),
+        )
         for source, rewards in config.rewards_by_source.items()
         for reward in rewards
     ]
@@ -155,8 +177,8 @@ def read_source(config: "JobConfig", number: int, folder: Path, root: Path, coun
     data = source.model_dump(mode="json") | config.rendering.template_arguments()
     if isinstance(source, FileData) and (folder / source.path).is_file():
         data["path"], root = str((folder / source.path).resolve()), Path("/")
-    if "shuffle" in data:
-        data |= {"shuffle": False, "max_prompt_tokens": None}
+    if "prompt_field" in data:
+        data |= {"order": "in_order", "difficulty": None, "max_prompt_tokens": None}
     spec = {"data": data, "seed": config.seed, "num_items": count}
     place = "reward" if source.reward is None else f"{field}.reward"
     scored_by = config.rewards_by_source[source.name or ""]
@@ -197,6 +219,7 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
         return plain, str(error)
     for item, answer in zip(items, answers, strict=True):
         item["context"] |= {PROMPT_SUFFIX: answer["suffix"]} if item["messages"] else {}
+        item["ending"] = answer["text"][-ENDING:]
     return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
 
 
@@ -218,6 +241,34 @@ def score(reward: "RewardConfig", items: Sequence[dict[str, Any]], source: str) 
     return {request["request"]: scored.get(request["request"], {"message": silence}) for request in requests}
 
 
+def ask_reward_service(
+    reward: "RewardConfig", items: Sequence[dict[str, Any]], source: str, seed: int
+) -> dict[int, dict[str, Any]]:
+    """Ask the service of the reward about the responses to each prompt of this source, once, as a rollout does. Return
+    the answers by the numbers of the responses; of a service that is not in the settings, say so."""
+    from onbeat.contracts.seeds import seed_of
+    from onbeat.process.extras import require_extra
+
+    require_extra("rollout", user=f"reward {reward.name}")
+    limits = {"reward": reward.name, "options": reward.options, "timeout_s": reward.timeout_s}
+    requests: list[dict[str, Any]] = []
+    number = 0  # number of the first response to the item
+    for index, item in enumerate(items):
+        texts = [text for _, text in responses_to(item)]
+        group = {"request": number, "context": item["context"], "responses": texts, "seed": seed_of(seed, 0, index)}
+        requests += [limits | group] if item["source"] == source else []
+        number += len(texts)
+    if not requests:
+        return {}
+    wanted = [request["request"] + place for request in requests for place in range(len(request["responses"]))]
+    lines = ask_service(SERVICES, [], requests, START_S + reward.timeout_s * len(wanted))
+    answers = {answer["request"]: answer for answer in lines}
+    missing = [answer["message"] for answer in lines if answer.get("kind") == MISSING]
+    if missing:
+        say(f"reward {reward.name} is not tried: {missing[0]}; set it here as for the rollouts")
+    return {response: answers.get(response, {"message": "no answer in time"}) for response in wanted}
+
+
 def ask_service(
     module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]], deadline_s: float | None = None
 ) -> list[dict[str, Any]]:
@@ -226,8 +277,10 @@ def ask_service(
     return [json.loads(line) for line in run_service(module, arguments, text, deadline_s).splitlines()]
 
 
-def show_prompt(title: str, prompt: str) -> None:
+def show_prompt(title: str, prompt: str, ending: str = "") -> None:
     typer.echo(f"\n{title}\n  prompt      {clip(prompt)!r}")
+    if ending:
+        typer.echo(f"  ends with   {ending!r}")
 
 
 def show_score(name: str, response: str, answer: dict[str, Any]) -> None:

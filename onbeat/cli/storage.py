@@ -1,4 +1,4 @@
-"""`onbeat backup`, `restore` and `clean`: the data folder of a local stack as a whole."""
+"""`onbeat backup`, `restore` and `clean`: all data of a stack."""
 
 import shlex
 import sys
@@ -9,36 +9,67 @@ import typer
 
 from onbeat.cli.options import AsJson, DataDir
 from onbeat.cli.output import print_json, print_table
+from onbeat.contracts.states import JobState
 from onbeat.process.stacks import resolve_data_dir
+
+Compose = Annotated[
+    bool, typer.Option("--compose", help="The stack of `docker compose` in this folder, instead of a local one.")
+]
 
 
 def backup(
     file: Annotated[Path, typer.Argument(help="The file to write, a tar. It must not exist.", show_default=False)],
+    is_compose: Compose = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Write the jobs of the local stack into one file: ledger, checkpoints, data files. The stack may run on."""
+    """Write the jobs of a stack into one file: ledger, checkpoints, data files. The stack may run on."""
     from onbeat.local.backup import write_backup
+    from onbeat.local.compose import write_compose_backup
     from onbeat.terminal.formatting import size
 
-    contents = write_backup(resolve_data_dir(data_dir), file)
-    jobs = f"{len(contents.jobs)} job" + "s" * (len(contents.jobs) != 1)
-    typer.echo(f"{file} is written: {jobs}, {size(file.stat().st_size)}")
-    typer.echo(f"bring it back: onbeat restore {shlex.quote(str(file))} --data-dir FOLDER")
+    if is_compose:
+        refuse_data_dir(data_dir)
+        num_jobs = len(write_compose_backup(file))
+    else:
+        num_jobs = len(write_backup(resolve_data_dir(data_dir), file).jobs)
+    typer.echo(f"{file} is written: {num_jobs} job{'s' * (num_jobs != 1)}, {size(file.stat().st_size)}")
+    name = shlex.quote(str(file))
+    typer.echo(f"bring it back: onbeat restore {name} --data-dir FOLDER, or onbeat restore {name} --compose")
 
 
 def restore(
     file: Annotated[Path, typer.Argument(help="A file that `onbeat backup` wrote.", show_default=False)],
+    is_compose: Compose = False,
+    is_replacing: Annotated[
+        bool, typer.Option("--replace", help="With --compose: remove what the volumes of the stack hold.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a data folder from a backup. Nothing is overwritten: the folder must be new or empty."""
+    """Make a data folder from a backup, which must be new or empty, or fill the volumes of a stopped stack."""
+    from onbeat.local.compose import restore_compose_backup
     from onbeat.local.restore import restore_backup
 
-    folder = resolve_data_dir(data_dir)
-    jobs = restore_backup(file, folder)
-    num_unfinished = sum(not job.state.is_final for job in jobs)
-    typer.echo(f"{folder} has {len(jobs)} job{'s' * (len(jobs) != 1)} again, {num_unfinished} unfinished")
-    where = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir is not None else ""
-    typer.echo(f"onbeat up{where} continues them, onbeat view {shlex.quote(str(folder))} only shows them")
+    if is_compose:
+        refuse_data_dir(data_dir)
+        records = restore_compose_backup(file, is_replacing)
+        states = [JobState(record["state"]) for record in records]
+        place, start = "compose's stack", "docker compose up -d --wait continues them"
+    elif is_replacing:
+        raise ValueError("--replace is for --compose; a data folder is never overwritten, so name a new one")
+    else:
+        folder = resolve_data_dir(data_dir)
+        states = [job.state for job in restore_backup(file, folder)]
+        where = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir is not None else ""
+        place = str(folder)
+        start = f"onbeat up{where} continues them, onbeat view {shlex.quote(str(folder))} only shows them"
+    num_unfinished = sum(not state.is_final for state in states)
+    typer.echo(f"{place} has {len(states)} job{'s' * (len(states) != 1)} again, {num_unfinished} unfinished")
+    typer.echo(start)
+
+
+def refuse_data_dir(data_dir: Path | None) -> None:
+    if data_dir is not None:
+        raise ValueError("--data-dir names a local stack, and --compose another one; leave one of them out")
 
 
 def clean(

@@ -2,12 +2,50 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.rewards import LIST, TABLE, OneOrSeveralRewards, form_of
-from onbeat.contracts.section import Float, PositiveInt
+from onbeat.contracts.section import Float, PositiveInt, Section
 from onbeat.contracts.slots import MAX_SOURCES, Slots
+from onbeat.objectives.base.objective import check_rule
+
+MAX_LEVELS = 16
+DIFFICULTY = "difficulty"
+
+
+class DifficultyConfig(Section):
+    """Settings of `order = "difficulty"`, which chooses prompts by the outcomes of earlier ones."""
+
+    explore: Float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="share of the prompts that are chosen to learn about the data: rows that no iteration had yet, "
+        "then those not seen for longest; or the levels in turn",
+    )
+    decay: Float = Field(
+        0.5, ge=0, le=1, description="factor of what a row's or level's earlier visits count, at each new visit"
+    )
+    prior: Float = Field(
+        0.5,
+        gt=0,
+        le=100,
+        description="solved responses, and as many unsolved ones, that every estimate of a solved share begins with",
+    )
+    band: tuple[Float, Float] = Field(
+        (0.0, 1.0),
+        description="lowest and highest solved share of the rows that are chosen for their expected signal",
+    )
+
+    @field_validator("band")
+    @classmethod
+    def check_band(cls, band: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= band[0] < band[1] <= 1:
+            raise ValueError(
+                f"{list(band)} is no band of solved shares; give two from 0 to 1, the lower one first: [0.1, 0.9]"
+            )
+        return band
 
 
 class SourceData(TemplateArguments):
@@ -38,6 +76,11 @@ class SourceData(TemplateArguments):
         description="reward from which a response to this source's prompts counts as solved, with several sources; "
         "default: that of the job",
     )
+    signal: Annotated[str, AfterValidator(check_rule)] | None = Field(
+        None,
+        description="difference between responses that makes a group of this source teach, with several sources; "
+        "default: `objective.signal`",
+    )
 
     @property
     def is_one_of_several(self) -> bool:
@@ -50,14 +93,54 @@ KEYS_OF_SEVERAL = {
 }
 
 
-class ReasoningGymData(SourceData):
+class OrderedData(SourceData):
+    """The part of a data set that says which prompt comes when."""
+
+    difficulty: DifficultyConfig | None = Field(
+        None, description='settings of `order = "difficulty"`; default: those of its keys'
+    )
+
+    @property
+    def chooses(self) -> DifficultyConfig | None:
+        """The settings by which prompts are chosen when an iteration opens; None: their order is known before."""
+        return (self.difficulty or DifficultyConfig()) if getattr(self, "order", "") == DIFFICULTY else None
+
+    @model_validator(mode="after")
+    def check_order(self) -> "OrderedData":
+        if self.difficulty is not None and self.chooses is None:
+            raise ValueError("difficulty: has no effect without order = 'difficulty'; set that, or leave it out")
+        return self
+
+
+class ReasoningGymData(OrderedData):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str = Field(description="name of a reasoning_gym dataset, such as `chain_sum`")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task, such as `max_terms`")
     system_prompt: str | None = Field(None, description="system message before every question")
+    order: Literal["in_order", "difficulty"] = Field(
+        "in_order",
+        description="in_order: new questions of one kind; difficulty: the level of `levels` that teaches most, by the "
+        "outcomes so far",
+    )
+    levels: list[dict[str, Any]] = Field(
+        [],
+        max_length=MAX_LEVELS,
+        description='options of the levels, from easy to hard, each on top of `options`; for `order = "difficulty"`',
+    )
+
+    @model_validator(mode="after")
+    def check_levels(self) -> "ReasoningGymData":
+        if self.chooses is not None and len(self.levels) < 2:
+            raise ValueError(
+                "levels: order = 'difficulty' chooses between levels, since generated questions never come again; give "
+                "at least two, such as [{ max_terms = 2 }, { max_terms = 4 }]"
+            )
+        if self.levels and self.chooses is None:
+            raise ValueError("levels: have no effect without order = 'difficulty'; set that, or leave them out")
+        return self
 
 
-class RowData(SourceData):
+class RowData(OrderedData):
     """The part of a data set that says how a row becomes a prompt."""
 
     prompt_field: str = Field(
@@ -81,7 +164,11 @@ class RowData(SourceData):
         description="columns that look like inputs of the model (`images`, `tools`, ...) and are for the reward alone; "
         "other jobs with such columns are refused, because the model would not see them",
     )
-    shuffle: bool = Field(True, description="use a new seeded order in every epoch")
+    order: Literal["in_order", "shuffled", "difficulty"] = Field(
+        "shuffled",
+        description="order of the rows. in_order: as in the file; shuffled: a new seeded order in every epoch; "
+        "difficulty: those first from which most signal is expected, by the outcomes so far",
+    )
     max_prompt_tokens: PositiveInt | None = Field(
         None,
         description="longest prompt to train on, in tokens, chat template included; checked when the job is submitted",
@@ -89,6 +176,19 @@ class RowData(SourceData):
     on_too_long: Literal["drop", "refuse"] = Field(
         "drop", description="what happens to longer prompts: leave them out, or refuse the job"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_shuffle(cls, section: Any) -> Any:
+        """Read `shuffle`, which older jobs have in the place of `order`."""
+        if not isinstance(section, dict) or "shuffle" not in section:
+            return section
+        if "order" in section or not isinstance(section["shuffle"], bool):
+            raise ValueError(
+                "shuffle: is the old name of order; use order = 'shuffled' or 'in_order', and leave it out"
+            )
+        others = {name: value for name, value in section.items() if name != "shuffle"}
+        return {**others, "order": "shuffled" if section["shuffle"] else "in_order"}
 
 
 class FileData(RowData):
@@ -111,6 +211,17 @@ class HubData(RowData):
 
 
 DataConfig = Annotated[ReasoningGymData | FileData | HubData, Field(discriminator="type")]
+
+
+def refuse_environments(section: Any) -> Any:
+    """Refuse by name an environment of one source, and say why."""
+    for place, source in enumerate(section if isinstance(section, list) else ()):
+        if isinstance(source, dict) and "environment" in source:
+            raise ValueError(
+                f"data.{place}.environment: a rollout plays all prompts of a job in its one [environment], or answers "
+                "all in one turn; write [environment] for the whole job, or train this source in another job"
+            )
+    return section
 
 
 def check_sources(section: DataConfig | list[DataConfig]) -> DataConfig | list[DataConfig]:
@@ -138,5 +249,6 @@ OneOrSeveralSources = Annotated[
     Annotated[DataConfig, Tag(TABLE)]
     | Annotated[list[DataConfig], Field(min_length=1, max_length=MAX_SOURCES), Tag(LIST)],
     Discriminator(form_of),
+    BeforeValidator(refuse_environments),
     AfterValidator(check_sources),
 ]

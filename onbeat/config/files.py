@@ -31,24 +31,33 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
         raise ValueError(f'{path}: a job is one JSON object, such as {{"model": ...}}')
     for override in overrides:
         apply_override(job, override)
-    resolve_model(job, path.parent)
+    resolve_models(job, path.parent)
+    resolve_adapter(job, path.parent)
     read_template(job, path.parent)
     return job
 
 
-def resolve_model(job: dict[str, Any], folder: Path) -> None:
-    """Make a relative path of the job's model one beside the job file, as `data.path` is. Raises ValueError for a hub
-    id that may be meant as a folder."""
+def resolve_models(job: dict[str, Any], folder: Path) -> None:
+    """Make relative paths of the job's model and of its teacher such beside the job file, as `data.path` is. Raises
+    ValueError for a hub id that may be meant as a folder."""
+    for section in ("model", "teacher"):
+        model = job.get(section)
+        if not isinstance(model, dict) or not isinstance(name := model.get("path"), str) or "\0" in name:
+            continue
+        if name.startswith(("./", "../")):
+            model["path"] = str((folder / name).resolve())
+        elif not name.startswith(("/", "~/", "bundled:")) and (folder / name).is_dir():
+            raise ValueError(
+                f"{section}.path = {name!r} is the id of a model on a hub, and there is a folder of this name beside "
+                f"the job file; write './{name}' for the folder, or start the job from elsewhere for the hub's model"
+            )
+
+
+def resolve_adapter(job: dict[str, Any], folder: Path) -> None:
+    """Make a relative path of the job's adapter one beside the job file. An adapter is a folder, never a hub id."""
     model = job.get("model")
-    if not isinstance(model, dict) or not isinstance(name := model.get("path"), str) or "\0" in name:
-        return
-    if name.startswith(("./", "../")):
-        model["path"] = str((folder / name).resolve())
-    elif not name.startswith(("/", "~/", "bundled:")) and (folder / name).is_dir():
-        raise ValueError(
-            f"model.path = {name!r} is the id of a model on a hub, and there is a folder of this name beside the job "
-            f"file; write './{name}' for the folder, or start the job from elsewhere for the hub's model"
-        )
+    if isinstance(model, dict) and isinstance(name := model.get("adapter"), str) and name and "\0" not in name:
+        model["adapter"] = name if name.startswith("~/") else str((folder / name).resolve())
 
 
 def read_template(job: dict[str, Any], folder: Path) -> None:

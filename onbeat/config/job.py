@@ -15,6 +15,7 @@ from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
 from onbeat.config.schedule import BoundedSchedule
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
+from onbeat.config.teacher import problems_of_teacher
 from onbeat.config.templates import moment_of
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
@@ -96,6 +97,11 @@ class JobConfig(JobSections):
         return any(source.system_prompt for _, source in self.sources)
 
     @property
+    def chooses_prompts(self) -> bool:
+        """True if the outcomes of earlier iterations decide on the prompts of one of its sources."""
+        return any(source.chooses is not None for _, source in self.sources)
+
+    @property
     def slots(self) -> Slots:
         """The turns that several sources take at the prompts."""
         return Slots.by_weights([source.weight for _, source in self.sources])
@@ -165,7 +171,7 @@ class JobConfig(JobSections):
 
     @model_validator(mode="after")
     def check(self) -> "JobConfig":
-        if problems := list(problems_of(self)):
+        if problems := list(dict.fromkeys(problems_of(self))):
             raise ValueError("\n".join(problems))
         return self
 
@@ -215,10 +221,12 @@ class JobConfig(JobSections):
 
 def problems_of(job: JobConfig) -> Iterator[str]:
     """Yield what does not hold between the sections: the field, what is wrong with it, and a remedy."""
-    if job.reward is None and job.environment is None:
+    if job.reward is None and job.environment is None and job.objective.needs_reward:
         yield "reward: missing; name one, or an [environment], which gives the reward itself"
     if job.reward is not None and job.environment is not None:
         yield "reward: the environment gives the reward; leave out [reward] or [environment]"
+    if job.model.adapter is not None and job.lora is None:
+        yield "model.adapter: adapters are trained with [lora]; add that section with the adapter's rank and alpha"
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.environment is not None and any(section.reward is not None for section in sets):
         yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
@@ -233,8 +241,9 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     yield from problems_of_sources(job)
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
+    yield from problems_of_teacher(job, job.sources)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
-    if job.rollout.num_samples_per_prompt < 2:
+    if job.rollout.num_samples_per_prompt < 2 and objective.needs_reward:
         yield (
             f"rollout.num_samples_per_prompt: the group advantage of {objective.type} needs at least 2 responses per "
             f"prompt, got {job.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
@@ -270,6 +279,8 @@ def problems_of(job: JobConfig) -> Iterator[str]:
 def problems_of_sources(job: JobConfig) -> Iterator[str]:
     """Yield what is wrong with keys that only several sources have."""
     for held_out in job.held_out:
+        if held_out.data.chooses is not None:
+            yield f"{held_out.field}.data.order: difficulty is for training; held-out prompts are the same each time"
         if held_out.data.is_one_of_several:
             keys = ", ".join(KEYS_OF_SEVERAL)
             yield f"{held_out.field}.data: {keys} are keys of several training sources; leave them out"
@@ -305,27 +316,33 @@ def problems_of_replacements(job: JobConfig) -> Iterator[str]:
 
 
 def problems_of_signal(job: JobConfig) -> Iterator[str]:
-    """Yield what is wrong with `objective.signal` for the job's rewards."""
-    signal = job.objective.signal
-    is_everywhere = all(source.solved_at is not None for _, source in job.sources)
-    if signal == "solved" and "solved_at" not in job.model_fields_set and not is_everywhere:
-        yield (
-            "objective.signal: solved compares rewards with solved_at, which is not given; set solved_at to the reward "
-            "from which a response is solved"
-        )
-    if isinstance(signal, str) and signal.startswith(PART):
-        for source, rewards in job.rewards_by_source.items():
-            where = f" of source {source}" if source else ""
-            parts = [reward.part for reward in rewards if reward.part is not None]
+    """Yield what is wrong with `objective.signal`, or a source's own, for the rewards that it compares."""
+    kl = job.objective.kl
+    for field, source in job.sources:
+        if source.signal not in (None, "reward") and kl.coef > 0 and kl.placement == "reward":
+            yield (
+                f"{field}.signal: a KL term in the reward gives advantages to groups without signal; use "
+                "objective.kl.placement = 'loss', or signal = 'reward'"
+            )
+        key = "objective.signal" if source.signal is None else f"{field}.signal"
+        signal = source.signal or job.objective.signal
+        if signal == "solved" and source.solved_at is None and "solved_at" not in job.model_fields_set:
+            yield (
+                f"{key}: solved compares rewards with solved_at, which is not given; set solved_at to the reward from "
+                "which a response is solved"
+            )
+        if isinstance(signal, str) and signal.startswith(PART):
+            where = f" of source {source.name}" if source.name else ""
+            parts = [reward.part for reward in job.rewards_by_source[source.name or ""] if reward.part is not None]
             if not parts:
                 yield (
-                    f"objective.signal: {signal} is a part of several rewards, and the job has none under [[reward]]"
-                    f"{where}; use solved or reward, or write the rewards under [[reward]]"
+                    f"{key}: {signal} is a part of several rewards, and the job has none under [[reward]]{where}; use "
+                    "solved or reward, or write the rewards under [[reward]]"
                 )
             elif signal.removeprefix(PART) not in parts:
                 yield (
-                    f"objective.signal: no reward{where} is called {signal.removeprefix(PART)}; use part:NAME with one "
-                    f"of {', '.join(parts)}"
+                    f"{key}: no reward{where} is called {signal.removeprefix(PART)}; use part:NAME with one of "
+                    f"{', '.join(parts)}"
                 )
 
 

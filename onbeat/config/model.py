@@ -30,6 +30,12 @@ class ModelConfig(Section):
         description="chat template in place of the model's own, as text in Jinja, for all prompts and for the "
         "checkpoints; in a job file, `chat_template_file` names the file beside it that has the text",
     )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of a LoRA adapter in PEFT's format, on the trainer's machine, that `[lora]` starts from, "
+        "with the rank, alpha and layers of `[lora]`; the reference policy is the model without it",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="dtype of computation and of published weights; auto: bfloat16 if the trainer and all "
@@ -49,6 +55,16 @@ class LoraConfig(Section):
 
     rank: PositiveInt = Field(16, le=65_536, description="rank of the two factors of an update")
     alpha: Float = Field(32.0, gt=0, description="scale of the update: it is multiplied by alpha / rank")
-    target_modules: list[str] | Literal["all-linear"] = Field(
-        "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
+    use_rslora: bool = Field(
+        False, description="multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732), for large ranks"
     )
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="names of the linear layers, such as q_proj, and of the parameters of experts, such as "
+        "gate_up_proj, that get an adapter; default: all but the output head",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The number that B A is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)

@@ -12,6 +12,7 @@ from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards
 from onbeat.contracts.section import Float, Int, Section
 from onbeat.objectives import AnyObjective
+from onbeat.objectives.base.teacher import TeacherConfig
 from onbeat.objectives.grpo import GrpoObjective
 
 
@@ -38,13 +39,21 @@ class JobSections(Section):
     lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
     data: OneOrSeveralSources = Field(description="one or several sources of prompts")
     reward: OneOrSeveralRewards | None = Field(
-        None, description="one or several rewards that score responses; needed unless there is an environment"
+        None,
+        description="one or several rewards that score responses; needed unless there is an environment, or the "
+        "objective is distill",
     )
     environment: EnvironmentConfig | None = Field(
         None, description="environment that runs episodes of several turns; default: responses of one turn"
     )
     rollout: RolloutConfig
     objective: AnyObjective = Field(default_factory=GrpoObjective)
+    teacher: TeacherConfig | None = Field(
+        None,
+        exclude_if=lambda teacher: teacher is None,
+        description="frozen model that the policy learns from: besides its rewards, or alone with the objective "
+        "distill",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     gac: GacConfig = GacConfig()
     training: TrainingConfig = TrainingConfig()

@@ -101,7 +101,12 @@ def describe_change(now: Split, best: Split) -> str:
 
 
 def shown_s(seconds: float) -> str:
-    return f"{seconds:.0f}" if seconds >= 15 else f"{seconds:.1f}"
+    """Return seconds with the digits that a change shows in.
+
+    >>> [shown_s(seconds) for seconds in (26.3, 6.44, 0.0123)]
+    ['26', '6.4', '0.012']
+    """
+    return f"{seconds:.0f}" if seconds >= 15 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def grown(work: Work, split: Split) -> Split:

@@ -59,6 +59,7 @@ class JobRecord(Record):
     # Engine and trainer share this: "cores" | "accelerators" | "nothing"; None: not known (yet).
     sharing: str | None = None
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    teacher_digest: str | None = None  # BLAKE3 of the teacher; None: there is none, or no trainer has loaded it yet
     num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
     num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
@@ -85,6 +86,8 @@ class IterationRecord(Record):
     num_accepted: int = 0
     num_replaced: int = 0  # accepted, but without signal, so that another prompt came in its place
     num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with signal are missing
+    # Numbers of prompts by the reason for their choice, where the outcomes of earlier iterations decide (data.order).
+    num_chosen: dict[str, int] = {}
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0
@@ -287,6 +290,7 @@ class GroupDetail(Record):
     generate_s: float
     score_s: float
     failure: str = ""  # reason why there are no responses
+    chosen: str = ""  # row or level of the prompt and the reason for its choice; empty: outcomes did not decide
     responses: list[Sample]  # [G]
     tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
 

@@ -11,7 +11,9 @@ from onbeat.contracts.section import IS_ACCEPTED, Float, Int, PositiveInt, Secti
 MAX_REWARDS = 8
 HTTP_REWARD, JUDGE_REWARD = "http", "judge"
 SERVICE_REWARDS = (HTTP_REWARD, JUDGE_REWARD)  # these ask a service, which rollouts know by its own name
-JUDGE_MODES = ("score", "ranking")  # one response at a time, or all of a group against one another
+SCORE, RANKING, PAIRS = "score", "ranking", "pairs"
+JUDGE_MODES = (SCORE, RANKING, PAIRS)  # one response at a time, all of a group in order, or two against each other
+NUM_OPPONENTS, MAX_OPPONENTS = 4, 64  # others that a response is compared with in pairs: by default, and at most
 REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # these take the whole answer; regex: the captured group
 ZERO = "0; correct the options or the data, unless it wants more than the bare answer, such as a format"
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors

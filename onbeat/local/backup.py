@@ -1,39 +1,29 @@
-"""`onbeat backup`: the ledger, the checkpoints and the data of a local stack in one file, a tar.
-
-    backup.json                   format, version of Onbeat, the data folder, its jobs
-    redis/...                     the ledger: a snapshot of Redis as the base of an append-only file
-    jobs/... datasets/... ...     the other files of the data folder, without logs, caches and unfinished checkpoints
-    digests.json                  the SHA-256 of each file before it; without it the file is cut off
+"""`onbeat backup`: what a backup has in it, the files of one moment, of a running or stopped stack.
 
 Ledger and checkpoints are of one moment: while Redis holds back all writes, it forks for its snapshot and the
 checkpoints get hard links, which stay when the trainer drops a checkpoint. So the file has what a stack would find that
-was killed in that moment, and goes on in the same way.
+was killed in that moment, and goes on in the same way. `archive` has the format of the file.
 """
 
-import hashlib
-import io
-import json
 import os
 import secrets
 import shutil
-import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from onbeat.contracts.data_folder import REDIS_FOLDER, STATE_DRAFT, STATE_FILE
 from onbeat.contracts.errors import OnbeatError
+from onbeat.local.archive import new_file, write_archive
 from onbeat.local.checkpoint_folders import JOBS, NAME, checkpoints_of, files_in
-from onbeat.local.redis_choice import FILE_OF_6, FOLDER_OF_7, RECORD, read_record
+from onbeat.local.redis_choice import FILE_OF_6, FOLDER_OF_7, RECORD, Release, ask_release_of, write_record
 from onbeat.local.resting import RecordedJob, open_redis, read_jobs
 from onbeat.machine.disk_space import shortage
 from onbeat.process.stacks import CHILDREN_LOCK, OWNER_LOCK, running_stack
 
-FORMAT = 1
-HEADER, DIGESTS = "backup.json", "digests.json"
 DRAFTS = ".backup-"
 # These folders and files in the root of a data folder are made again, or belong to processes.
 LEFT_OUT = frozenset({"logs", "torchinductor", OWNER_LOCK, CHILDREN_LOCK, STATE_FILE, STATE_DRAFT, REDIS_FOLDER})
@@ -41,7 +31,6 @@ FREEZE_S = 10.0  # Redis lets writes through again after this time, even if this
 SNAPSHOT_DEADLINE_S = 600.0
 POLL_S = 0.05
 NUM_TRIES = 20  # looks at a job whose trainer drops checkpoints meanwhile
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -57,50 +46,37 @@ class Contents:
 
 
 def write_backup(data_dir: Path, file: Path) -> Contents:
-    """Write the backup of a running or stopped stack, and return what is in it. Raise OnbeatError.
+    """Write the backup of a running or stopped local stack, and return what is in it. Raise OnbeatError.
 
     Nothing appears under the file's name before all of it is on disk.
     """
     if not (data_dir / REDIS_FOLDER).is_dir():
-        raise OnbeatError(f"{data_dir} has no jobs: there is nothing to back up; name a folder with --data-dir")
-    if file.exists():
-        raise OnbeatError(f"{file} exists already; give another name, a backup overwrites nothing")
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        with open_redis(data_dir) as redis, take_contents(redis, data_dir) as contents:
+        where = "name a folder with --data-dir, or compose's stack with --compose"
+        raise OnbeatError(f"{data_dir} has no jobs: there is nothing to back up; {where}")
+    with new_file(file) as output, open_redis(data_dir) as redis:
+        is_running = running_stack(data_dir) is not None
+        with take_contents(redis, data_dir, data_dir, is_running) as contents:
             if problem := shortage(file.parent, contents.num_bytes, "the files of the backup"):
                 raise OnbeatError(f"{problem}; free disk space, or write it to another disk")
-            with os.fdopen(
-                os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-            ) as output:  # has prompts
-                write_tar(output, data_dir, contents)
-                output.flush()
-                os.fsync(output.fileno())
-            partial.rename(file)
+            write_archive(output, contents.jobs, contents.files)
             return contents
-    except FileExistsError as error:
-        raise OnbeatError(f"{partial} exists: another backup is writing it, or was killed; remove it") from error
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OnbeatError(f"the backup {file} cannot be written: {error}") from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
-def take_contents(redis: Any, data_dir: Path) -> Iterator[Contents]:
-    """Yield the files of one moment; the snapshot and the links to checkpoints are removed in the end."""
-    settings = redis.config_get("dir") | redis.config_get("dbfilename")
-    snapshot, drafts = Path(settings["dir"], settings["dbfilename"]), data_dir / f"{DRAFTS}{secrets.token_hex(4)}"
-    is_linked = running_stack(data_dir) is not None  # nothing changes the checkpoints of a stopped one
+def take_contents(redis: Any, data_dir: Path, disk: Path, is_running: bool) -> Iterator[Contents]:
+    """Yield the files of one moment; the snapshot and the links to checkpoints are removed in the end.
+
+    `disk`: a folder on the disk of the checkpoints, for the links. Nothing changes the checkpoints of a stopped stack.
+    """
+    snapshot = data_dir / REDIS_FOLDER / redis.config_get("dbfilename")["dbfilename"]
+    drafts = disk / f"{DRAFTS}{secrets.token_hex(4)}"
     try:
         drafts.mkdir()
-        contents = freeze(redis, data_dir, drafts if is_linked else None)
+        contents = freeze(redis, data_dir, drafts if is_running else None)
         if redis.info("persistence")["rdb_last_bgsave_status"] != "ok":
-            raise OnbeatError(f"Redis could not write its snapshot {snapshot}; is the disk full? See logs/redis.log")
-        contents.files |= {name_in(path, data_dir): path for path in other_files(data_dir, is_linked)}
-        contents.files |= ledger_files(data_dir / REDIS_FOLDER, snapshot, drafts)
+            raise OnbeatError(f"Redis could not write its snapshot {snapshot}; is the disk full? See the log of Redis")
+        contents.files |= {name_in(path, data_dir): path for path in other_files(data_dir, is_running)}
+        contents.files |= ledger_files(ask_release_of(redis), snapshot, drafts)
         yield contents
     finally:
         shutil.rmtree(drafts, ignore_errors=True)
@@ -193,11 +169,11 @@ def check_checkpoints(jobs: list[RecordedJob], data_dir: Path) -> None:
             )
 
 
-def ledger_files(folder: Path, snapshot: Path, drafts: Path) -> dict[str, Path]:
+def ledger_files(release: Release, snapshot: Path, drafts: Path) -> dict[str, Path]:
     """Return the files that make the snapshot the base of an append-only file: with one, Redis ignores a snapshot."""
-    release = read_record(folder)
-    files = {f"{REDIS_FOLDER}/{RECORD}": folder / RECORD} if release is not None else {}
-    if release is not None and release.version < (7, 0):
+    write_record(drafts, release)
+    files = {f"{REDIS_FOLDER}/{RECORD}": drafts / RECORD}
+    if release.version < (7, 0):
         return files | {f"{REDIS_FOLDER}/{FILE_OF_6}": snapshot}
     manifest, base = drafts / "manifest", f"{FILE_OF_6}.1.base.rdb"
     manifest.write_text(f"file {base} seq 1 type b\n", "utf-8")
@@ -219,51 +195,3 @@ def other_files(data_dir: Path, is_linked: bool) -> Iterator[Path]:
 
 def name_in(path: Path, data_dir: Path) -> str:
     return path.relative_to(data_dir).as_posix()
-
-
-def write_tar(output: IO[bytes], data_dir: Path, contents: Contents) -> None:
-    """Write header, files and digests, one after the other: no file is held in memory."""
-    from onbeat import __version__
-
-    states = [{"id": job.id, "name": job.name, "state": job.state.value} for job in contents.jobs]
-    header = {"format": FORMAT, "onbeat": __version__, "data_dir": str(data_dir), "jobs": states}
-    digests: dict[str, str] = {}
-    with tarfile.open(fileobj=output, mode="w|", bufsize=CHUNK_BYTES, format=tarfile.PAX_FORMAT) as archive:
-        add_text(archive, HEADER, json.dumps(header, indent=2))
-        for name, path in contents.files.items():
-            try:
-                source = path.open("rb")
-            except FileNotFoundError:  # a service has removed it meanwhile
-                continue
-            with source:
-                digests[name] = add_file(archive, name, source)
-        add_text(archive, DIGESTS, json.dumps(digests, indent=2))
-
-
-class DigestingFile:
-    """A file whose digest grows with what is read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def read(self, size: int = -1) -> bytes:
-        chunk = self._file.read(size)
-        self.digest.update(chunk)
-        return chunk
-
-
-def add_file(archive: tarfile.TarFile, name: str, source: IO[bytes]) -> str:
-    """Add an open file with the size that it has now, as it may grow. Return its digest."""
-    status = os.fstat(source.fileno())
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime, entry.mode = status.st_size, int(status.st_mtime), status.st_mode & 0o777
-    reader = DigestingFile(source)
-    archive.addfile(entry, reader)
-    return reader.digest.hexdigest()
-
-
-def add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
-    content = text.encode()
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime = len(content), int(time.time())
-    archive.addfile(entry, io.BytesIO(content))

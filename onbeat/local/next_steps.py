@@ -30,6 +30,7 @@ def next_steps(job: JobRecord, data_dir: Path, url: str | None = None) -> Iterat
     if folders:
         folder = folders[max(folders)]
         yield "take it", str(folder)
+        yield "give it away", f"{onbeat} export {job.id}{where}"
         if server := vllm_server():
             yield "serve it", f"{server} {quoted(folder)}"
 

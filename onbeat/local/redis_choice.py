@@ -12,6 +12,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onbeat.contracts.errors import OnbeatError
 
@@ -103,8 +104,25 @@ def ask_release(path: str) -> Release | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    line = VERSION_LINE.match(answer.stdout)
-    return Release(line[1] or "Valkey", parse_version(line[2])) if line and answer.returncode == 0 else None
+    return parse_release(answer.stdout) if answer.returncode == 0 else None
+
+
+def parse_release(text: str) -> Release | None:
+    """Return the release in what `redis-server --version` prints; None if it is not there.
+
+    >>> str(parse_release("Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64"))
+    'Redis 7.0.15'
+    """
+    line = VERSION_LINE.match(text)
+    return Release(line[1] or "Valkey", parse_version(line[2])) if line else None
+
+
+def ask_release_of(redis: Any) -> Release:
+    """Return the release of a running server."""
+    info = redis.info("server")
+    if info.get("server_name") == "valkey":
+        return Release("Valkey", parse_version(info["valkey_version"]))
+    return Release("Redis", parse_version(info["redis_version"]))
 
 
 def release_of_data(folder: Path) -> Release | None:

@@ -5,8 +5,9 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
 
     created    job id, digest of the configuration, of a fork also its first iteration
     extended   digest of the configuration, number of iterations    the job got more of them when it had done all
+    teacher    digest of the frozen model that the job learns from, before its first commit
     published  version, digest of the weights                       the first version; later ones by their commit
-    opened     iteration, policy version, number of groups
+    opened     iteration, policy version, number of groups, digest of the choice of its prompts if outcomes decide
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
     replaced   iteration, group id, group id of the next spare prompt   the accepted group has no signal
                (in a job of several sources the next one of the same source, which gets the next group id)
@@ -38,6 +39,7 @@ class AuditViolation(Exception):
 class Iteration:
     version: int
     num_groups: int
+    choice: str = ""  # digest of how its prompts were chosen; empty: not by outcomes
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
     num_before: dict[str, int] = field(default_factory=dict)  # group id -> number of groups just before its acceptance
@@ -61,6 +63,7 @@ class Audit:
     first_iteration: int = 0  # earlier ones are of the job that this one was forked from
     next_iteration: int = 0  # the next iteration to be committed
     weights_digest: str = ""  # digest of the newest published version
+    teacher_digest: str = ""
     digests: dict[int, str] = field(default_factory=dict)  # policy version -> digest of its weights
     iterations: list[Iteration] = field(default_factory=list)
 
@@ -93,17 +96,22 @@ class Audit:
         require(int(num_iterations) > self.next_iteration, f"it has made {self.next_iteration} iterations")
         self.config_digest = config_digest
 
+    def _teacher(self, digest: str) -> None:
+        require(not self.teacher_digest, "the job has a teacher already")
+        require(self.next_iteration == self.first_iteration, "the job began without a teacher")
+        self.teacher_digest = digest
+
     def _published(self, version: str, digest: str) -> None:
         require(self.published is None, "later versions are published by their commit")
         self.published, self.weights_digest = int(version), digest
         self.digests[int(version)] = digest
 
-    def _opened(self, iteration: str, version: str, num_groups: str) -> None:
+    def _opened(self, iteration: str, version: str, num_groups: str, choice: str = "") -> None:
         number = int(iteration)
         require(number == len(self.iterations), f"the next iteration to open is {len(self.iterations)}")
         require(int(version) == self.published, f"the published version is {self.published}")
         require(number - int(version) <= self.max_staleness, f"versions may be {self.max_staleness} older at most")
-        self.iterations.append(Iteration(int(version), int(num_groups)))
+        self.iterations.append(Iteration(int(version), int(num_groups), choice))
 
     def _accepted(
         self, iteration: str, group_id: str, versions: str, _worker: str, stream_entry: str, digest: str, failure: str
@@ -142,6 +150,7 @@ class Audit:
 RULES: dict[str, Callable[..., None]] = {
     "created": Audit._created,
     "extended": Audit._extended,
+    "teacher": Audit._teacher,
     "published": Audit._published,
     "opened": Audit._opened,
     "accepted": Audit._accepted,

@@ -77,6 +77,7 @@ class JobKeys:
     versions = Key()  # hash: policy version -> time when the first rollout served it
     open_evaluations = Key()  # set: the numbers of evaluations that have not ended
     notices = Key()  # set: notices to the operator that a broker has sent; only with ONBEAT_NOTIFY_*
+    outcomes_before = Key()  # hash: `rows`, what a fork knows of its parent's rows, as JSON
     traces = Key()  # hash: the first iteration left to export as a trace; expires a day after a broker last looked
 
     # These are for each iteration.
@@ -88,6 +89,7 @@ class JobKeys:
     spares = NumberedKey()
     micro_batches = NumberedKey()  # hash: `<trainer replica>:<index>` -> number and group ids, which a replay follows
     taken = NumberedKey()  # set: ids of the groups that a trainer replica has taken
+    outcomes = NumberedKey()  # hash: group id -> `row solved rewarded`; only where prompts are chosen by difficulty
     advantages = NumberedKey()  # hash: group id -> one per response, as JSON; from commit to trimming
 
     # These are for each evaluation. The last two are removed when it has ended.

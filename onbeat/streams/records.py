@@ -5,6 +5,7 @@ The broker's REST API and the trainer's trackers show the same numbers. Nothing 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
@@ -49,6 +50,7 @@ def iteration_record(
     if record.committed_at is not None:
         record.wall_s = max(1e-6, record.committed_at - previous_commit_at)
     add_metrics(record, fields.get("metrics", "{}"))
+    add_choice(record, fields.get("choice", ""))
     add_shares(record, hashes.busy_s)
     record.overlap_frac = overlap_frac(fields, earlier)
     return record
@@ -62,6 +64,18 @@ def add_metrics(record: IterationRecord, metrics_json: str) -> None:
         for name in metrics.keys() & names:
             setattr(record, name, kind(metrics.pop(name)))
     record.metrics = metrics
+
+
+def add_choice(record: IterationRecord, choice: str) -> None:
+    """Add why the prompts were chosen, and what signal was expected of them; spare ones are left out."""
+    first = json.loads(choice)["picks"][: record.num_groups - record.num_replaced] if choice else []
+    picks = [pick for pick in first if pick]
+    if picks:
+        record.num_chosen = dict(sorted(Counter(pick["why"] for pick in picks).items()))
+        record.metrics["data/expected_signal"] = fmean(pick["expected"] for pick in picks)
+        record.metrics["data/unseen_frac"] = sum(pick["solved"] is None for pick in picks) / len(picks)
+        if shares := [pick["solved"] for pick in picks if pick["solved"] is not None]:
+            record.metrics["data/solved_before"] = fmean(shares)
 
 
 def is_finite(value: object) -> bool:

@@ -1,7 +1,9 @@
-"""The signal of a group, `objective.signal`: one rule for passes, divisor, replaced groups, audit and replay.
+"""The signal of a group, `objective.signal`, or `signal` of its prompt's source: one rule for passes, divisor, replaced
+groups, audit and replay.
 
     reward      s_i = the reward of response i, in float32
     solved      s_i = whether its reward reaches `solved_at`, that of its prompt's source if it has one
+    teacher     every group has signal: the job learns from its teacher alone, whatever the rewards (distill)
     part:NAME   s_i = the value of that part of its reward, before the weight, in float32; without the part: no s_i
 
 A response without a reward has no s_i. A group has signal when its s_i are not all equal. Without signal its advantages
@@ -19,39 +21,61 @@ from onbeat.contracts.response_stats import is_solved
 from onbeat.objectives.base.objective import PART, is_signal
 from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
 
+TEACHER, DISTILL = "teacher", "distill"  # the rule of objectives without rewards, and the one of Onbeat's that is such
+
 
 @dataclass(frozen=True)
 class Signal:
     rule: str = "reward"
     solved_at: float = 1.0
     by_source: Mapping[str, float] = field(default_factory=dict)  # source -> its own `solved_at`
+    rules: Mapping[str, str] = field(default_factory=dict)  # source -> its own `signal`
 
     @classmethod
     def of(cls, config: JobConfig) -> "Signal":
-        return cls(config.objective.signal, config.solved_at, config.solved_at_by_source)
+        rules = {source.name or "": source.signal for _, source in config.sources if source.signal is not None}
+        rule = config.objective.signal if config.objective.needs_reward else TEACHER
+        return cls(rule, config.solved_at, config.solved_at_by_source, rules)
 
     @classmethod
     def of_record(cls, config: Mapping[str, Any]) -> "Signal":
         """Return the signal of a recorded job. One of an older release has none, or a key of its own objective."""
-        rule = (config.get("objective") or {}).get("signal")
+        objective = config.get("objective") or {}
+        rule = objective.get("signal")
         sources = data if isinstance(data := config.get("data"), list) else []
         by_source = {source["name"]: source["solved_at"] for source in sources if source.get("solved_at") is not None}
         rule = rule if isinstance(rule, str) and is_signal(rule) else "reward"
-        return cls(rule, config.get("solved_at", 1.0), by_source)
+        rules = {source["name"]: source["signal"] for source in sources if source.get("signal") is not None}
+        rule = TEACHER if objective.get("type") == DISTILL else rule
+        return cls(rule, config.get("solved_at", 1.0), by_source, rules)
+
+    def rule_of(self, source: str) -> str:
+        return self.rule if self.rule == TEACHER else self.rules.get(source, self.rule)
 
     def is_in(self, group: RolloutGroup) -> bool:
         """Return whether the group has signal; False if it failed."""
-        if self.rule == "reward":
+        rule = self.rule_of(group.source)
+        if rule == TEACHER:
+            return bool(group.responses)
+        if rule == "reward":
             return do_rewards_differ(group)
-        if self.rule == "solved":
+        if rule == "solved":
             solved_at = self.by_source.get(group.source, self.solved_at)
             return len({is_solved(reward, solved_at) for reward in given_rewards(group)}) > 1
-        return does_part_differ(self.rule.removeprefix(PART), group.responses)
+        return does_part_differ(rule.removeprefix(PART), group.responses)
 
     @property
     def words(self) -> str:
-        """The words for a group without signal: `its responses had equal rewards`."""
-        return "equal rewards" if self.rule == "reward" else f"no signal (objective.signal = {self.rule})"
+        """The words for groups without signal, of any source: `their responses had equal rewards`."""
+        return "no signal (by the rule of their source)" if self.rules else self.words_of("")
+
+    def words_of(self, source: str) -> str:
+        """Return the words for a group of this source without signal: `its responses had equal rewards`."""
+        return "equal rewards" if self.rule_of(source) == "reward" else f"no signal ({self.key_of(source)})"
+
+    def key_of(self, source: str) -> str:
+        """Return the key of the job that has the rule for this source, with its value."""
+        return f"{'data' if source in self.rules else 'objective'}.signal = {self.rule_of(source)}"
 
 
 def does_part_differ(name: str, responses: Iterable[Response]) -> bool:

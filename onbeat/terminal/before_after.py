@@ -20,7 +20,7 @@ from onbeat.contracts.errors import ApiError
 from onbeat.contracts.records import JobRecord, Sample
 from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.states import EvaluationState, IterationState
-from onbeat.terminal.answers import short_text_of
+from onbeat.terminal.answers import above, short_text_of, without_shared_lines
 from onbeat.terminal.formatting import PIPE_WIDTH, clip, number, wrapped
 from onbeat.terminal.live import can_redraw
 
@@ -84,12 +84,13 @@ class BeforeAfter:
         """Return what is compared, and how many of the recorded answers are right.
 
         >>> BeforeAfter(0, 25, is_held_out=True).sentence()
-        'No answers were recorded.'
+        'No answers with a reward were recorded.'
         """
         if not self.pairs:
-            return "No answers were recorded."
+            return "No answers with a reward were recorded."
         right_before, right_after = (sum(pair.change[side] is True for pair in self.pairs) for side in (0, 1))
-        right = f"{right_before} of {len(self.pairs)} answers are right before, {right_after} after."
+        verb = "is" if right_before == 1 else "are"
+        right = f"{right_before} of {len(self.pairs)} answers {verb} right before, {right_after} after."
         iterations = f"Responses of iteration {self.before} and of iteration {self.after}"
         if not self.is_held_out and not self.is_same_prompts:
             remark = "one that is right and one that is wrong, where there are both"
@@ -97,7 +98,7 @@ class BeforeAfter:
         if not self.is_held_out:
             return f"{iterations} to the same prompts: {right}"
         if not self.is_same_prompts:
-            return f"Held-out prompts, answered once so far: {right_before} of {len(self.pairs)} answers are right."
+            return f"Held-out prompts, answered once so far: {right_before} of {len(self.pairs)} answers {verb} right."
         return f"The same held-out prompts before and after {self.after - self.before} iterations: {right}"
 
     def as_json(self) -> dict[str, Any]:
@@ -230,9 +231,11 @@ def print_before_after(console: Console, before_after: BeforeAfter, num_pairs: i
                 console.out(part)
         return
     columns = [Column(name, overflow="fold", ratio=1) for name in ("prompt", "before", "after")]
-    table = Table(*columns, title=before_after.sentence(), title_justify="left", expand=True, show_lines=True)
-    for pair in pairs:
-        table.add_row(Text(clip(pair.prompt)), cell_of(pair.before), cell_of(pair.after))
+    shared, prompts = without_shared_lines([pair.prompt for pair in pairs])
+    title = above(before_after.sentence(), shared)
+    table = Table(*columns, title=Text(title, "table.title"), title_justify="left", expand=True, show_lines=True)
+    for pair, prompt in zip(pairs, prompts, strict=True):
+        table.add_row(Text(clip(prompt)), cell_of(pair.before), cell_of(pair.after))
     console.print(table)
 
 

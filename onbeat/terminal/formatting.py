@@ -109,6 +109,27 @@ def wrapped(text: str, width: int) -> list[str]:
     return [piece for line in lines for piece in textwrap.wrap(line, width, **options)]  # type: ignore[arg-type]
 
 
+def hanging(line: str, width: int, indent: int | None = None) -> list[str]:
+    """Break a line for a terminal, between words; the rest is below the text that follows a label and two spaces.
+
+    >>> hanging("ok       a sentence that is long", 24), hanging("  key: a sentence", 12), hanging("short", 12)
+    (['ok       a sentence that', '         is long'], ['  key: a', '  sentence'], ['short'])
+    """
+    if cell_len(line) <= width:
+        return [line]
+    if indent is None:
+        label = re.match(r"\s*(?:\S+(?: \S+)? {2,})?", line)
+        indent = len(label[0]) if label else 0
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * (indent if indent <= width // 2 else len(INDENT)),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
 @dataclass(frozen=True)
 class Column:
     title: str
@@ -132,6 +153,23 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width:
         widths[widest] -= 1
     for row in cells:
         yield "  ".join(aligned(row[index], widths[index], columns[index].is_number) for index in shown).rstrip()
+
+
+def fitted_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return the lines of a table for a terminal: columns with a rank are left out until it fits, else the last column
+    is wrapped.
+
+    >>> fitted_table([Column("kind"), Column("pool", 1), Column("text")], [("a", "default", "one two three")], 13)
+    ['KIND  TEXT', 'a     one two', '      three']
+    """
+    while True:
+        lines = list(table_lines(columns, rows))
+        first = max(range(len(columns)), key=lambda index: columns[index].rank)
+        if not columns[first].rank or max(map(cell_len, lines)) <= width:
+            break
+        columns, *rows = ([*row[:first], *row[first + 1 :]] for row in (columns, *rows))  # type: ignore[assignment]
+    last = cell_len(lines[0]) - cell_len(columns[-1].title)
+    return [part for line in lines for part in hanging(line, width, last)]
 
 
 def aligned(text: str, width: int, is_number: bool) -> str:

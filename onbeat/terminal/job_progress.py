@@ -23,8 +23,8 @@ NUM_RECENT = 5  # iterations that means are taken over
 TRAINING = "training on groups of iteration"
 START_STEPS = (
     "step 1 of 4: a trainer starts and takes the job, usually 5 to 20 s",
-    "step 2 of 4: the trainer loads the model, usually 5 to 30 s for a small one",
-    "step 3 of 4: rollouts load it into their engine, usually 20 to 60 s for a small one",
+    "step 2 of 4: the trainer loads the model, usually 5 to 30 s",
+    "step 3 of 4: rollouts load it into their engine, usually 20 to 60 s",
     "step 4 of 4: the first responses are generated",
 )
 

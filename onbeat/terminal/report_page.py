@@ -13,7 +13,7 @@ from onbeat.charts.svg import draw_chart, style
 from onbeat.charts.table import Chart, Curves, LineOfChart, chart, line_of, lines_of, other_series, table
 from onbeat.client.notebook import last_iteration
 from onbeat.config.differences import as_lines, flatten
-from onbeat.terminal.answers import short_text_of
+from onbeat.terminal.answers import short_text_of, without_shared_lines
 from onbeat.terminal.before_after import Answer, BeforeAfter, Pair
 from onbeat.terminal.folders import without_folders
 from onbeat.terminal.formatting import clip, duration
@@ -106,14 +106,18 @@ def answers(before_after: BeforeAfter | None) -> Iterator[str]:
         return
     yield '<section class="answers"><h2>Before and after</h2>'
     yield f"<p>{escape(before_after.sentence())}</p>"
-    yield from (pair_of(pair) for pair in before_after.telling(NUM_PAIRS))
+    pairs = before_after.telling(NUM_PAIRS)
+    shared, prompts = without_shared_lines([pair.prompt for pair in pairs])
+    if shared:
+        yield f'<p>All prompts begin with:</p><div class="prompt text">{escape(clip(shared, MAX_PROMPT))}</div>'
+    yield from (pair_of(pair, prompt) for pair, prompt in zip(pairs, prompts, strict=True))
     yield "</section>"
 
 
-def pair_of(pair: Pair) -> str:
+def pair_of(pair: Pair, prompt: str) -> str:
     sides = [side_of("Before", pair.before), side_of("After", pair.after)]
     return (
-        f'<article class="pair"><div class="prompt text">{escape(clip(pair.prompt, MAX_PROMPT))}</div>'
+        f'<article class="pair"><div class="prompt text">{escape(clip(prompt, MAX_PROMPT))}</div>'
         f'<div class="sides">{"".join(sides)}</div></article>'
     )
 

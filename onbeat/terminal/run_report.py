@@ -4,6 +4,7 @@ report_page.py and report_markdown.py write them down. No folder of the machine 
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -18,7 +19,7 @@ from onbeat.contracts.states import EvaluationState, IterationState, JobState
 from onbeat.terminal.before_after import BeforeAfter, read_before_after
 from onbeat.terminal.folders import values_without_folders, without_folders
 from onbeat.terminal.formatting import clip, duration
-from onbeat.terminal.report import make_report
+from onbeat.terminal.report import make_report, make_totals
 from onbeat.terminal.summary import audit_text
 
 MOST_ENDS = 5  # iterations that the first and the last value are the mean of
@@ -26,6 +27,9 @@ CERTAIN = 2.0  # standard errors by which a reward must differ to have changed
 MUCH_TRUNCATED = 0.05  # share of the responses from which the verdict mentions it
 MAX_REASON = 300  # characters of an error in the verdict
 PERCENT = "percent"
+OF_EACH_JOB = re.compile(
+    r"name|data(\.\d+)?\.now"
+)  # keys that say nothing of the settings: the date is that of creation
 NUMBERS = (  # (name, series, unit): rows of the table of numbers
     ("Held-out reward", "eval/reward_mean", ""),
     ("Held-out prompts solved at k", "eval/pass_at_k", PERCENT),
@@ -65,7 +69,7 @@ class RunReport:
     def note_on_numbers(self) -> str:
         """Return which iterations the first and the last numbers are means of; nothing if they are single values."""
         size = ends_of(len(self.report["iterations"]))
-        return f"Numbers of iterations are means of the first {size} and the last {size}." if size > 1 else ""
+        return f"First and last are means over {size} iterations, but single evaluations." if size > 1 else ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class RunReport:
     @property
     def differences(self) -> dict[str, Any]:
         settings = values_without_folders(differences(self.job.config))
-        return {key: value for key, value in settings.items() if key != "name"}
+        return {key: value for key, value in settings.items() if not OF_EACH_JOB.fullmatch(key)}
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers of `onbeat jobs report` with everything else that the page shows."""
@@ -146,7 +150,7 @@ def verdict(
     committed = [record for record in iterations if record.state is IterationState.COMMITTED]
     sentences = [state_in_words(job, len(committed))]
     if committed:
-        sentences.append(learning_in_words(committed, evaluations))
+        sentences.append(learning_in_words(committed, evaluations, seconds_of(job, committed)))
     truncated = [share for _, share in curves.get("rollout/truncated_frac", [])]
     if truncated and truncated[-1] >= MUCH_TRUNCATED:
         sentences.append(f"{truncated[-1]:.0%} of the last responses were cut at the limit of tokens.")
@@ -169,10 +173,18 @@ def state_in_words(job: JobRecord, num_committed: int) -> str:
     return f"Not finished yet: {job.state.value.lower()} after {progress}."
 
 
-def learning_in_words(committed: Sequence[IterationRecord], evaluations: Sequence[EvaluationRecord]) -> str:
+def seconds_of(job: JobRecord, committed: Sequence[IterationRecord]) -> float:
+    """Return the time of the job, as elsewhere in the report; else that of its iterations."""
+    totals = make_totals(job, committed)
+    return float(totals["wall_s"] if totals["job_s"] is None else totals["job_s"])
+
+
+def learning_in_words(
+    committed: Sequence[IterationRecord], evaluations: Sequence[EvaluationRecord], seconds: float
+) -> str:
     scored = [record for record in evaluations if record.state is EvaluationState.DONE]
     scored = [record for record in scored if record.reward_mean is not None]
-    over = f"in {len(committed)} iterations ({duration(sum(record.wall_s or 0.0 for record in committed))})"
+    over = f"in {len(committed)} iterations ({duration(seconds)})"
     if len(scored) > 1:
         first, last = ([(record.reward_mean, error_of_set(record))] for record in (scored[0], scored[-1]))
         num_prompts = scored[-1].num_groups - scored[-1].num_failed_groups

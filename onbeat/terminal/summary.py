@@ -12,7 +12,7 @@ from onbeat.client import AsyncClient
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.records import Sample
 from onbeat.contracts.rewards import recorded_rules
-from onbeat.terminal.answers import text_of
+from onbeat.terminal.answers import above, text_of, without_shared_lines
 from onbeat.terminal.before_after import print_before_after, read_before_after
 from onbeat.terminal.formatting import PIPE_WIDTH, clip, duration, number, printable, sparkline, wrapped
 from onbeat.terminal.job_progress import JobProgress
@@ -29,7 +29,12 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     rows = [("state", Text(job.state, style=state_style(job.state)))]
     rows += [(label, Text(printable(text))) for label, text in total_rows(report)]
     if (rules := recorded_rules(job.config)) is not None:
-        rows.append(("answers", Text(f"compared by rules {rules}" if rules else "compared without recorded rules")))
+        rows.append(
+            (
+                "answers",
+                Text(f"compared by version {rules} of their rules" if rules else "compared without recorded rules"),
+            )
+        )
     rows.append(("audit", Text(printable(await audit_text(client, job.id)))))
     for finding in progress.diagnosis.findings if progress.diagnosis is not None else []:
         if finding.key:  # it names a key of the job to change
@@ -135,9 +140,13 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample], *, i
             console.out(f"reward {number(sample.reward, 'g')}  {line}")
         return
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
-    table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
-    for sample in samples:
-        table.add_row(Text(prompt_of(sample, is_decoded)), Text(text_of(sample)), number(sample.reward, "g"))
+    shared, prompts = without_shared_lines([prompt_of(sample, is_decoded) for sample in samples])
+    title = above(title, shared)
+    table = Table(
+        *texts, "reward", title=Text(title, "table.title"), title_justify="left", expand=True, show_lines=True
+    )
+    for sample, prompt in zip(samples, prompts, strict=True):
+        table.add_row(Text(prompt), Text(text_of(sample)), number(sample.reward, "g"))
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 import json
 
 from onbeat.config import JobConfig
+from onbeat.config.data import DIFFICULTY
 from onbeat.contracts.records import AuditReport
 from onbeat.contracts.rewards import recorded_rules
 from onbeat.contracts.section import IS_ACCEPTED
@@ -11,7 +12,9 @@ from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import RolloutGroup, decode_group, payload_digest, span_versions
 from onbeat.streams.inspection import stored_groups
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.outcomes import Outcome
 from onbeat.streams.signal import Signal
+from services.broker.choice_audit import check_choices
 from services.broker.source_audit import Content, check_sources
 
 MAX_ROUNDS = 100  # a running job continues to write while its log is read
@@ -71,12 +74,15 @@ def check_job(audit: Audit, fields: dict[str, str]) -> None:
     require(audit.num_entries > 0, "the job has no audit log; it is older than this release")
     config_digest = payload_digest(fields["config"].encode())
     require(audit.config_digest == config_digest, "the job's configuration is not the one that it was created with")
+    has_learned = bool(json.loads(fields["config"]).get("teacher")) and audit.next_iteration > audit.first_iteration
+    require(bool(audit.teacher_digest) or not has_learned, "the job has a teacher, and its log does not say which one")
     published = "" if audit.published is None else str(audit.published)
     for name, logged in {
         "num_opened": str(len(audit.iterations)),
         "next_iteration": str(audit.next_iteration),
         "policy_version": published,
         "weights_digest": audit.weights_digest,
+        "teacher_digest": audit.teacher_digest,
     }.items():
         require(fields.get(name, "") == logged, f"the job's {name} is {fields.get(name)!r}, by the log {logged!r}")
     if fields["state"] == JobState.SUCCEEDED:
@@ -134,6 +140,9 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
         for group_id, entry in logged.entries.items()
     }
     checked: dict[str, Content] = {}
+    outcomes: dict[str, Outcome | None] = {}
+    chooses = any(source.get("order") == DIFFICULTY for source in (job["data"] if has_sources else [job["data"]]))
+    validated = JobConfig.model_validate(job, context=IS_ACCEPTED) if has_sources or chooses else None
     async for entry, payload in stored_groups(ledger, audit.job_id):
         if entry in accepted:  # other entries are foreign: no trainer takes them
             group_id, digest = accepted[entry]
@@ -141,12 +150,16 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             group = check_content(audit, group_id, payload, max_groups, signal)
             checked[group_id] = Content(group.source, signal.is_in(group))
+            if validated is not None and chooses:
+                outcomes[group_id] = Outcome.of_group(validated, group)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
     lost = sorted(needed - checked.keys())
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
-    if has_sources:
-        check_sources(JobConfig.model_validate(job, context=IS_ACCEPTED), audit, checked)
+    if validated is not None and has_sources:
+        check_sources(validated, audit, checked)
+    if validated is not None and chooses:
+        await check_choices(ledger, validated, audit, outcomes)
     return len(checked)
 
 
@@ -160,10 +173,12 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
     opened = audit.iterations[group.iteration]
     if group_id in opened.replaced:
-        words = "its rewards differ" if signal.rule == "reward" else f"it has signal (objective.signal = {signal.rule})"
+        is_by_reward = signal.rule_of(group.source) == "reward"
+        words = "its rewards differ" if is_by_reward else f"it has signal ({signal.key_of(group.source)})"
         require(not signal.is_in(group), f"group {group_id} was replaced although {words}")
     elif max_groups is not None and opened.num_before[group_id] < max_groups:
-        words = "its rewards are equal" if signal.rule == "reward" else f"it has {signal.words}"
+        is_by_reward = signal.rule_of(group.source) == "reward"
+        words = "its rewards are equal" if is_by_reward else f"it has {signal.words_of(group.source)}"
         require(signal.is_in(group), f"group {group_id} was not replaced although {words}")
     wanted = [] if group.HasField("failure") else [opened.version]
     versions = span_versions(group)

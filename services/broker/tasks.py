@@ -35,7 +35,7 @@ def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> l
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
         task.seed, task.source = seed_of(config.seed, iteration, index), item.source
-        if item.row is not None and config.rollout.dispatch == "longest_first":
+        if item.row is not None and (config.rollout.dispatch == "longest_first" or config.chooses_prompts):
             task.data_row = item.row
         tasks.append(task)
     return tasks

@@ -1,7 +1,6 @@
 """The watcher of one active job: it opens the job's iterations, and ends the job when it is stuck or abandoned. It
 holds no state that must survive."""
 
-import asyncio
 import logging
 import time
 
@@ -13,7 +12,6 @@ from onbeat.contracts.errors import IllegalTransition, StreamLost
 from onbeat.contracts.sharing import sharing_of
 from onbeat.contracts.states import JobState
 from onbeat.streams import inspection
-from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from services.broker.datasets import DatasetError
@@ -29,7 +27,8 @@ from services.broker.deadlines import (
 from services.broker.doctor.explain import explain_work
 from services.broker.engine_failures import why_not_loaded
 from services.broker.evaluations import Evaluator
-from services.broker.tasks import longest_first, produce_tasks
+from services.broker.prompts import JobPrompts
+from services.broker.tasks import longest_first
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +48,10 @@ def read_config(fields: Fields) -> JobConfig | None:
 
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
-        self._ledger, self._process, self._job_id = ledger, process, job_id
+        self._ledger, self._job_id = ledger, job_id
         self._config: JobConfig | None = None  # also None: it is of another version of Onbeat
         self._config_text: tuple[str | None, ...] = ()
-        self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
+        self._prompts = JobPrompts(ledger, process, job_id)
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s, self._began = WAIT_S, time.monotonic()
         self._seen_epoch = "0"  # epoch of the trainer whose predecessors have been counted
@@ -66,9 +65,7 @@ class JobWatcher:
                 events = await self._ledger.event_log.read(self._job_id, after=cursor, timeout_s=self._wait_s)
                 cursor = events[-1].id if events else cursor
         finally:
-            for task in self._prepared.values():
-                task.cancel()
-            await asyncio.gather(*self._prepared.values(), return_exceptions=True)
+            await self._prompts.close()
             await self._evaluator.close()
 
     async def step(self) -> bool:
@@ -87,7 +84,7 @@ class JobWatcher:
         if (config := self._config) is None:
             return False
         if state is JobState.PENDING:
-            self._prepare(config, int(fields["num_opened"]))
+            self._prompts.prepare(config, int(fields["num_opened"]))
             self._evaluator.prepare(config)
             deadline_s = config.schedule.start_deadline_s
             if time.monotonic() - self._began > min(ARRIVAL_S, deadline_s):
@@ -114,41 +111,28 @@ class JobWatcher:
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
             return
-        self._prepare(config, iteration)
+        self._prompts.prepare(config, iteration)
         if version < max(0, iteration - config.max_staleness):
             return
         if version < iteration and await self._ledger.rollout.num_unclaimed_prompts(self._job_id):
             return
         try:
-            tasks = await self._take_tasks(config, iteration)
+            tasks, choice = await self._prompts.take(config, iteration)
         except DatasetError as error:
             reason = f"iteration {iteration} has no prompts: {error}"
             return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
         num_prompts = config.rollout.num_prompts_per_iteration
-        first = await longest_first(self._ledger, self._job_id, tasks[:num_prompts])
-        reason = await self._ledger.iterations.open(self._job_id, iteration, version, first, tasks[num_prompts:])
+        first = tasks[:num_prompts]
+        if config.rollout.dispatch == "longest_first":
+            first = await longest_first(self._ledger, self._job_id, first)
+        spares = tasks[num_prompts:]
+        reason = await self._ledger.iterations.open(self._job_id, iteration, version, first, spares, choice)
         if reason:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
             return
         logger.info("job %s: iteration %d is open on version %d", self._job_id, iteration, version)
         await record_sharing(self._ledger, fields)
-        self._prepare(config, iteration + 1)
-
-    def _prepare(self, config: JobConfig, iteration: int) -> None:
-        """Start to produce the prompts of an iteration ahead of time, and drop the prompts of earlier iterations."""
-        for old in [number for number in self._prepared if number < iteration - 1]:
-            self._prepared.pop(old).cancel()
-        if iteration not in self._prepared and iteration < config.schedule.num_iterations:
-            work = produce_tasks(config, iteration, self._process)
-            self._prepared[iteration] = asyncio.create_task(work, name=f"prompts {self._job_id} {iteration}")
-
-    async def _take_tasks(self, config: JobConfig, iteration: int) -> list[PromptTask]:
-        """Return the prompts of an iteration. Raises DatasetError if they fail both ahead of time and now."""
-        try:
-            return await self._prepared[iteration]
-        except DatasetError as error:
-            logger.warning("job %s: prompts of iteration %d failed, trying again: %s", self._job_id, iteration, error)
-            return await produce_tasks(config, iteration, self._process)
+        self._prompts.prepare(config, iteration + 1)
 
     # ---- ending --------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,14 @@ def load_tokenizer(source: str | Path, chat_template: str | None = None, **optio
     return by_file
 
 
+def reads_its_file(source: str | Path) -> bool:
+    """Return whether transformers itself builds the tokenizer that the model's `tokenizer.json` is, if it has one."""
+    from transformers import AutoTokenizer
+
+    file = file_of_model(source, TOKENIZER_FILE)
+    return file is None or equals_file(AutoTokenizer.from_pretrained(source), file)
+
+
 def file_of_model(source: str | Path, name: str) -> Path | None:
     """Return the path of a file in the model's folder or in the cache of the hub; None if the model has no such one."""
     from transformers.utils import cached_file

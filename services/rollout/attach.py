@@ -171,7 +171,8 @@ class Attachment:
         if (environment := self._config.environment) is None:
             rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
             cleanup.push_async_callback(rewards.close)
-            return Responder(generation, encoder, rewards, self._config.rewards[0].max_attempts)
+            max_attempts = next((reward.max_attempts for reward in self._config.rewards), 1)
+            return Responder(generation, encoder, rewards, max_attempts)
         from services.rollout.environments import EnvironmentProcesses
         from services.rollout.episodes.server import SessionServer
 

@@ -22,6 +22,7 @@ from onbeat.contracts.states import Verdict
 from onbeat.engines import Engine, EngineBroken, EngineDied, VersionMismatch
 from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.outcomes import Outcome
 from onbeat.streams.signal import Signal
 from services.rollout import meters
 from services.rollout.deadlines import CANCEL_DEADLINE_S, FAREWELL_S
@@ -217,11 +218,12 @@ class ClaimLoop:
         group.worker_id = self._job.settings.worker_id
         flight.stage = Stage.SUBMITTING
         signal, submit = Signal.of(self._job.config), self._job.ledger.rollout.submit
-        verdict = await submit(self._job.job_id, flight.claim.entry_id, group, signal)
-        outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
-        meters.GROUPS.labels(outcome=outcome).inc()
-        if outcome is not Verdict.ACCEPTED:
-            logger.warning("group %s: %s %s", group.group_id, outcome, group.failure.message)
+        outcome = Outcome.of_group(self._job.config, group)
+        verdict = await submit(self._job.job_id, flight.claim.entry_id, group, signal, outcome)
+        ended_as = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
+        meters.GROUPS.labels(outcome=ended_as).inc()
+        if ended_as is not Verdict.ACCEPTED:
+            logger.warning("group %s: %s %s", group.group_id, ended_as, group.failure.message)
         if verdict is not Verdict.STALE:
             is_kept = verdict is Verdict.ACCEPTED
             num_kept = sum(len(response.token_ids) for response in group.responses) if is_kept else 0

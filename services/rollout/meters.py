@@ -21,8 +21,11 @@ DISCARDED_TOKENS = Counter("onbeat_rollout_discarded_tokens", "Tokens sampled fo
 REWARD_TRIES = Counter("onbeat_rollout_reward_tries", "Tries to score a group: scored, or why not", ["outcome"])
 JUDGE_TOKENS = Counter("onbeat_rollout_judge_tokens", "Tokens that judges read and wrote, by their count", ["kind"])
 JUDGE_REWARD_BY_PLACE = Summary(
-    "onbeat_rollout_judge_reward_by_place", "Rewards of ranked responses by the half in which they were shown", ["half"]
+    "onbeat_rollout_judge_reward_by_place",
+    "Rewards of compared responses by the half in which they were shown",
+    ["half"],
 )
+JUDGE_PAIRS = Counter("onbeat_rollout_judge_pairs", "Pairs that judges compared: decided, tied or failed", ["outcome"])
 IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 CHATS = Counter("onbeat_rollout_chats", "Chats by how they ended; cancelled: nobody waited any more", ["outcome"])

@@ -15,6 +15,8 @@ from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling import sampling_of
 
+NO_SCORE = Score(None, {})  # a job without rewards learns from a teacher alone
+
 
 class Responder:
     def __init__(self, generation: Generation, encoder: PromptEncoder, rewards: Scorer, max_attempts: int) -> None:
@@ -30,7 +32,7 @@ class Responder:
     async def fill(self, flight: Flight, group: RolloutGroup, deadline: float) -> None:
         """Fill the group with one response per sample, and score them."""
         task = flight.claim.task
-        requests = self._reward_requests(task)
+        requests = reward_requests(task, self._max_attempts)
         for request in requests:
             self._rewards.source(request.name, request.options)  # a missing service fails before anything is generated
         prompt_token_ids = self._encoder.encode(task)
@@ -39,7 +41,9 @@ class Responder:
         texts = [response.text for response in responses]
         ending = self._encoder.ending(task)
         requests = [replace(request, context=request.context | ending, responses=texts) for request in requests]
-        scores = await self._score(requests, deadline, group.timings)
+        scores = [NO_SCORE] * len(texts)
+        if requests:
+            scores = await self._score(requests, deadline, group.timings)
         lengths = await self._token_lengths(responses)
         group.responses.extend(map(to_response, responses, scores, lengths))
 
@@ -57,23 +61,6 @@ class Responder:
         flight.stage = Stage.SCORING
         meters.GENERATE_S.observe(timings.generate_s)
         return responses
-
-    def _reward_requests(self, task: PromptTask) -> list[RewardRequest]:
-        """Build a request to each reward, with no responses yet."""
-        return [
-            RewardRequest(
-                name=reward.name,
-                options=json.loads(reward.options_json or "{}"),
-                context=json.loads(task.reward_context_json or "{}"),
-                responses=[],
-                timeout_s=reward.timeout_s,
-                memory_limit_mb=reward.memory_limit_mb,
-                max_attempts=reward.max_attempts or self._max_attempts,
-                weight=reward.weight if reward.part else 1.0,
-                part=reward.part,
-            )
-            for reward in task.rewards or [task.reward]
-        ]
 
     async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:
         """Return the lengths of each response's tokens; other tasks get a turn between responses."""
@@ -96,6 +83,25 @@ class Responder:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
         return weighed
+
+
+def reward_requests(task: PromptTask, max_attempts: int) -> list[RewardRequest]:
+    """Build a request to each reward, with no responses yet. `max_attempts`: where the reward names no number."""
+    return [
+        RewardRequest(
+            name=reward.name,
+            options=json.loads(reward.options_json or "{}"),
+            context=json.loads(task.reward_context_json or "{}"),
+            responses=[],
+            timeout_s=reward.timeout_s,
+            memory_limit_mb=reward.memory_limit_mb,
+            max_attempts=reward.max_attempts or max_attempts,
+            weight=reward.weight if reward.part else 1.0,
+            part=reward.part,
+            seed=task.seed,
+        )
+        for reward in task.rewards or ([task.reward] if task.HasField("reward") else [])
+    ]
 
 
 def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[int]) -> Response:

@@ -1,7 +1,7 @@
 """The gradient of one update, added up micro-batch by micro-batch and left unnormalised until the barrier.
 
     micro-batch of groups -> verify -> leave out those without signal -> rows
-    row                   -> pack -> forward (policy, old, reference) -> loss sum -> backward
+    row                   -> pack -> forward (policy, old, reference, teacher) -> loss sum -> backward
 
 Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part with idle ones.
 """

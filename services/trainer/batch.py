@@ -175,7 +175,12 @@ def counted_responses(group: RolloutGroup, config: JobConfig) -> list[Response]:
     """Return the responses that the update is divided by."""
     if not does_count(group, config):
         return []
-    return [response for response in group.responses if not response.has_no_reward and not is_masked(response, config)]
+    is_needed = config.objective.needs_reward
+    return [
+        response
+        for response in group.responses
+        if not (is_needed and response.has_no_reward) and not is_masked(response, config)
+    ]
 
 
 def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
@@ -186,7 +191,8 @@ def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
 
 def is_trained(group: RolloutGroup, config: JobConfig) -> bool:
     """Return whether the group can change the update, so that it is passed through the model."""
-    return bool(counted_responses(group, config)) and config.objective.has_signal(compared(group, config))
+    has_counted = bool(counted_responses(group, config))
+    return has_counted and (config.teacher is not None or config.objective.has_signal(compared(group, config)))
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:

@@ -4,7 +4,7 @@
         for each update (all groups, or a share of them by their order):
             for each micro-batch of groups, in completion order, while others are still being generated:
                 leave out groups without signal
-                pack -> forward (policy, old, reference) -> loss sum -> backward     gradients add up unnormalised
+                pack -> forward (policy, old, reference, teacher) -> loss sum -> backward  gradients add up unnormalised
             after the first updates: compare the engines with the trainer
             barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW, one bucket of parameters at a time;
                 after the last update each bucket goes into version t + 1 while the next one is stepped

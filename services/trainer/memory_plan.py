@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onbeat.config import JobConfig
+from onbeat.config.training import TrainingConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import no_mask
 from services.trainer.batch import MicroBatch, Part, pack
@@ -44,6 +45,7 @@ from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.trial import architecture_name
 from services.trainer.policy import has_old_policies, is_served_in_place
 from services.trainer.settings import Settings
+from services.trainer.teacher import Teacher
 from services.trainer.weights.store import num_served
 
 META = "meta"
@@ -67,6 +69,7 @@ class Sizes:
     num_outside_layers: int  # embeddings and head
     pass_bytes: int
     num_layers: int
+    num_teacher: int = 0  # number of the teacher's parameters
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     }
     if config.objective.needs_reference and config.lora is None:
         held["reference model"] = whole * item // shared
+    if sizes.num_teacher:
+        held["teacher"] = sizes.num_teacher * item // shared
     if has_old_policies(config):
         held["older policies"] = whole * item // shared
     if config.gac.mode != "off":
@@ -117,18 +122,34 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
 
 
 def measure_sizes(
-    config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int, num_ranks: int = 1
+    config: JobConfig,
+    model_config: Any,
+    passes: Passes,
+    prompt_tokens: int,
+    num_ranks: int = 1,
+    teacher: Teacher | None = None,
 ) -> Sizes:
-    """Measure a model without building it in memory. Raises ValueError as `add_adapters` does."""
+    """Measure a model, and its teacher, without building them in memory. Raises ValueError as `add_adapters` does."""
     model = empty_model(config, model_config, passes)
-    parameters = list(model.parameters())
+    parameters, batch = list(model.parameters()), largest_row(config, prompt_tokens)
     return Sizes(
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
-        pass_bytes=tracked_pass(model, largest_row(config, prompt_tokens), is_sharded=num_ranks > 1),
+        pass_bytes=tracked_pass(model, batch, is_sharded=num_ranks > 1, teacher=teacher),
         num_layers=model_config.get_text_config().num_hidden_layers,
+        num_teacher=0 if teacher is None else sum(p.numel() for p in teacher.model.parameters()),
     )
+
+
+def empty_teacher(config: JobConfig, teacher_config: Any, num_tokens: int, is_sharded: bool) -> Teacher:
+    """Return the job's teacher without memory. `num_tokens`: the policy's rows of tokens."""
+    assert config.teacher is not None
+    dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
+    passes, _ = choose_passes(teacher_config, limit, torch.device("cpu"), dtype, is_sharded)
+    plain = config.model_copy(update={"lora": None, "training": TrainingConfig()})
+    model = empty_model(plain, teacher_config, passes).requires_grad_(False)
+    return Teacher(model, config.teacher, torch.ones(num_tokens, dtype=torch.bool, device=META), is_complete=True)
 
 
 def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
@@ -147,8 +168,9 @@ def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
     return model
 
 
-def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool) -> int:
-    """Return the most bytes that a forward and a backward pass hold besides the model and its sum of gradients.
+def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool, teacher: Teacher | None = None) -> int:
+    """Return the most bytes that a forward and a backward pass, with a teacher's pass before them, hold besides the
+    models and the sum of gradients.
 
     That of a float32 parameter is there before the pass, which adds to it. A sharded parameter, and one of bfloat16,
     gets a gradient of its own in each pass, which is added to the sum as soon as it is made.
@@ -160,8 +182,11 @@ def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool) -> int:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
     live = LiveBytes()
     with live:
-        logprobs, _ = target_logprobs(model, inputs_without_values(model, batch), batch, 1.0)
-        logprobs.sum().backward()
+        compare = None
+        if teacher is not None:
+            compare = teacher.read(batch, 1.0, inputs_without_values(teacher.model, batch)).compare
+        logprobs, _, *divergence = target_logprobs(model, inputs_without_values(model, batch), batch, 1.0, compare)
+        sum(divergence, logprobs).sum().backward()
     return live.peak
 
 
@@ -262,7 +287,12 @@ def main() -> None:
         model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))
         dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
         passes, _ = choose_passes(model_config, limit, torch.device("cpu"), dtype)
-        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"], request["num_ranks"])
+        teacher = None
+        if config.teacher is not None:
+            teacher_config = load_config(resolve_model(config.teacher.path, Settings().cache_dir))
+            num_tokens = model_config.get_text_config().vocab_size
+            teacher = empty_teacher(config, teacher_config, num_tokens, request["num_ranks"] > 1)
+        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"], request["num_ranks"], teacher)
     except ValueError as error:
         sys.exit(str(error))
     except TRIAL_ERRORS as error:

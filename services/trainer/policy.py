@@ -3,6 +3,7 @@
     model       in training
     old         frozen: the denominator of the importance ratio, at the weights of an earlier version
     reference   frozen: the target of the KL term; under LoRA the model without its adapters
+    teacher     frozen: another model with the same tokens (`teacher.py`)
 
 Each is left out where the algebra makes it redundant: old while it equals the policy, reference without a KL term.
 """
@@ -18,6 +19,7 @@ from onbeat.objectives.base import Logprobs
 from services.trainer.attention import forget_compiled
 from services.trainer.batch import MicroBatch
 from services.trainer.gac import GradientControl
+from services.trainer.model.adapter_folder import load_adapter
 from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
 from services.trainer.model.model import (
     DTYPES,
@@ -35,6 +37,7 @@ from services.trainer.model.stored_model import open_model
 from services.trainer.model.tensor_files import StoredWeights
 from services.trainer.model.whole import check_source
 from services.trainer.passes.choice import choose_passes
+from services.trainer.teacher import Teacher
 from services.trainer.weights.store import Snapshot, num_served, split_evenly
 from services.trainer.world import ALONE, World
 
@@ -76,6 +79,7 @@ class Policy:
     compute_dtype: torch.dtype
     world: World = ALONE  # the ranks that train it
     is_sharded: bool = False
+    teacher: Teacher | None = None
     files: dict[str, bytes] = field(default_factory=dict)  # files of the model's folder, beside its weights
 
     @classmethod
@@ -128,9 +132,10 @@ class Policy:
         return gather_full(parameter, self.compute_dtype) if self.is_sharded else parameter
 
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
-        """Return all policies' logprobs and the entropy [N]. If `old_version` is None, old is the policy itself."""
+        """Return all policies' logprobs, with the teacher's lesson, and the entropy [N]. If `old_version` is None, old
+        is the policy itself."""
         old = None if old_version is None else self.old.at(old_version)
-        return tri_model_logprobs(self.model, old, self.reference, batch, temperature)
+        return tri_model_logprobs(self.model, old, self.reference, batch, temperature, self.teacher)
 
     @torch.no_grad()
     def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:
@@ -148,7 +153,8 @@ class Policy:
 
 
 def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) -> tuple[Policy, str]:
-    """Load the job's policy to the world's device. Return also why its responses cannot be packed ('' if they can).
+    """Load the job's policy to the world's device, without its teacher. Return also why its responses cannot be packed
+    ('' if they can).
 
     Raises ValueError for a model that cannot be loaded or trained.
     """
@@ -165,6 +171,8 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
         enable_gradient_checkpointing(model)
     if config.lora:
         add_adapters(model, config.lora, config.seed)
+        if config.model.adapter:
+            load_adapter(model, config)
     return Policy.create(model, config, world, is_sharded, stored), reason
 
 

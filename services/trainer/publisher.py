@@ -98,7 +98,8 @@ class Publisher:
             snapshot = self._snapshot()
             give_back_if_scarce()  # rollouts on this machine are about to take memory for the version
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
-        num_without_signal = 0 if stats.has_signal else self.state.num_without_signal + 1
+        has_signal = stats.has_signal or self._config.teacher is not None
+        num_without_signal = 0 if has_signal else self.state.num_without_signal + 1
         parts = more_parts(self.state.reward_parts, stats.responses.parts)
         self.state = replace(self.state, reward_parts=parts, num_without_signal=num_without_signal)
         return snapshot

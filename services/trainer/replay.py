@@ -37,6 +37,7 @@ from services.trainer.model.bundled import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
+from services.trainer.teacher import check_record, load_teacher
 from services.trainer.world import World
 
 MicroBatches = dict[int, list[list[str]]]  # group ids of each micro-batch, by iteration
@@ -136,7 +137,8 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     async def record(first: int) -> tuple[list[RolloutGroup], MicroBatches, list[str]]:
         return await read_record(Ledger(settings.connect_redis()), job_id, first, iteration)
 
-    config = JobConfig.of_job(asyncio.run(fields_of()))
+    fields = asyncio.run(fields_of())
+    config = JobConfig.of_job(fields)
     check_installed(config.objective)
     if config.fork is not None and iteration < config.fork.iteration:
         raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
@@ -146,7 +148,11 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
         pin_cores(settings.cpu_cores)
     make_deterministic(device)
     source = resolve_model(config.model.path, settings.cache_dir)
-    policy, _ = load_policy(source, config, World(device=device), is_sharded=False)
+    world = World(device=device)
+    policy, _ = load_policy(source, config, world, is_sharded=False)
+    policy.teacher = load_teacher(config, policy.model, source, settings.cache_dir, world, is_sharded=False)
+    if policy.teacher is not None:
+        check_record(policy.teacher, fields.get("teacher_digest", ""))
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
     state = restore(recorded, job_id, config, policy, before=iteration)
     state = state or begin(settings.data_dir, job_id, config, policy)

@@ -20,11 +20,14 @@ from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
 from services.trainer.model.bundled import resolve_model
+from services.trainer.model.exported_files import exported_files
+from services.trainer.model.lora import reach
 from services.trainer.model.model import model_files
 from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
 from services.trainer.stop_check import check_stops
+from services.trainer.teacher import check_record, load_teacher
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import World
 
@@ -56,13 +59,22 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
+    policy.teacher = load_teacher(config, policy.model, source, settings.cache_dir, world, is_sharded)
     give_back_freed()  # loading took the model's size twice
     if reason and world.is_main:
         message = f"responses share no prompt in a pass, which is slower: {reason}"
         logger.warning("job %s: %s", job.job_id, message)
         job.emit("trainer.not_packed", message)
+    if policy.teacher is not None:
+        check_record(policy.teacher, job.record_teacher(policy.teacher.digest))
+        if policy.teacher.reason and world.is_main:
+            job.emit(
+                "trainer.not_packed", f"responses share no prompt in the teacher's passes: {policy.teacher.reason}"
+            )
     if world.is_main and (unused := left_out(source, policy.model)):
         job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
+    if world.is_main and config.lora is not None:
+        job.emit("trainer.adapters", describe_reach(*reach(policy.model)))
     folder = settings.data_dir / "jobs" / job.job_id
     checkpoints = CheckpointStore(
         folder / "checkpoints",
@@ -88,12 +100,20 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     state = restored or begin(settings.data_dir, job.job_id, config, policy)
     files = model_files(source, policy.compute_dtype, config.model.chat_template)
     job.serve_weights(files, settings, policy.holders)
-    policy.files = files | {JOB_FILE: describe_job(job.job_id, config)}
+    if world.is_main:
+        exported = exported_files(source, policy.compute_dtype, config.model.chat_template)
+        policy.files = exported | {JOB_FILE: describe_job(job.job_id, config)}
     try:
         with tracking(folder) if world.is_main else nullcontext():
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
+
+
+def describe_reach(share: float, left_out: dict[str, float]) -> str:
+    """Return the share of the weights that adapters reach, and the largest ones that have none."""
+    largest = ", ".join(f"{name} ({other:.1%})" for name, other in list(left_out.items())[:3])
+    return f"adapters reach {share:.1%} of the weights; the largest without one: {largest or 'none'}"
 
 
 def describe_job(job_id: str, config: JobConfig) -> bytes:

@@ -18,6 +18,9 @@ from tests.world import World
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 
 HELD_OUT = ("What is 6 + 3?", "What is 2 - 8?", "What is 4 + 4?", "What is 9 - 1?")
+EPISODES = Content(held_out=HELD_OUT, is_episode=True, is_cut=True)
+JUDGED = Content(held_out=HELD_OUT, is_judged=True, is_cut=True)
+MIXED = Content(sources=("sums", "differences", "sums", "differences"))
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,12 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     ids = {
         "learned": await seed_job(ledger, "learned", num_iterations=30),
         "scored": await seed_job(ledger, "scored", num_iterations=30, content=Content(held_out=HELD_OUT)),
-        "episodes": await seed_job(ledger, "episodes", num_iterations=2, content=Content(is_episode=True)),
+        "episodes": await seed_job(ledger, "episodes", num_iterations=2, content=EPISODES),
+        "judged": await seed_job(ledger, "judged", num_iterations=4, content=JUDGED),
+        "mixed": await seed_job(ledger, "mixed", num_iterations=4, content=MIXED),
+        "paused": await seed_job(ledger, "paused", num_done=5, state=JobState.PAUSED),
+        "cancelled": await seed_job(ledger, "cancelled", num_done=1, state=JobState.CANCELLED),
+        "started": await seed_job(ledger, "started", num_done=0, state=JobState.RUNNING),
         "slower": await seed_job(ledger, "slower", num_iterations=20),
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),
         "failed": await seed_job(ledger, "failed", num_done=2, state=JobState.FAILED),
@@ -62,14 +70,26 @@ PAGES = {
     "job that is stuck": ("#/jobs/{stuck}", CHART),
     "job that waits": ("#/jobs/{queued}", "[data-testid=doctor]"),
     "job with long names": ("#/jobs/{wordy}", CHART),
+    "job that is paused": ("#/jobs/{paused}", CHART),
+    "job that was cancelled": ("#/jobs/{cancelled}", CHART),
+    "job that begins": ("#/jobs/{started}", "[data-testid=doctor]"),
+    "job with a judge": ("#/jobs/{judged}", CHART),
+    "job of several sources": ("#/jobs/{mixed}", CHART),
     "samples": ("#/jobs/{learned}/samples", SAMPLE),
+    "samples without rewards": ("#/jobs/{judged}/samples", SAMPLE),
+    "held-out samples": ("#/jobs/{judged}/samples?evaluation=4", SAMPLE),
+    "samples of a source": ("#/jobs/{mixed}/samples?source=sums", SAMPLE),
+    "no samples": ("#/jobs/{queued}/samples", "text=No response has been accepted yet"),
     "long samples": ("#/jobs/{wordy}/samples", SAMPLE),
     "group": ("#/jobs/{learned}/samples?group=29-0", RESPONSE),
+    "group without rewards": ("#/jobs/{judged}/samples?group=3-0", RESPONSE),
     "long group": ("#/jobs/{wordy}/samples?group=2-0", RESPONSE),
     "episodes": ("#/jobs/{episodes}/samples?group=1-0", RESPONSE),
     "timeline": ("#/jobs/{learned}/timeline", "[data-testid=timeline] [role=slider]"),
     "comparison": ("#/compare?jobs={learned},{slower}", ".chart canvas"),
+    "timeline of nothing": ("#/jobs/{queued}/timeline", "h1"),
     "workers": ("#/workers", f"text={WORKERS[0]}"),
+    "API": ("docs", "h1"),
     "no such page": ("#/nothing", "text=Page not found"),
 }
 

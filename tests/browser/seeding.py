@@ -6,6 +6,7 @@ Curves bend as those of a job that learns; prompts come again in every iteration
 import json
 import math
 import random
+import statistics
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -15,7 +16,16 @@ from typing import Any
 from onbeat.config import JobConfig
 from onbeat.contracts.records import PublishedWeights, WeightUpdate
 from onbeat.contracts.states import JobState
-from onbeat.streams.codec import PromptPart, PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
+from onbeat.streams.codec import (
+    PromptPart,
+    PromptTask,
+    Response,
+    RolloutGroup,
+    Timings,
+    Turn,
+    VersionSpan,
+    given_rewards,
+)
 from onbeat.streams.ledger import Ledger
 from services.broker.evaluations import score
 from services.broker.samples import sample_groups
@@ -34,6 +44,9 @@ class Content:
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
     is_episode: bool = False  # responses have three turns; the third rewrites the history
+    # The first response of a group, and that to the first held-out prompt:
+    is_cut: bool = False  # it ends at its limit, in an episode that of its second turn
+    is_judged: bool = False  # the judge has no opinion on it
     sources: tuple[str, ...] = ()  # names by prompt, in a job of several sources
     held_out: tuple[str, ...] = ()  # prompts of an evaluation at the start and one at the end
 
@@ -68,6 +81,8 @@ async def seed_job(
         await seed_iteration(ledger, job_id, epoch, iteration, content)
     if num_done == num_iterations:
         await seed_evaluation(ledger, job_id, num_iterations, num_iterations + 1, content)
+    if state is JobState.CANCELLED:
+        await ledger.jobs.move(job_id, JobState.CANCELLING)
     if state is not JobState.RUNNING:
         await ledger.jobs.move(job_id, state, "the machine went away" if state is JobState.FAILED else "")
     return job_id
@@ -126,9 +141,9 @@ async def seed_evaluation(ledger: Ledger, job_id: str, version: int, following: 
 
 
 def advantages_of(group: RolloutGroup) -> list[float | None]:
-    """Reward minus the mean of the group."""
-    rewards = [response.reward for response in group.responses]
-    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+    """Reward minus the mean of those of the group; None without a reward."""
+    mean = statistics.fmean(given_rewards(group))
+    return [None if response.has_no_reward else response.reward - mean for response in group.responses]
 
 
 def group_of(task: PromptTask, worker: str, content: Content, dice: random.Random) -> RolloutGroup:
@@ -149,28 +164,33 @@ def group_of(task: PromptTask, worker: str, content: Content, dice: random.Rando
         source=task.source,
         worker_id=worker,
         timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),
-        responses=[response_of(task, content, dice) for _ in range(content.num_samples)],
+        responses=[
+            response_of(task, content, dice, is_first=(task.data_row if task.is_evaluation else place) == 0)
+            for place in range(content.num_samples)
+        ],
     )
 
 
-def response_of(task: PromptTask, content: Content, dice: random.Random) -> Response:
+def response_of(task: PromptTask, content: Content, dice: random.Random, is_first: bool) -> Response:
     """Build a response with one token per word, and one without text for the end of the sequence."""
     words = [content.words[0], *(f" {word}" for word in content.words[1:])]
     is_right = dice.random() < learned(task.iteration)
+    is_cut, has_no_reward = is_first and content.is_cut, is_first and content.is_judged
     return Response(
         token_ids=[*range(100, 100 + len(words)), 2],
         rollout_logprobs=[-3 * dice.random() ** 3 - 0.001 for _ in range(len(words) + 1)],
         token_lengths=[*map(len, words), 0],
         version_spans=[VersionSpan(policy_version=task.policy_version, start=0, end=len(words) + 1)],
-        finish_reason="stop",
-        reward=float(is_right),
-        reward_parts={"right": float(is_right), "form": 0.5},
+        finish_reason="length" if is_cut and not content.is_episode else "stop",
+        reward=0.0 if has_no_reward else float(is_right),
+        has_no_reward=has_no_reward,
+        reward_parts={"form": 0.5} if has_no_reward else {"right": float(is_right), "form": 0.5},
         text="".join(words),
-        turns=turns_of(words) if content.is_episode else [],
+        turns=turns_of(words, is_cut) if content.is_episode else [],
     )
 
 
-def turns_of(words: list[str]) -> list[Turn]:
+def turns_of(words: list[str], is_cut: bool) -> list[Turn]:
     """Return the turns of an episode: three words, three words, and the rest with the end of the sequence."""
     call = {"function": {"name": "add", "arguments": {"left": 7, "right": 2}}}  # agents may send an object
     asked = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7 + 2 = 9"}]
@@ -183,7 +203,7 @@ def turns_of(words: list[str]) -> list[Turn]:
             observed_token_ids=range(num_observed),
             num_sampled=len(part) + (part is parts[-1]),
             num_characters=sum(map(len, part)),
-            finish_reason="stop",
+            finish_reason="length" if is_cut and part is parts[1] else "stop",
             messages_json=json.dumps(asked if parent is not None else []),
             waited_s=1.5 if parent is not None else 0.0,
             generate_s=0.2,

@@ -382,10 +382,18 @@ LANES = """async (m) => {
     window.opened = [];
     const on = { onChoose: () => {}, onOpen: ({ span }) => opened.push(span.group_id), onZoom: () => {} };
     render(null, document.querySelector("main"));
-    render(html`<${m.Lanes} timeline=${timeline} isLarge=${true} ...${on} />`, document.querySelector("main"));
+    const all = { ...on, timeline, isLarge: true, ref: (lanes) => (window.lanes = lanes) };
+    render(html`<${m.Lanes} ...${all} />`, document.querySelector("main"));
     await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
 }"""
 CHOSEN = re.compile("^w: generate, group 0-0 of iteration 0")
+
+
+async def test_no_time_below_the_lanes_is_cut(modules: Page) -> None:
+    await call(modules, "lanes.js", LANES)
+    labels = await modules.evaluate("lanes.chart.axes[0]._values")
+    assert labels[0] == "0 s"
+    assert labels[-1] == ""  # 10 s, at the right edge
 
 
 async def test_arrow_key_chooses_the_first_span_below_an_empty_lane(modules: Page) -> None:
@@ -506,6 +514,11 @@ async def test_axis_is_as_long_as_the_job_and_shows_a_young_one(modules: Page) -
             modules, "charts.js", "(m, [low, high, ends]) => m.axisOf(low, high, ends)", [low, high, ends]
         )
         assert tuple(axis) == shown
+
+
+async def test_axis_of_a_first_value_is_as_long_as_the_job(modules: Page) -> None:
+    await draw(modules, [{"name": "a", "points": [[0, 0.5]]}], ends=[0, 11])
+    assert await modules.evaluate("[chart.chart.scales.x.min, chart.chart.scales.x.max]") == [0, 11]
 
 
 BAND = """(m, rewards) => {

@@ -4,7 +4,7 @@ import re
 
 from playwright.async_api import Page, expect
 
-from tests.browser.gallery import HELD_OUT
+from tests.browser.gallery import HELD_OUT, drawn
 from tests.browser.seeding import Content, seed_job
 
 
@@ -56,6 +56,75 @@ async def test_samples_are_filtered_by_end_and_text(visit, gallery):
     await expect(page.get_by_text("No truncated, wrong responses with “WHAT IS")).to_be_visible()
     await page.get_by_role("button", name="Reset").click()
     await expect(page.get_by_test_id("sample")).to_have_count(16)
+
+
+async def test_responses_without_a_reward_are_neither_high_nor_wrong(visit, gallery):
+    """The broker filters responses of an iteration, the page those of an evaluation."""
+    judged = gallery.job_ids["judged"]
+    for place, number, number_silent in (("", 16, 4), ("?evaluation=4", 4, 1)):
+        page = await visit(gallery.url, f"#/jobs/{judged}/samples{place}")
+        samples, silent = page.get_by_test_id("sample"), page.get_by_text("reward: no opinion")
+        await expect(samples).to_have_count(number)
+        await expect(silent).to_have_count(number_silent)
+        await page.get_by_label("Truncated").check()
+        await expect(samples).to_have_count(number_silent)
+        await expect(silent).to_have_count(number_silent)
+        await page.get_by_label("Wrong").check()
+        await expect(page.get_by_text("No truncated, wrong responses here.")).to_be_visible()
+        await page.get_by_label("Truncated").uncheck()
+        await page.get_by_label("Wrong").uncheck()
+        await page.get_by_label("Reward from").fill("0")
+        await page.keyboard.press("Enter")
+        await expect(samples).to_have_count(number - number_silent)
+        await expect(silent).to_have_count(0)
+
+
+async def test_episode_is_truncated_where_one_turn_is(visit, gallery):
+    episodes = gallery.job_ids["episodes"]
+    for place, number in (("", 4), ("?evaluation=2", 1)):
+        page = await visit(gallery.url, f"#/jobs/{episodes}/samples{place}")
+        await page.get_by_label("Truncated").check()
+        await expect(page.get_by_text(re.compile("^Truncated responses 1 to"))).to_be_visible()
+        samples = page.get_by_test_id("sample")
+        await expect(samples).to_have_count(number)
+        await expect(samples.filter(has_text="finished by itself")).to_have_count(0)
+
+
+async def test_wrong_is_below_the_limit_of_the_held_out_set(visit, gallery):
+    page = await visit(gallery.url)
+
+    async def with_own_limit(route):
+        answer = await route.fetch()
+        job = await answer.json()
+        job["config"]["evaluation"]["sets"] = [{"num_prompts": len(HELD_OUT), "solved_at": 2.0}]
+        await route.fulfill(response=answer, json=job)
+
+    await page.route(re.compile(r"/v1/jobs/job-\w+$"), with_own_limit)
+    await page.goto(f"{gallery.url}/#/jobs/{gallery.job_ids['scored']}/samples?evaluation=30&wrong=1")
+    await expect(page.get_by_test_id("sample")).to_have_count(len(HELD_OUT))
+
+
+async def test_pages_name_the_broker_that_does_not_answer(visit, gallery):
+    """The words stand alone: no heading is above them."""
+    visit.watch.expect("ERR_CONNECTION_REFUSED")
+    words = "The broker does not answer. Is it running, and can this machine reach it (Failed to fetch)?"
+    for name, request in (("samples", "samples"), ("timeline", "timeline")):
+        page = await visit(gallery.url, gallery.place(name))
+        await expect(drawn(page, name)).to_be_visible()
+        await page.route(f"**/{request}?*", lambda route: route.abort("connectionrefused"))
+        if name == "samples":
+            await page.get_by_label("Wrong").check()
+        else:
+            await page.get_by_label("Iterations", exact=True).select_option("1")
+        await expect(page.get_by_text(words)).to_be_visible()
+
+
+async def test_answers_without_rewards_are_neither_right_nor_wrong(visit, ledger, tmp_path):
+    job_id = await seed_job(ledger, "silent", num_iterations=1, content=Content(held_out=HELD_OUT[:1], is_judged=True))
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, f"#/jobs/{job_id}")
+        await page.get_by_text("Before and after").click()
+        await expect(page.get_by_test_id("before-after")).to_contain_text("No recorded answer got a reward")
 
 
 async def test_samples_of_several_sources_are_filtered_by_one(visit, ledger, tmp_path):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
 from onbeat.contracts.states import JobState
+from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
@@ -20,8 +21,9 @@ from services.trainer.replay import RecordedJob, read_record
 from tests.e2e.stack import RunningStack
 
 
-def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> None:
-    """Check that every iteration has its fixed set once, and that the final weights are those without faults."""
+def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> list[RolloutGroup]:
+    """Check that every iteration has its fixed set once, and that the final weights are those without faults; return
+    the groups."""
     job = stack.wait(job_id)
     assert job.state is JobState.SUCCEEDED, job.error
     report = stack.client.jobs.audit(job_id)
@@ -29,8 +31,9 @@ def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> None:
     config = JobConfig.model_validate(job.config)
     groups, micro_batches, num_left = asyncio.run(read_streams(stack, job_id, config.schedule.num_iterations))
     assert num_left == 0, f"{num_left} prompts or groups were never acknowledged"
-    for iteration in range(config.schedule.num_iterations):
-        expected = [f"{iteration}-{index}" for index in range(config.rollout.num_prompts_per_iteration)]
+    for record in stack.client.jobs.iterations(job_id):
+        iteration, num_groups = record.iteration, config.rollout.num_prompts_per_iteration + record.num_replaced
+        expected = [f"{iteration}-{index}" for index in range(num_groups)]
         assert sorted(g.group_id for g in groups if g.iteration == iteration) == sorted(expected)
         assert sorted(i for batch in micro_batches[iteration] for i in batch) == sorted(expected)
     assert not [group.group_id for group in groups if group.HasField("failure")]
@@ -41,6 +44,7 @@ def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> None:
     expected_weights = undisturbed(config, groups, micro_batches, scratch)
     assert trained.keys() == expected_weights.keys()
     assert all(torch.equal(trained[name], value) for name, value in expected_weights.items())
+    return groups
 
 
 async def read_streams(stack: RunningStack, job_id: str, num_iterations: int):

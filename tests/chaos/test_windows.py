@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from onbeat.client import BrokerUnreachable
+from onbeat.config import JobConfig
 from onbeat.contracts.errors import ApiError
 from onbeat.contracts.states import EvaluationState, JobState
 from onbeat.local.redis_server import free_port
@@ -23,10 +24,10 @@ from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from tests.chaos.die_at import Orders
 from tests.chaos.exactly_once import accepted_at, check_exactly_once
+from tests.chaos.options import OPTIONS, check_signs, install_opinions
 from tests.e2e.stack import RunningStack, running, tiny_job
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0
 SMALL = {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 2, "max_response_tokens": 8}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}
@@ -45,7 +46,8 @@ class Window:
         return f"{self.name}-{self.point}"
 
 
-# Each job has two deaths: of a trainer, and of a broker or a rollout. With the sections of the job.
+# Each job has two deaths: of a trainer, and of a broker or a rollout. With the sections of the job, and the name of its
+# options in options.py.
 JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:claimed-not-announced", "Versions.announce.before"),
@@ -60,17 +62,17 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:recorded-not-trained", "TrainerSide.record_micro_batch.after"),  # so the version stays a while
         Window("broker:evaluation-due-not-opened", "Evaluations.open.before"),
-        {"evaluation": EVALUATION},
+        {"evaluation": EVALUATION, "options": "parts"},
     ),
     (
         Window("trainer:stepped-not-published", "TrainLoop.step.after"),
         Window("broker:opened-not-answered", "Iterations.open.after", nth=2),
-        {},
+        {"options": "sources"},
     ),
     (
         Window("trainer:stepped-not-published", "TrainLoop.step.after", nth=2),
         Window("rollout:generating", "TransformersEngine._sample.before", nth=3),
-        {"schedule": BOUNDED},
+        {"schedule": BOUNDED, "options": "mask"},
     ),
     (
         Window("trainer:published-not-committed", "TrainerSide.commit.before"),
@@ -80,22 +82,22 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:published-not-committed", "TrainerSide.commit.before", nth=2),
         Window("rollout:before-claim", "RolloutSide.claim.before"),
-        {"checkpoint": EVERY},
+        {"checkpoint": EVERY, "options": "solved"},
     ),
     (
         Window("trainer:committed-not-checkpointed", "TrainerSide.commit.after"),
         Window("broker:due-not-opened", "Iterations.open.before"),
-        {},
+        {"options": "scaled parts"},
     ),
     (
         Window("trainer:checkpoint-half-written", "sync_path.after", nth=2),
         Window("rollout:claimed-not-started", "RolloutSide.claim.after"),
-        {"checkpoint": EVERY},
+        {"checkpoint": EVERY, "options": "part"},
     ),
     (
         Window("trainer:checkpoint-half-written", "write_state.after"),
         Window("rollout:generating", "TransformersEngine._sample.before"),
-        {"checkpoint": EVERY},
+        {"checkpoint": EVERY, "options": "opinions"},
     ),
     (
         Window("trainer:checkpoint-not-acknowledged", "appear.after"),
@@ -110,7 +112,12 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:finished-not-succeeded", "Jobs.move.before"),
         Window("rollout:submitted-not-answered", "RolloutSide.submit.after"),
-        {},
+        {"options": "sources"},
+    ),
+    (
+        Window("trainer:taken-not-recorded", "TrainerSide.take.after", nth=3),
+        Window("rollout:generated-not-submitted", "RolloutSide.submit.before", nth=2),
+        {"options": "all"},
     ),
 ]
 
@@ -121,10 +128,10 @@ class ChaosStack:
     def __init__(self, stack: RunningStack, folder: Path) -> None:
         self.stack, self.folder, self.orders = stack, folder, Orders(folder / "orders")
 
-    def submit(self, key: str, **sections: Any) -> str:
+    def submit(self, key: str, options: str = "", **sections: Any) -> str:
         """Submit a job as a client that repeats the request until a broker answers; return the job's id."""
-        shape = {"rollout": SMALL, "schedule": {"num_iterations": 2}}
-        job = tiny_job(self.folder, **(shape | sections))
+        shape = {"rollout": SMALL, "schedule": {"num_iterations": 2}} | OPTIONS[options].sections | sections
+        job = tiny_job(self.folder, **(shape | {"rollout": SMALL | shape["rollout"]}))
         if "evaluation" in sections:
             job["evaluation"] = sections["evaluation"] | {"data": job["data"]}
         answers = []
@@ -150,11 +157,13 @@ class ChaosStack:
         assert pid is not None
         return pid
 
-    def check(self, job_id: str, scratch: Path) -> None:
+    def check(self, job_id: str, scratch: Path, options: str = "") -> None:
         """Check that the job is like an undisturbed one, and that no accepted group was generated again."""
         self.stack.wait(job_id)
-        check_exactly_once(self.stack, job_id, scratch)
-        num_iterations = self.stack.job(job_id).config["schedule"]["num_iterations"]
+        groups = check_exactly_once(self.stack, job_id, scratch)
+        config = JobConfig.model_validate(self.stack.job(job_id).config)
+        check_signs(OPTIONS[options], config, groups, self.stack.client.jobs.iterations(job_id))
+        num_iterations = config.schedule.num_iterations
         times = accepted_at(self.stack, job_id, num_iterations)
         asked = [(group_id, time) for group_id, time in self.orders.generated() if group_id in times]
         assert not [group_id for group_id, time in asked if time > times[group_id]], "generated after it was accepted"
@@ -176,6 +185,7 @@ class ChaosStack:
 def chaos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("windows")
     (folder / "orders").mkdir()
+    python_path = install_opinions(folder / "site")
 
     def change(specs: list[ServiceSpec]) -> list[ServiceSpec]:
         specs += [
@@ -183,16 +193,16 @@ def chaos(tmp_path_factory):
             for spec in specs
             if spec.name == "trainer"
         ]
-        return [obedient(spec, folder / "orders") for spec in specs]
+        return [obedient(spec, folder / "orders", python_path) for spec in specs]
 
     with patch("onbeat.local.supervisor.FIRST_DELAY_S", 0.1), running(folder, num_rollouts=2, change=change) as stack:
         yield ChaosStack(stack, folder)
 
 
-def obedient(spec: ServiceSpec, orders: Path) -> ServiceSpec:
+def obedient(spec: ServiceSpec, orders: Path, python_path: str) -> ServiceSpec:
     *python, _, module = spec.command  # python -P -m services.NAME
     lease_s = TRAINER_LEASE_S if spec.name.startswith("trainer") else ROLLOUT_LEASE_S
-    env = {**spec.env, "PYTHONPATH": str(ROOT), "CHAOS_ORDERS": str(orders), "ONBEAT_LEASE_S": str(lease_s)}
+    env = {**spec.env, "PYTHONPATH": python_path, "CHAOS_ORDERS": str(orders), "ONBEAT_LEASE_S": str(lease_s)}
     return replace(spec, command=[*python, "-m", "tests.chaos.die_at", module], env=env)
 
 
@@ -213,7 +223,7 @@ def test_deaths_in_these_windows_change_nothing(chaos, trainers, other, sections
         chaos.orders.give(window.point, "kill", window.nth)
     job_id = chaos.submit(request.node.name, **sections)
     victims = [chaos.wait_for_taken(window.point) for window in (trainers, other)]
-    chaos.check(job_id, tmp_path)
+    chaos.check(job_id, tmp_path, sections.get("options", ""))
     assert not any(map(psutil.pid_exists, victims))
     if other.name.startswith("broker:"):  # only with a rollout dies what it was generating
         chaos.check_nothing_was_repeated()
@@ -252,11 +262,11 @@ def test_broker_cancelling_not_cancelled(chaos):
 
 def test_redis_killed(chaos, tmp_path):
     chaos.orders.give("RolloutSide.submit.after", "hold", nth=2)
-    job_id = chaos.submit("redis")
+    job_id = chaos.submit("redis", "all")
     chaos.wait_for_taken("RolloutSide.submit.after")
     assert chaos.stack.signal("redis")
     chaos.orders.withdraw()
-    chaos.check(job_id, tmp_path)
+    chaos.check(job_id, tmp_path, "all")
 
 
 # ---- zombies: they were paused for longer than their lease, and wake up ------------------------------------------

@@ -4,6 +4,7 @@ never in CI."""
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from onbeat.client import BrokerUnreachable, Client
 from onbeat.contracts.errors import ApiError
 from onbeat.contracts.states import IterationState, JobState
 from tests import waiting
-from tests.containers.leftovers import remove_dead
+from tests.conftest import free_port
+from tests.containers.leftovers import UPGRADED, new_project, remove_dead
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "docker"
 PUBLIC_REDIS = "redis:7.2-bookworm"
 OWN_REDIS = "onbeat-test-redis:bookworm"
 ENGINE_S, BUILD_S, PULL_S, JOB_S = 600.0, 1500.0, 60.0, 900.0
+UP_S, DOWN_S = 300.0, 180.0
 
 # The library's own reaper is an image that would have to be pulled; fixtures here end what they start.
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
@@ -33,6 +36,28 @@ class Images:
 
     def of(self, service: str) -> str:
         return self.redis if service == "redis" else f"onbeat/{service}:{self.tag}"
+
+
+@dataclass
+class Compose:
+    project: str
+    env: dict[str, str]
+
+    def __call__(self, *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> str:
+        command = ["docker", "compose", "--project-name", self.project, *arguments]
+        return checked(f"docker compose {arguments[0]}", run(command, timeout_s, self.env | (env or {})))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.env['ONBEAT_PUBLISHED_PORT']}"
+
+    @property
+    def admin_key(self) -> str:
+        """As docs/deploy.md tells the user."""
+        return self("run", "--rm", "init", "show", "admin-key").strip()
+
+    def up(self) -> None:
+        self("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +93,30 @@ def redis_image() -> str:
     build = ["docker", "build", "-q", "-t", OWN_REDIS, "--build-arg", f"BASE_IMAGE={base}", "-f", dockerfile]
     checked("building Redis", run([*build, str(Path(__file__).parent)], timeout_s=BUILD_S))
     return OWN_REDIS
+
+
+@contextlib.contextmanager
+def started_compose(images: Images, **env: str) -> Iterator[Compose]:
+    """Run the stack with one rollout, all healthy; afterwards remove its containers, networks and volumes."""
+    cores = sorted(os.sched_getaffinity(0))
+    compose = Compose(
+        project=new_project("onbeat-test"),
+        env={
+            "COMPOSE_PROFILES": "cpu",
+            "ONBEAT_TAG": images.tag,
+            "ONBEAT_REDIS_IMAGE": images.redis,
+            "ONBEAT_PUBLISHED_PORT": str(free_port()),
+            "ONBEAT_ROLLOUT_CORES": str(cores[0]),
+            "ONBEAT_TRAINER_CORES": str(cores[-1]),
+            **env,
+        },
+    )
+    with contextlib.ExitStack() as cleanup:  # every step runs even if others fail
+        cleanup.callback(run, ["docker", "image", "rm", f"{UPGRADED}:{compose.project}"])
+        cleanup.callback(compose, "down", "--volumes", "--remove-orphans", "--timeout", "30", timeout_s=DOWN_S)
+        cleanup.callback(lambda: sys.stdout.write(compose("logs", "--no-color")[-20_000:]))  # shown when a test failed
+        compose.up()
+        yield compose
 
 
 def run(

@@ -1,22 +1,27 @@
 """`docker compose up`, then a job, as docs/deploy.md tells it, with real vLLM: scaled and upgraded while it runs."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 
 from onbeat.client import Client
 from onbeat.contracts.errors import ApiError
 from onbeat.contracts.states import JobState
-from tests.conftest import free_port
-from tests.containers.conftest import ROOT, Images, check_succeeded, checked, run, wait_until, wait_until_served
-from tests.containers.leftovers import UPGRADED, new_project
+from tests.containers.conftest import (
+    ROOT,
+    UP_S,
+    Compose,
+    Images,
+    check_succeeded,
+    checked,
+    run,
+    started_compose,
+    wait_until,
+    wait_until_served,
+)
+from tests.containers.leftovers import UPGRADED
 
-UP_S, DOWN_S = 300.0, 180.0
 NUM_ITERATIONS, NUM_GROUPS = 9, 4
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
@@ -27,48 +32,12 @@ SMALL_JOB = {
 }
 
 
-@dataclass
-class Compose:
-    project: str
-    env: dict[str, str]
-
-    def __call__(self, *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> str:
-        command = ["docker", "compose", "--project-name", self.project, *arguments]
-        return checked(f"docker compose {arguments[0]}", run(command, timeout_s, self.env | (env or {})))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.env['ONBEAT_PUBLISHED_PORT']}"
-
-    @property
-    def admin_key(self) -> str:
-        """As docs/deploy.md tells the user."""
-        return self("run", "--rm", "init", "show", "admin-key").strip()
-
-
 pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
 
 
 @pytest.fixture(scope="module")
 def compose(images: Images) -> Iterator[Compose]:
-    """Run the stack with one rollout, all healthy; afterwards remove its containers, networks and volumes."""
-    cores = sorted(os.sched_getaffinity(0))
-    compose = Compose(
-        project=new_project("onbeat-test"),
-        env={
-            "COMPOSE_PROFILES": "cpu",
-            "ONBEAT_TAG": images.tag,
-            "ONBEAT_REDIS_IMAGE": images.redis,
-            "ONBEAT_PUBLISHED_PORT": str(free_port()),
-            "ONBEAT_ROLLOUT_CORES": str(cores[0]),
-            "ONBEAT_TRAINER_CORES": str(cores[-1]),
-        },
-    )
-    with ExitStack() as cleanup:  # every step runs even if others fail
-        cleanup.callback(run, ["docker", "image", "rm", f"{UPGRADED}:{compose.project}"])
-        cleanup.callback(compose, "down", "--volumes", "--remove-orphans", "--timeout", "30", timeout_s=DOWN_S)
-        cleanup.callback(lambda: sys.stdout.write(compose("logs", "--no-color")[-20_000:]))  # shown when a test failed
-        compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
+    with started_compose(images) as compose:
         yield compose
 
 

@@ -29,6 +29,7 @@ PARSED_ONLY = {
     "onbeat chat": "starts an engine and reads lines; tests/unit/terminal/test_chat_command.py runs it",
     "onbeat backup": "tests/unit/local/test_data_folder.py and tests/integration/trainer/test_backup.py run it",
     "onbeat restore": "the same",
+    "onbeat export": "tests/unit/terminal/test_export.py runs it; here no job has adapters, and nothing may be pushed",
     "onbeat clean": "refuses a stack that runs; tests/unit/local/test_data_folder.py runs it",
     "onbeat sweep": "trains several jobs; tests/unit/terminal/test_sweep.py runs it",
     "onbeat view": "runs until Ctrl-C; tests/unit/terminal/test_report_page.py has its parts",

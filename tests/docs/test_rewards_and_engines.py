@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from onbeat.contracts.states import JobState
+from services.rollout.rewards.judge_questions import QUESTIONS, Completion, messages_of
 from services.rollout.settings import Settings as RolloutSettings
 from tests.docs.pages import blocks_of, text_of
 from tests.docs.test_snippets import quickstart_with
@@ -74,6 +75,15 @@ async def test_own_reward_service_answers_as_described():
     async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
         response = await client.post("/score", json=json.loads(request))
     assert len(response.json()["scores"]) == len(json.loads(answer)["scores"]) == len(json.loads(request)["responses"])
+
+
+def test_judge_without_a_model_prefers_the_shorter_response():
+    namespace: dict[str, Any] = {}
+    exec(block_after("docs/rewards.md", "python", "# shorter.py"), namespace)
+    for pair, better in ((["four", "six letters"], 1), (["fourteen", "six"], 2), (["one", "two"], 0)):
+        messages = messages_of(QUESTIONS["pairs"], "Is it short?", {"question": "How much?"}, pair)
+        completion = Completion.model_validate(namespace["complete"]({"messages": messages}))
+        assert QUESTIONS["pairs"].answer.model_validate_json(completion.choices[0].message.content).better == better
 
 
 def test_settings_of_reward_services_are_such(monkeypatch):

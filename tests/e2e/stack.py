@@ -139,7 +139,7 @@ def tiny_job(tmp_path: Path, **sections: Any) -> dict[str, Any]:
         "schedule": {"num_iterations": 4},
     }
     for name, values in sections.items():
-        job[name] = job.get(name, {}) | values
+        job[name] = job.get(name, {}) | values if isinstance(values, dict) else values
     if "environment" in job:
         del job["reward"]  # episodes bring their own
     return job

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from onbeat.local.backup import ledger_files
+from onbeat.local.redis_choice import Release
 from tests.manifests.kustomize import KUBERNETES, Manifests, Pod, build, build_variant, selects, write_kustomization
 
 pytestmark = pytest.mark.slow
@@ -306,3 +309,31 @@ def test_each_pod_of_the_runbook_has_one_volume_of_a_backup():
         assert item["metadata"]["namespace"] == base.of("Namespace")[0]["metadata"]["name"]
         assert [volume["persistentVolumeClaim"]["claimName"] for volume in pod.spec["volumes"]] == [claim]
         assert base.pod(service).spec["securityContext"]["runAsUser"] == pod.spec["securityContext"]["runAsUser"]
+
+
+def test_commands_of_a_backup_name_what_is_there(tmp_path: Path):
+    """No cluster runs them: the pods that they enter, the volumes that they write there, and all that they stop."""
+    text = (KUBERNETES.parents[1] / "docs" / "kubernetes.md").read_text("utf-8")
+    section = text.split("\n## Back up and restore\n")[1].split("\n## ")[0]
+    base, conf = build(KUBERNETES / "base"), (KUBERNETES / "base" / "redis.conf").read_text("utf-8")
+    workloads = {(pod.kind.lower(), pod.name) for pod in base.pods()}
+    assert set(re.findall(r"(deployment|statefulset)/([\w-]+)", section)) == workloads
+
+    items = list(yaml.safe_load_all((KUBERNETES / "restore-pods.yaml").read_text("utf-8")))
+    restoring = {item["metadata"]["name"]: Pod("Pod", item["metadata"]["name"], {}, item["spec"]) for item in items}
+    assert set(re.findall(r"pod/([\w-]+)", section)) == restoring.keys()
+    pods = restoring | {f"{pod.name}-0": pod for pod in base.pods() if pod.kind == "StatefulSet"}
+    entered = re.findall(r"exec (?:-i )?(\S+) -- (.*)", section)
+    for name, command in entered:
+        mounts = {mount["mountPath"] for mount in pods[name].container["volumeMounts"] if not mount.get("readOnly")}
+        assert {*re.findall(r"(?<![\w.])/\w+", command)} <= mounts, (name, command)
+    assert {name for name, _ in entered} == pods.keys()
+    (selector,) = re.findall(r"--for=delete pod -l (\S+)=(\S+)", section)
+    assert all(pod.labels[selector[0]] == selector[1] for pod in base.pods())
+
+    assert "dir /data\n" in conf
+    assert not re.search(r"^append(filename|dirname)", conf, re.MULTILINE), "Redis would look elsewhere for its file"
+    files = ledger_files(Release("Redis", (7, 2)), tmp_path / "dump.rdb", tmp_path)
+    for path in files.keys() - {"redis/server.json"}:
+        assert f"/{path}" in section, "no name of a local stack's backup"
+    assert (tmp_path / "manifest").read_text("utf-8").strip() in section

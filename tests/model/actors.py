@@ -30,7 +30,7 @@ FOREVER_S = 1e6
 class Worker(NamedTuple):
     name: str
     incarnation: int = 0
-    flight: tuple[str, int] | None = None  # group id, policy version that it was generated with
+    flight: tuple[str, int, str] | None = None  # group id, policy version that it was generated with, source
 
     @property
     def id(self) -> str:
@@ -65,6 +65,7 @@ class World(NamedTuple):
     num_faults: int
     num_pauses: int
     num_cancels: int
+    num_resumes: int
 
 
 class Move(NamedTuple):
@@ -79,10 +80,11 @@ def first_world(bounds: Bounds) -> World:
         workers=tuple(Worker(chr(ord("a") + i)) for i in range(bounds.num_workers)),
         brokers=(None,) * bounds.num_brokers,
         trainers=(None,) * bounds.num_trainers,
-        disk=Checkpoint(),
+        disk=Checkpoint(bounds.first_iteration),
         num_faults=bounds.num_faults,
         num_pauses=bounds.num_pauses,
         num_cancels=bounds.num_cancels,
+        num_resumes=bounds.num_resumes,
     )
 
 
@@ -90,13 +92,14 @@ def first_world(bounds: Bounds) -> World:
 # Each on the store's ledger and the state that is in Redis; results are plain values that name groups, never entries.
 
 
-def claim(store: Store, _: State, worker: str) -> list[tuple[str, int]]:
+def claim(store: Store, _: State, worker: str) -> list[tuple[str, int, str]]:
     claims = store.run(store.ledger.rollout.claim(JOB, worker, 1, LEASE_S))
-    return [(claim.task.group_id, claim.task.policy_version) for claim in claims]
+    return [(claim.task.group_id, claim.task.policy_version, claim.task.source) for claim in claims]
 
 
-def submit(store: Store, state: State, worker: str, group_id: str, version: int) -> Verdict:
-    return store.run(store.ledger.rollout.submit(JOB, state.entries[group_id], make_group(worker, group_id, version)))
+def submit(store: Store, state: State, worker: str, group_id: str, version: int, source: str) -> Verdict:
+    group = make_group(worker, group_id, version, source)
+    return store.run(store.ledger.rollout.submit(JOB, state.entries[group_id], group))
 
 
 def renew(store: Store, state: State, worker: str, group_id: str) -> bool:
@@ -108,13 +111,19 @@ def release(store: Store, state: State, worker: str, group_id: str) -> bool:
 
 
 def open_iteration(store: Store, _: State, iteration: int, version: int) -> str:
-    names = [f"{iteration}-{index}" for index in range(NUM_GROUPS + store.num_spares)]
-    tasks = [PromptTask(group_id=name, iteration=iteration, text="prompt") for name in names]
+    tasks = [
+        PromptTask(group_id=f"{iteration}-{index}", iteration=iteration, text="prompt", source=source_of(store, index))
+        for index in range(NUM_GROUPS + store.bounds.num_spares)
+    ]
     return store.run(store.ledger.iterations.open(JOB, iteration, version, tasks[:NUM_GROUPS], tasks[NUM_GROUPS:]))
 
 
 def move_job(store: Store, _: State, wanted: JobState, epoch: str = "") -> JobState:
     return store.run(store.ledger.jobs.move(JOB, wanted, epoch=epoch))
+
+
+def resume(store: Store, _: State) -> None:
+    store.run(store.ledger.jobs.resume(JOB, JobState.CANCELLED))
 
 
 def claim_job(store: Store, _: State) -> str | None:
@@ -169,9 +178,14 @@ def group_ids(iteration: int) -> tuple[str, ...]:
     return tuple(f"{iteration}-{index}" for index in range(NUM_GROUPS))
 
 
-def make_group(worker: str, group_id: str, version: int) -> RolloutGroup:
+def source_of(store: Store, index: int) -> str:
+    """Return the source of an iteration's prompt; '' if there is one only."""
+    return f"source-{index % store.bounds.num_sources}" if store.bounds.num_sources > 1 else ""
+
+
+def make_group(worker: str, group_id: str, version: int, source: str) -> RolloutGroup:
     span = VersionSpan(policy_version=version, start=0, end=1)
-    rewards = [0.0, float(does_count(group_id))]
+    rewards = [0.0, float(does_count(group_id, source))]
     response = {"token_ids": [4], "rollout_logprobs": [-0.5], "version_spans": [span], "finish_reason": "stop"}
     return RolloutGroup(
         group_id=group_id,
@@ -180,6 +194,7 @@ def make_group(worker: str, group_id: str, version: int) -> RolloutGroup:
         prompt_token_ids=[1],
         responses=[Response(reward=reward, **response) for reward in rewards],
         worker_id=worker,
+        source=source,
     )
 
 
@@ -225,8 +240,8 @@ class Actors:
             if claims and world.num_faults:
                 yield fault(f"rollout {worker.id} claims {claims[0][0]}, the answer is lost", after)
             return
-        group_id, version = worker.flight
-        after, verdict = self._call(world, submit, worker.id, group_id, version)
+        group_id, version, source = worker.flight
+        after, verdict = self._call(world, submit, worker.id, group_id, version, source)
         yield Move(f"rollout {worker.id} submits {group_id}: {verdict}", become(after, flight=None))
         after, is_mine = self._call(world, renew, worker.id, group_id)
         kept = worker.flight if is_mine else None
@@ -235,9 +250,9 @@ class Actors:
             return
         reborn = worker.incarnation + 1
         yield fault(f"rollout {worker.id} dies holding {group_id}", become(world, flight=None, incarnation=reborn))
-        after, verdict = self._call(world, submit, worker.id, group_id, version)
+        after, verdict = self._call(world, submit, worker.id, group_id, version, source)
         yield fault(f"rollout {worker.id} submits {group_id}, the answer is lost: {verdict}", after)
-        after, verdict = self._call(world, submit, worker.id, group_id, version + 1)
+        after, verdict = self._call(world, submit, worker.id, group_id, version + 1, source)
         yield fault(f"rollout {worker.id} submits {group_id} of another version: {verdict}", become(after, flight=None))
         after, is_mine = self._call(world, release, worker.id, group_id)
         yield fault(f"rollout {worker.id} hands back {group_id}: {is_mine}", become(after, flight=None))
@@ -248,7 +263,7 @@ class Actors:
         seen = world.brokers[place]
         due = (int(view.job["num_opened"]), int(view.job.get("policy_version", "-1")))
         is_due = view.job["state"] == JobState.RUNNING and due[0] < view.num_iterations
-        is_due = is_due and due[1] >= max(0, due[0] - self._bounds.max_staleness)
+        is_due = is_due and due[1] >= max(self._bounds.first_iteration, due[0] - self._bounds.max_staleness)
         if is_due and due[1] < due[0]:
             is_due = not any(entry.state == "new" for entry in view.prompts)
         if is_due and seen != due:
@@ -262,7 +277,7 @@ class Actors:
             after, _ = self._call(world, move_job, JobState.CANCELLED)
             yield Move("a broker ends the job that was cancelled", after)
         num_trimmed = int(view.job.get("num_trimmed", "0"))
-        if num_trimmed < len(view.iterations):
+        if num_trimmed in view.iterations:
             after, is_trimmed = self._call(world, trim, num_trimmed)
             if is_trimmed:
                 yield Move(f"a broker trims iteration {num_trimmed}", after)
@@ -312,8 +327,10 @@ class Actors:
             step="announce", iteration=disk.next_iteration, digest=disk.digest, num_durable=disk.next_iteration
         )
         label = f"restores checkpoint {disk.next_iteration}"
-        if disk.next_iteration:
-            yield self._owned(world, place, label, changed, checkpointed, 0, disk.next_iteration)
+        if disk.next_iteration > self._bounds.first_iteration:
+            yield self._owned(
+                world, place, label, changed, checkpointed, self._bounds.first_iteration, disk.next_iteration
+            )
         else:
             yield Move(f"trainer {trainer.epoch} starts from the model", become(world, place, changed))
 
@@ -419,6 +436,9 @@ class Actors:
             is_pending = self._store.states[world.redis].view.job["state"] == JobState.PENDING
             after, before = self._call(world, move_job, JobState.CANCELLED if is_pending else JobState.CANCELLING)
             yield Move(f"the user cancels: {before}", after._replace(num_cancels=world.num_cancels - 1), "cancel")
+        if world.num_resumes and self._store.states[world.redis].view.job["state"] == JobState.CANCELLED:
+            after, _ = self._call(world, resume)
+            yield Move("the user resumes the cancelled job", after._replace(num_resumes=world.num_resumes - 1))
 
 
 def move_job_as(store: Store, state: State, epoch: str, wanted: JobState) -> JobState:

@@ -16,9 +16,12 @@ class Bounds:
     num_brokers: int = 1  # one that has looked long ago is as good as two, but for opening at the same moment
     num_ranks: int = 1  # ranks of a trainer, which take separate micro-batches
     num_faults: int = 1
-    num_spares: int = 0  # prompts of an iteration that may replace others: a group counts if its index is odd
+    num_spares: int = 0  # prompts of an iteration that may replace others; `does_count` says which groups need none
+    num_sources: int = 1  # sources that take turns at the prompts
+    first_iteration: int = 0  # a fork begins with it
     num_pauses: int = 0
     num_cancels: int = 0
+    num_resumes: int = 0  # resumes of the job after a cancel
 
 
 SMALL = {
@@ -28,6 +31,20 @@ SMALL = {
     "ranks": Bounds(num_ranks=2, num_workers=1, num_faults=0),
     "users": Bounds(num_pauses=1, num_cancels=1, num_workers=1, num_faults=0),
     "spares": Bounds(num_spares=1, num_iterations=1, num_workers=1),
+    "sources": Bounds(num_sources=2, num_spares=2, num_iterations=1, num_trainers=1, num_faults=0),
+    "fork": Bounds(
+        num_sources=2, num_spares=2, num_iterations=2, first_iteration=1, num_workers=1, num_trainers=1, num_faults=0
+    ),
+    "resume": Bounds(
+        num_sources=2,
+        num_spares=1,
+        num_iterations=1,
+        num_workers=1,
+        num_trainers=1,
+        num_faults=0,
+        num_cancels=1,
+        num_resumes=1,
+    ),
 }
 LARGE = {
     "strict": Bounds(),

@@ -30,9 +30,15 @@ def check_call(before: State, name: str, args: tuple[Any, ...], outcome: Outcome
         raise Violation(f"{name}{args}: {violation}") from None
 
 
-def does_count(group_id: str) -> bool:
-    """Return whether the group's rewards differ."""
-    return int(group_id.split("-")[1]) % 2 == 1
+def does_count(group_id: str, source: str = "") -> bool:
+    """Return whether the group's rewards differ: those of odd numbers. Of several sources: those from number 3 on, so
+    that both first groups are replaced, in either order."""
+    index = int(group_id.split("-")[1])
+    return index >= 3 if source else index % 2 == 1
+
+
+def first_iteration(view: View) -> int:
+    return int(view.job.get("first_iteration", "0"))
 
 
 def require(is_right: bool, message: str) -> None:
@@ -59,6 +65,7 @@ def accepted_once(state: State) -> None:
     stored = [entry.group_id for entry in view.rollouts if entry.state != "deleted"]
     require(len(stored) == len(set(stored)), f"a group is in the stream twice: {stored}")
     num_durable, num_trimmed = (int(view.job.get(name, "0")) for name in ("checkpoint_iteration", "num_trimmed"))
+    num_durable = max(num_durable, first_iteration(view))
     require(num_trimmed <= num_durable, f"{num_trimmed} iterations were trimmed, {num_durable} are durable")
     for iteration, groups in view.groups.items():
         accepted = view.accepted(iteration)
@@ -82,11 +89,13 @@ def replaced_once(state: State) -> None:
         num_replaced = int(fields.get("num_replaced", "0"))
         names = [f"{iteration}-{index}" for index in range(NUM_GROUPS + num_replaced)]
         require(sorted(groups) == names, f"iteration {iteration} has {sorted(groups)}, wanted {names}")
-        if "num_replaced" in fields:
-            num_left = sum(not does_count(name) for name in view.accepted(iteration)) - num_replaced
-            num_short = int(fields.get("num_not_replaced", "0"))
+        is_trimmed = iteration < int(view.job.get("num_trimmed", "0"))  # sources went with the contents
+        if "num_replaced" in fields and not is_trimmed:
+            uncounted = [name for name in view.accepted(iteration) if not does_count(name, view.sources.get(name, ""))]
+            num_left, num_short = len(uncounted) - num_replaced, int(fields.get("num_not_replaced", "0"))
             require(num_left == num_short, f"{num_left} groups were not replaced, {num_short} are counted")
-            require(not (num_short and view.spares.get(iteration)), "a group was not replaced, and spares are left")
+            if not view.sources:
+                require(not (num_short and view.spares.get(iteration)), "a group was not replaced, and spares are left")
 
 
 def nothing_lost(state: State) -> None:
@@ -117,7 +126,8 @@ def iterations_in_order(state: State) -> None:
     is the number of commits."""
     job, iterations = state.view.job, state.view.iterations
     num_opened, next_iteration = int(job["num_opened"]), int(job["next_iteration"])
-    require(sorted(iterations) == list(range(num_opened)), f"{num_opened} opened, there are {sorted(iterations)}")
+    expected = list(range(first_iteration(state.view), num_opened))
+    require(sorted(iterations) == expected, f"{num_opened} opened, there are {sorted(iterations)}")
     for number, iteration in iterations.items():
         state_of, num_accepted = iteration["state"], int(iteration["num_accepted"])
         is_committed = state_of == IterationState.COMMITTED
@@ -140,7 +150,7 @@ def audit_is_clean(state: State) -> None:
     except AuditViolation as violation:
         raise Violation(str(violation)) from None
     require(audit.next_iteration == int(view.job["next_iteration"]), f"the log has {audit.next_iteration} commits")
-    logged = [set(iteration.digests) for iteration in audit.iterations]
+    logged = [set(iteration.digests) for iteration in audit.iterations[audit.first_iteration :]]
     accepted = [view.accepted(iteration) for iteration in sorted(view.iterations)]
     require(logged == accepted, f"the log has {logged}, accepted are {accepted}")
 
@@ -163,7 +173,8 @@ OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_
 def legal_moves(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
     """Check that a job moves along its table."""
     left, reached = JobState(before.job["state"]), JobState(after.job["state"])
-    require(left == reached or reached in JOB_MOVES[left], f"the job moved from {left} to {reached}")
+    is_resumed = name == "resume" and left.is_final and reached == JobState.PENDING
+    require(is_resumed or left == reached or reached in JOB_MOVES[left], f"the job moved from {left} to {reached}")
 
 
 def fence(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
@@ -174,17 +185,19 @@ def fence(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, afte
 
 
 def job_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
-    """Check that the epoch rises with each claim, and that no lease is taken before it has run out."""
+    """Check that the epoch rises with each claim and each resume, and that no lease is taken before it has run out. A
+    resume ends it: whoever had the job before is fenced off."""
     old, new = int(before.job["epoch"]), int(after.job["epoch"])
     require(new in (old, old + 1), f"the epoch went from {old} to {new}")
-    if new > old:
-        require(name == "claim_job" and before.job["lease"] != "fresh", "the job was claimed from a living trainer")
+    if new > old and name != "resume":
+        is_free = before.job["lease"] != "fresh" or before.job["state"] == JobState.PENDING
+        require(name == "claim_job" and is_free, "the job was claimed from a living trainer")
 
 
 def group_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
     """Check that a group is claimed only after its lease has run out, and accepted only from its holder."""
     if name == "claim":
-        for group_id, _ in outcome.result:
+        for group_id, _, _ in outcome.result:
             entry = next(entry for entry in before.prompts if entry.group_id == group_id)
             is_free = entry.state == "new" or (entry.pending is not None and entry.pending.lease != "fresh")
             require(is_free, f"{group_id} was claimed from {entry.pending}")
@@ -235,4 +248,16 @@ def commits(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, af
         require(before.job["next_iteration"] == after.job["next_iteration"], "an iteration was committed")
 
 
-CALLS = (legal_moves, fence, job_lease, group_lease, what_is_fixed, openings, commits)
+def replacements(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """Check that an accepted group that does not count brings one more of its source, if that has a spare prompt."""
+    if name == "submit" and outcome.result == Verdict.ACCEPTED:
+        _, group_id, _, source = args
+        iteration = int(group_id.split("-")[0])
+        spares = before.spares.get(iteration, [])
+        is_due = not does_count(group_id, source) and (source in spares if source else bool(spares))
+        more = sorted(after.groups[iteration].keys() - before.groups[iteration].keys())
+        sources = [after.sources.get(name, "") for name in more]
+        require(sources == [source] * is_due, f"{group_id} of {source!r} brought {more} of {sources}, spare: {spares}")
+
+
+CALLS = (legal_moves, fence, job_lease, group_lease, what_is_fixed, openings, commits, replacements)

@@ -15,6 +15,7 @@ from typing import Any
 import redis
 
 from onbeat.contracts.errors import OnbeatError
+from onbeat.streams.codec import PromptTask, decode_group
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from tests.model.bounds import Bounds
@@ -24,12 +25,13 @@ NUM_GROUPS = 2  # groups of an iteration
 KEYS = JobKeys(JOB)
 PREFIX = KEYS.job.removesuffix("job")
 UNREAD_KEYS = {"busy", "events", "lengths", "lost_rollouts", "versions", "weights"}  # nor by these
+CONFIG = {"name": "model", "pool": "model"}
 LEASE_S = 3600.0  # none runs out by itself while the check runs
 EXPIRED_MS = 2 * 3600 * 1000  # idle for so long: the lease has run out, and was not handed back
 HANDED_BACK_MS = 24 * 3600 * 1000
 # No script decides by these fields: times, counters for people, copied values.
 UNREAD = {"audit_link", "checkpoint", "config", "doing", "doing_since", "lease_until", "metrics", "num_duplicate"}
-UNREAD |= {"num_discarded_tokens", "num_handed_back", "num_lost", "num_stale", "owner", "weights_address"}
+UNREAD |= {"num_discarded_tokens", "num_handed_back", "num_lost", "num_stale", "owner", "weights_address", "worked_s"}
 
 # All of a job but its events: [key, type, content] of each as JSON, then each as a dump. Of a stream: entries, last
 # delivered id, pending entries.
@@ -86,6 +88,7 @@ class View:
     groups: dict[int, dict[str, str]] = field(default_factory=dict)  # group id -> waiting | accepted
     spares: dict[int, list[str]] = field(default_factory=dict)  # group ids
     places: dict[str, str] = field(default_factory=dict)  # group id -> entry, as the ledger has it
+    sources: dict[str, str] = field(default_factory=dict)  # group id -> source, of groups that are kept; with several
     prompts: list[Entry] = field(default_factory=list)
     rollouts: list[Entry] = field(default_factory=list)
     micro_batches: dict[int, dict[str, str]] = field(default_factory=dict)  # rank:index -> number|group ids
@@ -102,7 +105,8 @@ class View:
 
     def canonical(self) -> str:
         streams = (self.prompts, self.rollouts)
-        return repr((self.job, self.iterations, self.groups, self.spares, *streams, self.micro_batches, self.taken))
+        contents = (self.job, self.iterations, self.groups, self.spares, self.sources, *streams)
+        return repr((*contents, self.micro_batches, self.taken))
 
 
 @dataclass
@@ -171,7 +175,7 @@ class Store:
         """Create a store. `check` sees every call once, with the states before and after it; its errors are raised."""
         self.ledger = Ledger(AsyncFace(client, mutate))
         self.states: list[State] = []
-        self.num_spares = bounds.num_spares
+        self.bounds = bounds
         self.client, self._check = client, check
         self._numbers: dict[str, int] = {}
         self._outcomes: dict[Any, Outcome] = {}
@@ -179,11 +183,8 @@ class Store:
         self._in_redis = 0
         self._loop = asyncio.new_event_loop()
         self._write(keys=[], args=[PREFIX + "*"])
-        self.run(
-            self.ledger.jobs.create(
-                JOB, {"name": "model", "pool": "model"}, bounds.num_iterations, bounds.max_staleness
-            )
-        )
+        fork = {"fork": {"iteration": bounds.first_iteration}} if bounds.first_iteration else {}
+        self.run(self.ledger.jobs.create(JOB, CONFIG | fork, bounds.num_iterations, bounds.max_staleness))
         self._look(State(View(), {}, {}, {}, {}))
 
     def call(self, number: int, do: Call, *args: Any) -> Outcome:
@@ -255,10 +256,14 @@ def read_state(answer: list[bytes], before: State) -> State:
             view.audit = [(fields["line"], fields["link"]) for fields in content.entries.values()]
         elif name == "prompts":
             view.prompts = read_entries(state, content)
+            tasks = [PromptTask.FromString(fields["task"].encode("latin-1")) for fields in content.entries.values()]
+            view.sources |= {task.group_id: task.source for task in tasks if task.source}
             state.entries |= {entry.group_id: entry.id for entry in view.prompts}
         elif name == "rollouts":
             view.rollouts = read_entries(state, content)
             view.contents = {entry: fields["group"].encode("latin-1") for entry, fields in content.entries.items()}
+            groups = map(decode_group, view.contents.values())
+            view.sources |= {group.group_id: group.source for group in groups if group.source}
         else:
             assert name in UNREAD_KEYS, f"does a script decide by {key}? Then View must have it, else UNREAD_KEYS"
     return state

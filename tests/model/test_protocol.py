@@ -59,6 +59,19 @@ MUTANTS = {
         Bounds(num_workers=1, num_spares=2, num_iterations=1),
         "were not replaced",
     ),
+    "a group is replaced from another source": (
+        {
+            "redis.call('LPOS', spares, source)": "redis.call('LLEN', spares) - 2",
+            "'LREM', spares, 1, source": "'LLEN', spares",
+        },
+        Bounds(num_sources=2, num_spares=2, num_workers=1, num_trainers=1, num_iterations=1, num_faults=0),
+        "brought",
+    ),
+    "a solved source takes the prompts of another one": (
+        {"if not place then return nil end": "if not place then place = redis.call('LLEN', spares) - 2 end"},
+        Bounds(num_sources=2, num_spares=3, num_trainers=1, num_iterations=1, num_faults=0),
+        "brought",
+    ),
     "an iteration ends without the group that replaces one": (
         {"redis.call('HINCRBY', unit, 'num_groups', 1)": ""},
         Bounds(num_workers=1, num_spares=1, num_iterations=1),

@@ -45,12 +45,23 @@ class Responses:
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """The teacher's part of a micro-batch, for each of its N response tokens."""
+
+    advantages: Tensor  # [N], added to the objective's own; no gradient
+    loss: Tensor | None  # [N], added to the token loss; None: the advantages say it all
+    metrics: dict[str, Tensor]  # [N] each
+
+
+@dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of every response token, all [N] float32; only `trainer` carries a gradient."""
+    """Log-probabilities of every response token, all [N] float32; only `trainer` carries a gradient, and the loss of a
+    lesson."""
 
     trainer: Tensor
     old: Tensor
     ref: Tensor | None
+    lesson: Lesson | None = None  # None: there is no teacher
 
 
 @dataclass(frozen=True)

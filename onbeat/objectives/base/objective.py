@@ -69,6 +69,7 @@ class Objective(Section):
     # A batch-wide statistic has to wait for the whole iteration: in `periodic` that would undo the overlap.
     needs_whole_iteration: ClassVar[bool] = False
     has_importance_ratio: ClassVar[bool] = True  # the ratio divides by the old policy
+    needs_reward: ClassVar[bool] = True
     has_advantages: ClassVar[bool] = True  # one for each response, not just for the two of a pair a preference
 
     @model_validator(mode="after")
@@ -91,7 +92,7 @@ class Objective(Section):
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
         """Return the responses that a pass is for, of a group with these rewards [G]; ascending. NaN is no reward."""
-        return members_with_reward(rewards)
+        return members_with_reward(rewards) if self.needs_reward else tuple(range(len(rewards)))
 
     @property
     def waits_for_iteration(self) -> bool:
@@ -164,6 +165,10 @@ class PolicyObjective(Objective):
             kl = metrics["kl"] = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
         advantages = self._advantages_of(batch, None if logprobs.ref is None else kl.detach(), scale)
         advantages_N = advantages.repeat_interleave(batch.response_lengths)
+        if (lesson := logprobs.lesson) is not None:
+            metrics |= lesson.metrics
+            advantages_N = advantages_N + lesson.advantages
+            advantages = advantages + batch.response_sum(lesson.advantages) / batch.response_lengths
         inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)
         token_loss, is_clipped = self.token_loss(inputs)
         self._check_shape("token_loss", token_loss, logprobs.old)
@@ -176,6 +181,8 @@ class PolicyObjective(Objective):
         token_loss = token_loss * weights
         if self.kl.placement == "loss":
             token_loss = token_loss + self.kl.coef * kl * is_kept
+        if lesson is not None and lesson.loss is not None:
+            token_loss = token_loss + lesson.loss * is_kept
         metrics["clipped_frac"] = torch.zeros_like(is_kept) if is_clipped is None else is_clipped
         metrics |= {"loss": token_loss, "rejected_frac": ~is_kept}
         if self.normalization == "sequence_mean":

@@ -5,9 +5,10 @@ from collections.abc import Container, Sequence
 
 from onbeat.contracts.errors import GroupsTrimmed
 from onbeat.contracts.states import IterationState
-from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
+from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, payload_digest, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.scripts import GROUPS_AT_ONCE, LedgerPart
+from onbeat.streams.outcomes import Outcome
 from onbeat.streams.stream_ids import order
 
 TRACED_S = 86_400  # a record of traces that no broker reads or writes expires, also that of a job just deleted
@@ -17,11 +18,19 @@ class Iterations(LedgerPart):
     """The iterations of all jobs."""
 
     async def open(
-        self, job_id: str, iteration: int, version: int, tasks: list[PromptTask], spares: Sequence[PromptTask] = ()
+        self,
+        job_id: str,
+        iteration: int,
+        version: int,
+        tasks: list[PromptTask],
+        spares: Sequence[PromptTask] = (),
+        choice: str = "",
     ) -> str:
         """Dispatch an iteration's groups, all pinned to `version`, which must be the published one.
 
         With `spares`, each accepted group whose rewards do not differ is replaced by the next spare one of its source.
+
+        `choice`: how the prompts were chosen, where outcomes decide, for the iteration's record and the audit log.
 
         Return '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
         """
@@ -29,7 +38,8 @@ class Iterations(LedgerPart):
         named = [(task.group_id, task) for task in tasks] + [(task.source or task.group_id, task) for task in spares]
         pairs = [item for name, task in named for item in (name, pin_task(task, version).SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts, job.spares(iteration)]
-        args = (iteration, version, ROLLOUT_GROUP, len(tasks), *pairs)
+        digest = payload_digest(choice.encode()) if choice else ""
+        args = (iteration, version, ROLLOUT_GROUP, len(tasks), choice, digest, *pairs)
         reason: bytes = await self._run("open_iteration", job, more_keys, *args)
         return reason.decode()
 
@@ -98,6 +108,22 @@ class Iterations(LedgerPart):
         """Return the mean tokens per response for each row of the data, when it was last generated; None if unknown."""
         lengths = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
         return [None if length is None else int(length) for length in lengths]
+
+    async def choices(self, job_id: str, wanted: range) -> list[tuple[str, list[Outcome]]]:
+        """Return how the prompts of iterations were chosen, as recorded, and the outcomes of their groups so far."""
+        pipeline, job = self.redis.pipeline(transaction=False), JobKeys(job_id)
+        for iteration in wanted:
+            pipeline.hget(job.iteration(iteration), "choice")
+            pipeline.hvals(job.outcomes(iteration))
+        answers = await pipeline.execute()
+        return [
+            ((choice or b"").decode(), [Outcome.read(words.decode()) for words in outcomes])
+            for choice, outcomes in zip(answers[::2], answers[1::2], strict=True)
+        ]
+
+    async def outcomes_before(self, job_id: str) -> str:
+        """Return what a fork knows of its parent's rows, as JSON; '' if it knows nothing."""
+        return ((await self.redis.hget(JobKeys(job_id).outcomes_before, "rows")) or b"").decode()
 
     async def trim(self, job_id: str, iteration: int, num_kept: int) -> bool:
         """Drop the groups of the oldest iteration that still has them, if `num_kept` newer ones are durable.

@@ -50,11 +50,14 @@ class Jobs(LedgerPart):
         max_staleness: int,
         submitter: str = "",
         max_pending: int | None = None,
+        outcomes: str = "",
     ) -> bool:
         """Store a PENDING job; return False if the id exists. It is listed before it is created: a crash hides no job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
         submitter: id of the API key of the request. max_pending: how many pending jobs it may have, this one included.
+
+        outcomes: what a fork knows of its parent's rows, as JSON.
 
         Raise TooManyPending; the id stays listed until a broker drops it. Raise JobDeleted for the id of a job that was
         deleted within a day: a late repetition does not bring it back.
@@ -69,8 +72,8 @@ class Jobs(LedgerPart):
         if (fork := config.get("fork")) is not None:  # iterations before its first one belong to another job
             numbers = ("first_iteration", "num_opened", "next_iteration", "next_evaluation", "num_trimmed")
             fields += [word for name in numbers for word in (name, str(fork["iteration"]))]
-        more_keys = [job.prompts, job.rollouts, job.deleted, keys.waiting_of(submitter)]
-        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, as_argument(max_pending), *fields)
+        more_keys = [job.prompts, job.rollouts, job.deleted, keys.waiting_of(submitter), job.outcomes_before]
+        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, as_argument(max_pending), outcomes, *fields)
         outcome = (await self._run("create_job", job, more_keys, *args)).decode()
         if outcome == "full":
             assert max_pending is not None

@@ -21,6 +21,7 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import LedgerPart, load_script
+from onbeat.streams.outcomes import Outcome
 from onbeat.streams.signal import Signal
 
 BY_REWARD = Signal()
@@ -103,10 +104,18 @@ class RolloutSide(LedgerPart):
         renewed = await self._run("renew_groups", job, [job.prompts], *args)
         return [entry.decode() for entry in renewed]
 
-    async def submit(self, job_id: str, entry_id: str, group: RolloutGroup, signal: Signal = BY_REWARD) -> Verdict:
+    async def submit(
+        self,
+        job_id: str,
+        entry_id: str,
+        group: RolloutGroup,
+        signal: Signal = BY_REWARD,
+        outcome: Outcome | None = None,
+    ) -> Verdict:
         """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises.
 
-        `signal`: the job's, which decides whether another prompt takes the group's place.
+        `signal`: the job's, which decides whether another prompt takes the group's place. `outcome`: of the group,
+        where later prompts are chosen by it.
         """
         check_group(group)
         check_token_lengths(group)
@@ -119,7 +128,7 @@ class RolloutSide(LedgerPart):
             unit, ledger = job.iteration(number), job.groups(number)
             kind, results = "iteration", job.rollouts
         more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths, job.spares(number)]
-        more_keys.append(job.lost_rollouts)
+        more_keys += [job.lost_rollouts, job.outcomes(number)]
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
         args: list[Any] = [entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload]
@@ -130,6 +139,7 @@ class RolloutSide(LedgerPart):
             int(signal.is_in(group)),
             json.dumps(generated_ago(group)),
             group.source,
+            str(outcome or ""),
         ]
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], args)
         return Verdict(verdict.decode())

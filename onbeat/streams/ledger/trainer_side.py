@@ -50,6 +50,10 @@ class TrainerSide(LedgerPart):
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
         return str((await self._run_as_owner("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)).decode())
 
+    async def record_teacher(self, job_id: str, epoch: str, digest: str) -> str:
+        """Record the digest of the job's teacher, once; return the recorded one. Raise LeaseLost."""
+        return str((await self._run_as_owner("record_teacher", JobKeys(job_id), [], epoch, digest)).decode())
+
     async def take(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
         """Return the next accepted groups in completion order; empty when none came in time."""
         job = JobKeys(job_id)

@@ -1,17 +1,18 @@
--- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths, spares, lost rollouts; or an evaluation with
---       its groups and results.
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths, spares, lost rollouts, outcomes; or an evaluation
+--       with its groups and results.
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
 --       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
 --       response, whether it has signal ('1'/'0'), when it was generated (JSON: [seconds before now, until] pairs),
---       source of its prompt ('' or absent: the job has one only).
+--       source of its prompt ('' or absent: the job has one only), its outcome ('' or absent: no choice needs it).
 -- The one place where a group is accepted. If the iteration has spare prompts, a group without signal is
 -- replaced in the same move, by the next of them, of the same source. Returns accepted | stale | duplicate | lost | closed.
 local unit, groups, busy, prompts, results, lengths = KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
-local spares, lost_rollouts = KEYS[9], KEYS[10]
+local spares, lost_rollouts, outcomes = KEYS[9], KEYS[10], KEYS[11]
 local entry, worker, consumers, number, group_id, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local span_versions, failure, busy_s, kind, digest, row = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 local num_tokens, has_signal, generated, source = ARGV[13], ARGV[14], ARGV[15], ARGV[16] or ''
+local outcome = ARGV[17] or ''
 
 -- Adds a group's intervals to those in which the iteration was generated. They are kept in order, apart from each other
 -- and few: of too many, the two with the shortest gap become one.
@@ -95,6 +96,7 @@ redis.call('HSETNX', unit, 'first_accepted_at', time)
 if kind == 'iteration' then -- not of an evaluation: the iteration of its number may be over
   redis.call('HSET', busy, worker, busy_s)
   add_generated(cjson.decode(generated or '[]'), tonumber(time))
+  if outcome ~= '' then redis.call('HSET', outcomes, group_id, outcome) end
   record('accepted', number, group_id, span_versions, worker, accepted_entry, digest, string.match(failure, '^[^:]*'))
 end
 if failure ~= '' then

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import JobConfig
-from onbeat.config.model import RENDERING_RULES
+from onbeat.config.model import RENDERING_RULES, LoraConfig
 from onbeat.contracts.answers import ANSWER_RULES
 from onbeat.contracts.errors import JobNotFound
 from onbeat.contracts.rewards import REWARDS_THAT_COMPARE, recorded_rules
@@ -25,7 +25,8 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     except JobNotFound as error:
         return [("fork.job", str(error))]
     of_parent = json.loads(fields["config"])
-    if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
+    lora = of_parent.get("lora") and LoraConfig.model_validate(of_parent["lora"])  # older records lack some fields
+    if of_parent["model"]["path"] != config.model.path or lora != config.lora:
         message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
         return [("model.path", message)]
     if complaints := review_rendering(config, parent, of_parent) + review_rules(

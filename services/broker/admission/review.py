@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -12,30 +11,37 @@ from typing import Any
 
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
+from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
-from onbeat.contracts.rewards import JUDGE_MODES, JUDGE_REWARD, SERVICE_REWARDS, RewardConfig, compares_with_answer
+from onbeat.contracts.rewards import (
+    JUDGE_REWARD,
+    PAIRS,
+    RANKING,
+    SERVICE_REWARDS,
+    RewardConfig,
+    compares_with_answer,
+)
 from onbeat.contracts.suggestions import close_names, suggest
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.preview import Preview, preview_prompts
 from services.broker.admission.rewards import review_on_data
+from services.broker.admission.teacher import review_teacher
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
 from services.broker.datasets.sources import move_error, name_source, place_of, read_places
 from services.broker.tasks import read_set
 
-SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {
     "exact": ("ignore_case", "as_number"),
     "regex": ("pattern", "as_number"),
     "math": (),
     "reasoning_gym": ("answer_pattern",),
-    JUDGE_REWARD: ("service", "rubric", "mode"),
 }
 
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
@@ -84,7 +90,7 @@ class Admission:
 
     async def _examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         unusable = review_numbers(config) + review_free_values(config)
-        complaints = unusable + review_environment(config)
+        complaints = unusable + review_environment(config) + review_held_out_judges(config)
         uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in uses:
@@ -102,7 +108,7 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            complaints += model_complaints
+            complaints += model_complaints + await asyncio.to_thread(review_teacher, config, self._has_model_folders)
         if unusable:
             return complaints, Remarks()
         data_complaints, firsts, remarks = await self._review_data(config, checked)
@@ -229,7 +235,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
             complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
         if data.type == "reasoning_gym":
-            options[f"{field}.options"] = data.options
+            options |= {f"{field}.options": data.options, f"{field}.levels": data.levels}
         elif field not in training and data.max_prompt_tokens is not None:
             complaints.append((f"{field}.max_prompt_tokens", "only training data has this; leave it out"))
         elif data.on_too_long == "refuse" and data.max_prompt_tokens is None:
@@ -298,7 +304,7 @@ def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     """Check the reward without its data's content. `num_groups`: capture groups in the reward's pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
     if name in SERVICE_REWARDS:
-        return [*review_service(use), *(review_judge(use) if name == JUDGE_REWARD else ())]
+        return [(f"{use.field}.{key}", message) for key, message in problems_of_service_reward(use.reward)]
     if name not in installed:
         known = {*installed, *SERVICE_REWARDS}
         message = f"no reward {name!r} is installed; {suggest(close_names(name, known), known)}"
@@ -325,26 +331,12 @@ def review_options(use: RewardUse) -> list[Complaint]:
     ]
 
 
-def review_service(use: RewardUse) -> list[Complaint]:
-    """Check the form of the name only: the services are named in the settings of the rollouts."""
-    service = use.reward.options.get("service")
-    if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
+def review_held_out_judges(config: JobConfig) -> list[Complaint]:
+    """Check that a judge that compares responses gets more than one to each held-out prompt."""
+    if config.evaluation is None or config.evaluation.num_samples_per_prompt > 1:
         return []
-    message = (
-        f"reward {use.reward.name} needs the name of a service here (letters, digits, _ . -; at most 64), got "
-        f"{show(service)}; its address is in ONBEAT_REWARD_SERVICES of the rollouts"
-    )
-    return [(f"{use.field}.options.service", message)]
-
-
-def review_judge(use: RewardUse) -> list[Complaint]:
-    """Check the options of a judge, all of which are Onbeat's own."""
-    options, complaints = use.reward.options, review_options(use)
-    rubric, mode = options.get("rubric"), options.get("mode", JUDGE_MODES[0])
-    if not isinstance(rubric, str) or not rubric.strip():
-        message = "reward judge needs a text that says what a good response is, such as 'Is it polite and short?'"
-        complaints.append((f"{use.field}.options.rubric", message))
-    if mode not in JUDGE_MODES:
-        message = f"reward judge has the modes {' and '.join(JUDGE_MODES)}, not {show(mode)}"
-        complaints.append((f"{use.field}.options.mode", message))
-    return complaints
+    rewards = [reward for held_out in config.held_out for reward in held_out.rewards if reward.name == JUDGE_REWARD]
+    modes = [mode for reward in rewards if (mode := reward.options.get("mode")) in (RANKING, PAIRS)]
+    message = "compares the responses to a prompt, and a held-out prompt has one; use 2 or more, or give the held-out "
+    message += "sets another reward (evaluation.sets.reward)"
+    return [("evaluation.num_samples_per_prompt", f"mode = '{mode}' of reward judge {message}") for mode in modes[:1]]

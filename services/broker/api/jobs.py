@@ -42,6 +42,7 @@ from services.broker.api.toml_body import MEDIA_TYPE as TOML
 from services.broker.api.toml_body import TomlRoute
 from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
+from services.broker.datasets.choice import inherited_outcomes
 from services.broker.views.records import job_record, place_in_queue, read_weights
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
@@ -118,7 +119,8 @@ async def create_job(
     remarks = await review(broker, config)
     wanted = config.model_dump(mode="json")
     numbers = (config.schedule.num_iterations, config.max_staleness)
-    is_new = await ledger.jobs.create(job_id, wanted, *numbers, submitter, broker.quota.limit)
+    outcomes = await inherited_outcomes(ledger, config)
+    is_new = await ledger.jobs.create(job_id, wanted, *numbers, submitter, broker.quota.limit, outcomes)
     for note in remarks.notes if is_new else []:
         await ledger.event_log.emit(job_id, "job.warning", note)
     return await read_created(ledger, job_id, asked)  # maybe by a request to another broker

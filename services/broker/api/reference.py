@@ -60,12 +60,13 @@ def sections(api: Schema) -> Iterator[str]:
     calls = [(method.upper(), path, call) for path, calls in api["paths"].items() for method, call in calls.items()]
     calls.sort(key=lambda call: call[1])
     yield heading("Routes")
+    link, role = '<a href="#{}"><code>{} {}</code></a>', '<span class="role">{}</span>'
     rows = [
-        (f'<a class="mono" href="#{anchor(method, path)}">{method} {escaped(path)}</a>', role_of(method, path), summary)
+        (link.format(anchor(method, path), method, escaped(path)), role.format(role_of(method, path)), summary)
         for method, path, call in calls
         for summary in [prose(re.split(r"(?<=[.!?])\s", call.get("description") or call["summary"])[0])]
     ]
-    yield table(("route", "role", "effect"), rows)
+    yield table("Routes", ("route", "role", "effect"), rows)
     for method, path, call in calls:
         yield from route(method, path, call)
     yield heading("Records")
@@ -89,11 +90,12 @@ def route(method: str, path: str, call: Schema) -> Iterator[str]:
         )
         for parameter in call.get("parameters", [])
     ]
-    yield table(("parameter", "in", "type", "default"), parameters) if parameters else ""
+    call_name, columns = f"{method} {path}", ("parameter", "in", "type", "default")
+    yield table(f"Parameters of {call_name}", columns, parameters) if parameters else ""
     responses = [
         (status, answered(response)) for status, response in call["responses"].items() if status not in OF_EVERY_ROUTE
     ]
-    yield table(("status", "answer"), responses) + "</section>"
+    yield table(f"Answers of {call_name}", ("status", "answer"), responses) + "</section>"
 
 
 def record(name: str, schema: Schema) -> Iterator[str]:
@@ -104,7 +106,7 @@ def record(name: str, schema: Schema) -> Iterator[str]:
         for field, value in schema.get("properties", {}).items()
     ]
     columns = ("field", "type", "default", "meaning")
-    yield (table(columns, fields) if fields else f"<p>{kind(schema)}</p>") + "</section>"
+    yield (table(f"Fields of {name}", columns, fields) if fields else f"<p>{kind(schema)}</p>") + "</section>"
 
 
 def answered(response: Schema) -> str:
@@ -170,11 +172,11 @@ def escaped(text: str) -> str:
     return html.escape(text)
 
 
-def table(columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a table whose cells are HTML."""
+def table(label: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
+    """Return a table whose cells are HTML. `label`: what a screen reader calls it."""
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(label)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -1,8 +1,9 @@
 """REST of what a policy says: samples by iteration and reward, and one group token by token."""
 
 import asyncio
+import json
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel
@@ -14,7 +15,7 @@ from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
 from services.broker.samples import Choice
-from services.broker.views.groups import detail_json, read_group
+from services.broker.views.groups import detail_json, read_group, why_chosen
 from services.broker.views.records import read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
@@ -55,8 +56,18 @@ async def list_samples(
     least, most = -math.inf if min_reward is None else min_reward, math.inf if max_reward is None else max_reward
     if least > most:
         raise HTTPException(422, f"no reward is from {min_reward:g} to {max_reward:g}: min_reward is above max_reward")
+    if source:
+        check_source(job_id, json.loads((await broker.ledger.jobs.fields(job_id))["config"]), source)
     choice = Choice(least, most, is_truncated, is_solved, text=text, source=source)
     return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset, choice))
+
+
+def check_source(job_id: str, config: dict[str, Any], source: str) -> None:
+    """Refuse a source that the job has not."""
+    names = [section["name"] for section in config["data"]] if isinstance(config["data"], list) else []
+    if source not in names:
+        there = f"they are: {', '.join(names)}" if names else "it has a single one, which has no name"
+        raise HTTPException(422, f"{job_id} has no source {source!r} of prompts; {there}")
 
 
 @router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
@@ -76,5 +87,6 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
     """
     payload = await read_group(broker.ledger, job_id, group_id)
     advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
-    body = await asyncio.to_thread(detail_json, payload, advantages)
+    chosen = await why_chosen(broker.ledger, job_id, group_id)
+    body = await asyncio.to_thread(detail_json, payload, advantages, chosen)
     return Response(body, media_type="application/json")

@@ -18,9 +18,10 @@ let isLocked = false; // the broker has asked for a key
 /** A refusal of the broker: a problem document (RFC 9457). `status` 0: it did not answer. */
 export class ApiError extends Error {
   constructor(status, problem = {}) {
-    super(problem.detail || problem.title || `the broker answered ${status}`);
+    const title = problem.title || (status ? `Error ${status}` : "The broker does not answer");
+    super(status ? problem.detail || title : `${title}. ${problem.detail ?? ""}`); // a sentence of its own
     this.status = status;
-    this.title = problem.title || (status ? `Error ${status}` : "The broker does not answer");
+    this.title = title;
     this.detail = problem.detail || "";
     this.errors = problem.errors || []; // [{field, message, line}], the line of a body in TOML
   }
@@ -96,7 +97,7 @@ async function check(response) {
 function explained(error, signal, late) {
   if (error instanceof ApiError || signal?.aborted) return error;
   if (error.name === "TimeoutError") return new ApiError(0, { detail: late });
-  return new ApiError(0, { detail: `Is it running, and can this machine reach it? (${error.message})` });
+  return new ApiError(0, { detail: `Is it running, and can this machine reach it (${error.message})?` });
 }
 
 /**

@@ -129,7 +129,7 @@ class KeyForm extends Component {
     } catch (problem) {
       forgetKey();
       const unknown = "This key is not known, or it is revoked or expired.";
-      this.setState({ error: problem.status === 401 ? unknown : problem.detail || problem.message, isTrying: false });
+      this.setState({ error: problem.status === 401 ? unknown : problem.message, isTrying: false });
       this.field.current.focus();
       this.field.current.select();
     }

@@ -20,20 +20,20 @@ export class BeforeAfter extends Component {
       const ends = [...new Set([done[0], done.at(-1)])].filter((number) => number !== undefined);
       const answers = ends.map((number) => get(`${path}/evaluations/${number}/samples`, {}, signal));
       const [before, after] = (await Promise.all(answers)).map(({ samples }) => samples);
-      this.setState({ pairs: pairsOf(before ?? [], after ?? [], solvedAt(job.config)), ends });
+      this.setState({ pairs: pairsOf(before ?? [], after ?? [], solvedAt(job.config)), ends, isAnswered: before?.length > 0 });
     } catch (error) {
       if (isRefusal(error, signal)) this.setState({ problem: error.message });
     }
   }
 
-  render(_, { pairs, ends, problem, isWhole }) {
+  render(_, { pairs, ends, isAnswered, problem, isWhole }) {
     if (problem) return html`<p class="notice bad">${problem}</p>`;
     if (!pairs) return html`<p class="muted">Loading the answers…</p>`;
     const shown = telling(pairs).slice(0, isWhole ? Infinity : SHOWN);
     const rest = pairs.length - shown.length;
     return html`
       <div class="stack" data-testid="before-after">
-        <p>${sentence(pairs, ends)}</p>
+        <p>${sentence(pairs, ends, isAnswered)}</p>
         ${shown.map((pair) => html`<${Pair} pair=${pair} />`)}
         ${rest > 0 && html`<span><button class="button" type="button" onClick=${() => this.setState({ isWhole: true })}>Show ${rest} more</button></span>`}
       </div>
@@ -61,7 +61,7 @@ const Side = ({ name, answer: { sample, isRight } }) => html`
 // ---- pairs ---------------------------------------------------------------------------------------------------------
 
 /** The place of a prompt in an evaluation: the last part of its group's id. */
-const placeOf = ({ group_id: group }) => Number(group.split("-").at(-1));
+export const placeOf = ({ group_id: group }) => Number(group.split("-").at(-1));
 const keyOf = (sample) => `${placeOf(sample)} ${sample.index ?? 0}`;
 
 /** A function of a prompt's place: the reward from which an answer to it is right. */
@@ -89,9 +89,11 @@ export function telling(pairs) {
   return [...turns, ...pairs.filter((pair) => !pair.after)];
 }
 
-function sentence(pairs, [first, last]) {
+function sentence(pairs, [first, last], isAnswered) {
+  if (!pairs.length && isAnswered) return "No recorded answer got a reward, so none is right or wrong: the samples show them.";
   if (!pairs.length) return "No answers are recorded yet: the first evaluation must be over.";
   const right = (side) => pairs.filter((pair) => pair[side]?.isRight).length;
-  if (last === undefined) return `Answered once so far: ${right("before")} of ${pairs.length} answers are right.`;
-  return `The same held-out prompts before and after ${number(last - first)} iterations: ${right("before")} of ${pairs.length} answers are right before, ${right("after")} after.`;
+  const were = `${right("before")} of ${pairs.length} answers ${right("before") === 1 ? "is" : "are"} right`;
+  if (last === undefined) return `Answered once so far: ${were}.`;
+  return `The same held-out prompts before and after ${number(last - first)} iterations: ${were} before, ${right("after")} after.`;
 }

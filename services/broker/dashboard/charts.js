@@ -132,7 +132,7 @@ export class Chart extends Plot {
     this.shape = shape;
     const hooks = { draw: [() => this.placeCursor()] };
     const options = optionsOf(this.props, series, bands, canBeLog);
-    options.scales.x.range = (_, low, high) => axisOf(low, high, this.props.ends);
+    options.scales.x.range = ({ data: [xs] }) => axisOf(xs[0] ?? null, xs.at(-1) ?? null, this.props.ends); // uPlot widens one x to 100
     this.make({ ...options, hooks }, data);
   }
 

@@ -43,7 +43,7 @@ async function load(ids, signal) {
   const worse = failed.find((error) => !(error instanceof ApiError) || error.status === 401);
   if (worse || failed.length === ids.length) throw worse ?? failed[0];
   const runs = answers.filter(({ status }) => status === "fulfilled").map(({ value }) => value);
-  return { runs, notes: failed.map((error) => error.detail || error.message) };
+  return { runs, notes: failed.map((error) => error.message) };
 }
 
 async function read(id, signal) {

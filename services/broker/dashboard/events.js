@@ -91,7 +91,7 @@ export class EventLog extends Component {
             id="event-text"
             type="search"
             autocomplete="off"
-            placeholder="rollout-0"
+            placeholder="any text"
             value=${text}
             onInput=${(event) => this.setState({ text: event.target.value })}
           />

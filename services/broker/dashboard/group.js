@@ -34,6 +34,7 @@ class GroupPage extends Component {
         <h3>As the model saw it</h3>
         ${group.prompt_parts.length ? html`<${Decoded} parts=${group.prompt_parts} name="Prompt as the model saw it" />` : NOT_RECORDED}
         <p class="help">${number(group.num_prompt_tokens)} tokens</p>
+        ${group.chosen && html`<p class="help" data-testid="chosen">${group.chosen}</p>`}
       </section>
       <section class="stack" aria-labelledby="responses-heading" data-testid="group-detail">
         <div class="head">

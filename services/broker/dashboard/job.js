@@ -314,15 +314,21 @@ class JobPage extends Component {
 /** A job's configuration, to read and to copy. */
 class Configuration extends Component {
   text = createRef();
+  said = createRef();
+
+  tell(words) {
+    announce(words);
+    this.said.current.textContent = words;
+  }
 
   async copy() {
     try {
       await navigator.clipboard.writeText(this.text.current.textContent);
-      announce("Copied");
+      this.tell("Copied");
     } catch {
       // No clipboard on a page that did not come over TLS: it is marked, Ctrl-C takes it.
       getSelection().selectAllChildren(this.text.current);
-      announce("Selected: press Control C to copy");
+      this.tell("Selected: press Control C to copy");
     }
   }
 
@@ -333,7 +339,7 @@ class Configuration extends Component {
   render({ job }) {
     const text = () => html`
       <div class="stack">
-        <span><button class="button" type="button" onClick=${() => this.copy()}>Copy</button></span>
+        <span><button class="button" type="button" onClick=${() => this.copy()}>Copy</button> <span class="muted" ref=${this.said}></span></span>
         <pre tabindex="0" role="region" aria-label="Configuration" ref=${this.text}>${toToml(job.config)}</pre>
       </div>
     `;

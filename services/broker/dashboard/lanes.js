@@ -31,6 +31,7 @@ const ROW = 5; // pixels of one of several rows in a lane
 const LEAST_LANE = { large: 40, small: 34 };
 const MOST_LANE = 96;
 const FONT = "12px system-ui, sans-serif";
+const LABEL_PX = 7; // width of a digit in that font
 const LEAST_S = 0.01; // length of the shortest view
 const SLACK_PX = 3; // around a span that is thinner
 const DRAG_PX = 4; // less is a click
@@ -118,7 +119,12 @@ export class Lanes extends Plot {
 
   options() {
     const line = { stroke: () => colourOf("--border"), width: 1 };
-    const seconds = (_, values) => values.map((value) => `${Number(value.toPrecision(6))} s`);
+    const seconds = ({ scales: { x } }, values) =>
+      values.map((value) => {
+        const text = `${Number(value.toPrecision(6))} s`;
+        const space = ((x.max - value) / (x.max - x.min)) * this.width;
+        return space < text.length * LABEL_PX ? "" : text; // it would be cut
+      });
     const click = (_, event) => Math.abs(event.clientX - this.downAt) >= DRAG_PX && event.stopPropagation(); // a drag
     return {
       padding: [0, 0, 0, 0],

@@ -1,7 +1,7 @@
 // A new job: its TOML in a text editor. The broker checks it, names all wrong fields and their lines, and shows what the
 // job would begin with.
 
-import { ApiError, get, postToml } from "./api.js";
+import { ApiError, get, isReadOnly, postToml } from "./api.js";
 import { Checked, Refusal } from "./check.js";
 import { toToml } from "./format.js";
 import { addressOf, announce, Component, confirmed, createRef, html, pathOf, render } from "./parts.js";
@@ -9,10 +9,15 @@ import { Installed, Upload, withData } from "./supplies.js";
 
 const QUICKSTART = "assets/quickstart.toml"; // examples/quickstart.toml
 const NO_SECTION = "The job writes its data in another way than as a section [data]; name the file there by hand: path = ";
+const READ_ONLY = html`
+  <h1>New job</h1>
+  <p class="notice warn">This view is read-only and creates no jobs. <code>onbeat up</code> in the same folder starts a broker that does.</p>
+`;
 const drafts = new Map(); // texts of jobs not created yet, by the job that they began with: a page may be left
 
 /** `params.from`: a job whose configuration it starts with; without one, the quick start. */
 export async function show(main, { from }, signal) {
+  if (isReadOnly) return render(READ_ONLY, main);
   const text = from
     ? `${toToml((await get(pathOf(from), {}, signal)).config)}\n`
     : await (await fetch(QUICKSTART, { signal })).text();

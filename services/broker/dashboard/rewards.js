@@ -3,7 +3,7 @@
 import { number } from "./format.js";
 import { html } from "./parts.js";
 
-const FINISHED = { stop: "finished by itself", length: "truncated" };
+const FINISHED = { stop: "finished by itself" };
 
 /** The values that fill a bar: the largest reward or part, 1 at least, and the largest advantage. */
 export function scaleOf(samples) {
@@ -14,11 +14,14 @@ export function scaleOf(samples) {
   };
 }
 
+/** One cut turn cuts an episode. */
+export const isTruncated = ({ finish_reason: end, turns }) => [end, ...(turns ?? []).map((turn) => turn.finish_reason)].includes("length");
+
 /** The reward with its parts, the advantage to either side of zero, and how it ended. */
 export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...sample }, scale, isHeldOut = false, children }) => html`
   <ul class="bars">
     ${reward === null
-      ? html`<li class="muted pending">reward: no opinion, not trained</li>`
+      ? html`<li class="muted pending">reward: no opinion, ${isHeldOut ? "not counted" : "not trained"}</li>`
       : html`<${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />`}
     ${Object.entries(parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
     ${!isHeldOut &&
@@ -29,7 +32,7 @@ export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...s
   </ul>
   <p class="help">
     ${number(sample.num_tokens)} tokens ·${" "}
-    <span class=${sample.finish_reason === "length" ? "warn" : null}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>${children}
+    <span class=${isTruncated(sample) ? "warn" : null}>${isTruncated(sample) ? "truncated" : (FINISHED[sample.finish_reason] ?? sample.finish_reason)}</span>${children}
   </p>
 `;
 

@@ -1,9 +1,10 @@
 // The texts of the model: responses of an iteration or an evaluation, with a filter, a search and pages.
 
 import { get, isRefusal } from "./api.js";
+import { placeOf, solvedAt } from "./before_after.js";
 import { number } from "./format.js";
 import { addressOf, Component, createRef, html, JobHead, pathOf, promptOf, render, title } from "./parts.js";
-import { Rewards, scaleOf } from "./rewards.js";
+import { isTruncated, Rewards, scaleOf } from "./rewards.js";
 
 const PAGE = 20;
 const NOTHING_CHOSEN = { iteration: "", evaluation: "", source: "", min: "", max: "", truncated: "", wrong: "", text: "", page: 1 };
@@ -101,13 +102,13 @@ class SamplesPage extends Component {
   /** A few are kept of each, so they are chosen here. */
   async readEvaluation(signal, { evaluation, min, max, truncated, wrong, text, page }) {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
-    const { solved_at: solvedAt = 1 } = this.job.config;
+    const leastRight = solvedAt(this.job.config);
     const isWanted = ({ reward, ...sample }) =>
       (reward !== null || (min === "" && max === "" && !wrong)) &&
       (min === "" || reward >= Number(min)) &&
       (max === "" || reward <= Number(max)) &&
-      (!truncated || [sample, ...(sample.turns ?? [])].some((part) => part.finish_reason === "length")) &&
-      (!wrong || reward < solvedAt) &&
+      (!truncated || isTruncated(sample)) &&
+      (!wrong || reward < leastRight(placeOf(sample))) &&
       [sample.prompt, sample.decoded_prompt ?? "", sample.response].some((part) => part.toLowerCase().includes(text.toLowerCase()));
     return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);
   }

@@ -1,12 +1,15 @@
 // The state of a job: its newest numbers, the doctor's findings, the open iteration, and the rollouts.
 
+import { serverNow } from "./api.js";
 import { ago, clock, duration, number, percent } from "./format.js";
 import { elapsedOf, Figures, Fold, html, isOver, isSilent, Live, marked, Meter, Progress } from "./parts.js";
 
 const RECENT = 10; // iterations that the time left is computed from
 const MOST_WORKERS = 8; // workers shown, the silent ones first
+const [LATE, LATE_S] = [3, 10]; // as services/broker/doctor/verdict.py has it
 const NEXT = {
   OPEN: "Rollouts generate; the trainer works on groups as they arrive.",
+  UNSERVED: "Its prompts wait for a rollout.",
   DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
 };
 
@@ -51,6 +54,8 @@ function timeOf(job, records) {
     .map(({ wall_s: wall }) => wall);
   if (job.state !== "RUNNING" || !walls.length) return `${elapsedOf(job)} so far`;
   const each = walls.reduce((sum, wall) => sum + wall, 0) / walls.length;
+  const open = records.find(({ state }) => state !== "COMMITTED");
+  if (open && serverNow() - open.opened_at > LATE * each + LATE_S) return `${elapsedOf(job)} so far`; // nobody knows
   return `${elapsedOf(job)} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
 }
 
@@ -121,10 +126,11 @@ function Finding({ finding, job }) {
 export function Beat({ records, series, workers, job, now }) {
   const open = records.filter(({ state }) => state !== "COMMITTED");
   const last = records.findLast(({ state }) => state === "COMMITTED");
+  const isServed = workers.some((worker) => !isSilent(worker, now));
   const hasRollouts = !isOver(job) && (job.state !== "PENDING" || workers.length > 0);
   return html`
     <section class="beat" data-testid="iteration" aria-label="Iterations">
-      ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} />`))}
+      ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} isServed=${isServed} />`))}
       ${!records.length && isOver(job) && html`<p class="muted">The job ended before it began to train.</p>`}
       ${!records.length && job.state === "PAUSED" && html`<p class="muted">Resume the job to open the first iteration.</p>`}
       <${Start} job=${job} records=${records} workers=${workers} />
@@ -152,14 +158,14 @@ function Start({ job, records, workers }) {
   `;
 }
 
-function OpenIteration({ record }) {
+function OpenIteration({ record, isServed }) {
   const since = record.drained_at ? `all groups since ${clock(record.drained_at)}` : `open since ${clock(record.opened_at)}`;
   return html`
     <article>
       <${IterationHead} record=${record} what="is open" />
       <${Meter} done=${record.num_accepted} total=${record.num_groups} failed=${record.num_failed_groups} label=${groupsIn(record)} />
       <p class="help">${groupsIn(record)}, ${since}</p>
-      <p class="muted">${NEXT[record.state]}${refusals(record)}</p>
+      <p class="muted">${NEXT[record.state === "OPEN" && !isServed ? "UNSERVED" : record.state]}${refusals(record)}</p>
     </article>
   `;
 }
@@ -173,9 +179,18 @@ const IterationHead = ({ record, what }) => html`
 
 const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} groups are in`, ...remarksOn(record)].join("; ");
 
-/** Remarks on accepted groups that do not count. */
-const remarksOn = ({ num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
+/** The reasons for the choice of an iteration's prompts, where outcomes decide. */
+const CHOSEN = {
+  signal: "for their expected signal",
+  unseen: "as new rows",
+  oldest: "as rows not seen for longest",
+  explored: "to explore the levels",
+};
+
+/** Remarks on the choice of prompts, and on accepted groups that do not count. */
+const remarksOn = ({ num_chosen: chosen = {}, num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
   [
+    ...Object.entries(chosen).map(([why, count]) => `${count} prompts chosen ${CHOSEN[why]}`),
     failed && `${failed} of them failed`,
     replaced && `${replaced} of them replaced`,
     missing && `${missing} of them not replaced: no prompts are left`,

@@ -4,13 +4,14 @@ Data is only touched in a child process (`process`): generators and parsers run 
 of them may stall or take down the broker.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
+from onbeat.config import DataConfig, HeldOutSet, JobConfig, ReasoningGymData, RowData
 from onbeat.config.data import KEYS_OF_SEVERAL
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.data_folder import SECRET_NAMES
@@ -65,7 +66,7 @@ class DatasetSpec(BaseModel):
         """Return the spec of a job's source, by its place."""
         data, rollout = config.sources[source][1], config.rollout
         num_items = config.schedule.num_iterations * rollout.num_reserved_prompts
-        if isinstance(config.data, list):  # an upper bound: that of a source with all slots
+        if isinstance(config.data, list) or config.chooses_prompts:  # an upper bound: that of a source with all slots
             num_slots = config.schedule.num_iterations * rollout.num_prompts_per_iteration
             num_items = num_slots * rollout.num_rows_per_slot
         is_counted = isinstance(data, RowData) and data.max_prompt_tokens is not None
@@ -73,6 +74,8 @@ class DatasetSpec(BaseModel):
         # Values that change no prompt are left out, so that more jobs share the data set.
         changes: dict[str, Any] = {name: getattr(config.rendering, name) for name in TemplateArguments.model_fields}
         changes |= {name: field.get_default() for name, field in KEYS_OF_SEVERAL.items()}
+        if isinstance(data, RowData) and data.chooses is not None:  # the rows are chosen elsewhere
+            changes |= {"order": "in_order", "difficulty": None}
         changes |= {} if is_counted else {"now": None}
         return cls(
             data=data.model_copy(update=changes),
@@ -82,13 +85,19 @@ class DatasetSpec(BaseModel):
             chat_template=config.model.chat_template if is_counted else None,
         )
 
+    def of_level(self, level: int) -> "DatasetSpec":
+        """Return the spec of one level of a generated task."""
+        assert isinstance(self.data, ReasoningGymData)
+        changes = {"options": {**self.data.options, **self.data.levels[level]}, "levels": [], "order": "in_order"}
+        return self.model_copy(update={"data": self.data.model_copy(update={**changes, "difficulty": None})})
+
     @classmethod
     def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":
         """Return the spec of held-out data. A file is read in its own order. Procedural items come from seeds that
         training never reaches: item i of a dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
         data = held_out.data
         if isinstance(data, RowData):
-            data = data.model_copy(update={"shuffle": False})
+            data = data.model_copy(update={"order": "in_order"})
         return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts, is_held_out=True)
 
 
@@ -120,8 +129,18 @@ class PromptDataset:
         """Return the prompts of the job with these numbers, from 0 to num_items - 1. Raises DatasetError."""
         raise NotImplementedError
 
+    def items_of_rows(self, rows: Sequence[int]) -> list[PromptItem]:
+        """Return the prompts of these rows; of generated data, those with these numbers. Raises DatasetError."""
+        return [self.item(row) for row in rows]
+
     def item(self, index: int) -> PromptItem:
         return self.items(range(index, index + 1))[0]
+
+    @property
+    def usable_rows(self) -> Sequence[int]:
+        """The rows that prompts are drawn from, ascending; a range from 0 if none was left out, and for generated data
+        an empty one."""
+        return range(0)
 
     def is_current(self) -> bool:
         """Return False when the underlying data has changed and the dataset must be opened again."""

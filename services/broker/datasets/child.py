@@ -19,7 +19,7 @@ from onbeat.config import ReasoningGymData
 from onbeat.process.confine import MEBIBYTE, lower_limits
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, Section
 
-MAX_OPEN = 8  # datasets kept open
+MAX_OPEN = 24  # datasets kept open; the levels of a generated task are some each
 SHARE_OF_TIME = 0.5  # share of a survey; opening the data takes some time, too
 
 
@@ -27,6 +27,22 @@ class ReadRequest(BaseModel):
     spec: DatasetSpec
     first: int
     count: int
+    timeout_s: float
+
+
+class RowsRequest(BaseModel):
+    """A request for the prompts of these rows."""
+
+    spec: DatasetSpec
+    rows: list[int]
+    timeout_s: float
+
+
+class UsableRequest(BaseModel):
+    """A request for the rows that prompts may be drawn from."""
+
+    spec: DatasetSpec
+    has_rows: Literal[True]
     timeout_s: float
 
 
@@ -47,7 +63,7 @@ class TasksRequest(BaseModel):
     timeout_s: float
 
 
-AnyRequest = ReadRequest | SurveyRequest | PatternRequest | TasksRequest
+AnyRequest = ReadRequest | RowsRequest | UsableRequest | SurveyRequest | PatternRequest | TasksRequest
 REQUEST: TypeAdapter[AnyRequest] = TypeAdapter(AnyRequest)
 
 
@@ -81,10 +97,18 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> dict[str, Any]:
+def answer_request(
+    request: ReadRequest | RowsRequest | UsableRequest, data_dir: Path, open_datasets: dict[str, PromptDataset]
+) -> dict[str, Any]:
     try:
         dataset = find_dataset(request.spec, data_dir, open_datasets)
-        items = dataset.items(range(request.first, request.first + request.count))
+        if isinstance(request, UsableRequest):
+            rows = dataset.usable_rows
+            return {"count": len(rows)} if isinstance(rows, range) else {"rows": list(rows)}
+        if isinstance(request, RowsRequest):
+            items = dataset.items_of_rows(request.rows)
+        else:
+            items = dataset.items(range(request.first, request.first + request.count))
     except DatasetError as error:
         return {"error": {"field": error.field, "message": error.message}}
     return {"items": [item.model_dump() for item in items], "note": dataset.note}

@@ -62,19 +62,25 @@ class FileDataset(PromptDataset):
 
     def _drop_long(self, spec: DatasetSpec, data_dir: Path) -> None:
         # These change no prompt, or no length in a day.
-        others = {"shuffle", "max_prompt_tokens", "on_too_long", "now", *KEYS_OF_SEVERAL}
+        others = {"order", "difficulty", "max_prompt_tokens", "on_too_long", "now", *KEYS_OF_SEVERAL}
         identity = [str(self._path), self._identity, self._data.model_dump(exclude=others)]
         identity += [(self._data.now or "")[:10], spec.chat_template]
         template = {"arguments": self._data.template_arguments(), "chat_template": spec.chat_template}
         lengths = count_prompts(map(self.to_item, self.rows), spec.model_path, template, identity, data_dir)
         self.rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
+    @property
+    def usable_rows(self) -> Sequence[int]:
+        return self.rows
+
     def is_current(self) -> bool:
         return file_identity(self._path) == self._identity
 
     def items(self, indices: range) -> list[PromptItem]:
-        """Return the prompts. Rows are read in the order of the file, so that each part of it is read once."""
-        rows = [self._row_of(index) for index in indices]
+        return self.items_of_rows([self._row_of(index) for index in indices])
+
+    def items_of_rows(self, rows: Sequence[int]) -> list[PromptItem]:
+        """Return the prompts of these rows, which are read in the order of the file. Raises DatasetError."""
         try:
             items = {row: self.to_item(row) for row in sorted(set(rows))}
         except OSError as error:
@@ -83,7 +89,9 @@ class FileDataset(PromptDataset):
 
     def _row_of(self, index: int) -> int:
         epoch, position = divmod(index, len(self.rows))
-        return self.rows[self._epoch_order(epoch, len(self.rows))[position] if self._data.shuffle else position]
+        return self.rows[
+            self._epoch_order(epoch, len(self.rows))[position] if self._data.order == "shuffled" else position
+        ]
 
     def place(self, row: int) -> str:
         """Return the row's place in its file, in words."""

@@ -63,6 +63,21 @@ class DatasetProcess:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
 
+    async def read_rows(self, spec: DatasetSpec, rows: Sequence[int]) -> list[PromptItem]:
+        """Read the prompts of these rows; of generated data, those of these numbers. Raises DatasetError as `read`."""
+        answer = await self._ask({"spec": spec.model_dump(mode="json"), "rows": list(rows)})
+        if "error" in answer:
+            raise DatasetError(answer["error"]["field"], answer["error"]["message"])
+        return [PromptItem.model_validate(item) for item in answer["items"]]
+
+    async def rows(self, spec: DatasetSpec) -> Sequence[int]:
+        """Return the rows that prompts are drawn from, ascending. Raises DatasetError as `read`."""
+        answer = await self._ask({"spec": spec.model_dump(mode="json"), "has_rows": True})
+        if "error" in answer:
+            raise DatasetError(answer["error"]["field"], answer["error"]["message"])
+        rows: Sequence[int] = range(answer["count"]) if "count" in answer else answer["rows"]
+        return rows
+
     async def survey(self, sections: Sequence[Section]) -> Survey:
         """Look at all rows of data sets, training first. Raises DatasetError when a time or memory limit is hit."""
         answer = await self._ask({"sections": [section.model_dump(mode="json") for section in sections]})
@@ -154,6 +169,12 @@ class DatasetPool:
         hub = self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext()
         async with hold(hub), hold(self._free_process()) as process:
             return await process.read(spec, first, count)
+
+    async def read_rows(self, spec: DatasetSpec, rows: Sequence[int]) -> list[PromptItem]:
+        """Read as `DatasetProcess.read_rows`, once a process is free. Raises TooBusy, too."""
+        hub = self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext()
+        async with hold(hub), hold(self._free_process()) as process:
+            return await process.read_rows(spec, rows)
 
     async def survey(self, sections: Sequence[Section]) -> Survey:
         """Look at rows as `DatasetProcess.survey`, once a process is free. Raises TooBusy, too."""

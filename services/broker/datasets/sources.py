@@ -9,7 +9,7 @@ its rows side by side.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onbeat.config import JobConfig
+from onbeat.config import JobConfig, ReasoningGymData
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 
@@ -18,10 +18,12 @@ SOURCE_BITS = 40  # bits of a row's number below the place of its source, which 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a prompt: the number of its source, and its own number among the prompts of this source."""
+    """The place of a prompt: the number of its source, and its own number among the prompts of this source. `row`: the
+    row or level that was chosen for it; None: the one whose turn it is."""
 
     source: int
     index: int
+    row: int | None = None
 
 
 def place_of(config: JobConfig, slot: int, turn: int = 0) -> Place:
@@ -50,18 +52,38 @@ async def read_places(
     `DatasetPool` does."""
     prompts: dict[Place, PromptItem] = {}
     for number, (field, source) in enumerate(config.sources):
-        indices = [place.index for place in places if place.source == number]
-        if not indices:
+        wanted = [place for place in places if place.source == number]
+        if not wanted:
             continue
-        first, last = min(indices), max(indices)
         try:
-            items, _ = await process.read(DatasetSpec.of_job(config, number), first, last + 1 - first)
+            items = await read_source(DatasetSpec.of_job(config, number), wanted, process)
         except DatasetError as error:
             raise name_source(config, move_error(error, field)) from error
-        for index, item in enumerate(items, first):
+        for place, item in zip(wanted, items, strict=True):
             row = None if item.row is None else item.row + (number << SOURCE_BITS)
-            prompts[Place(number, index)] = item.model_copy(update={"row": row, "source": source.name or ""})
+            prompts[place] = item.model_copy(update={"row": row, "source": source.name or ""})
     return [prompts[place] for place in places]
+
+
+async def read_source(
+    spec: DatasetSpec, places: Sequence[Place], process: DatasetProcess | DatasetPool
+) -> list[PromptItem]:
+    """Read the prompts of places in one source. Raises DatasetError, and TooBusy as `DatasetPool` does."""
+    rows = [place.row for place in places if place.row is not None]
+    if not rows:
+        first, last = min(place.index for place in places), max(place.index for place in places)
+        items, _ = await process.read(spec, first, last + 1 - first)
+        return [items[place.index - first] for place in places]
+    if not isinstance(spec.data, ReasoningGymData):
+        return await process.read_rows(spec, rows)
+    items_by_place: dict[Place, PromptItem] = {}
+    for level in sorted(set(rows)):
+        of_level = [place for place in places if place.row == level]
+        items = await process.read_rows(spec.of_level(level), [place.index for place in of_level])
+        items_by_place |= {
+            place: item.model_copy(update={"row": level}) for place, item in zip(of_level, items, strict=True)
+        }
+    return [items_by_place[place] for place in places]
 
 
 def move_error(error: DatasetError, field: str) -> DatasetError:

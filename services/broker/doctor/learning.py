@@ -31,6 +31,7 @@ COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of
 MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
 SIGMAS = 2.0  # standard errors that a difference must exceed to count
 NUM_SAMPLES = "rollout.num_samples_per_prompt"
+LEARNED = 0.5  # standard deviations among the first responses, by which a part must have risen to be learned
 STEADY = 1e-6  # a part that varies less, relative to its size, does not vary
 
 
@@ -47,15 +48,19 @@ class Course:
     around_best: Sequence[IterationRecord]  # iterations from the best of these evaluations on
 
     @property
-    def has_risen(self) -> bool:
-        """True if the reward of the last iterations is higher than that of the first ones. In a young job they overlap,
-        so its first and its last third are compared."""
+    def ends(self) -> tuple[list[IterationRecord], list[IterationRecord]]:
+        """The first and the last iterations. In a young job they overlap, so these are its first and its last third."""
         if self.num_committed >= 2 * NUM_RECENT:
-            return rises(rewards_of(self.first), rewards_of(self.recent))
+            return list(self.first), list(self.recent)
         records = {record.iteration: record for record in (*self.first, *self.recent)}
-        rewards = rewards_of(records.values())
-        third = max(2, len(rewards) // 3)
-        return rises(rewards[:third], rewards[-third:])
+        known = [record for record in records.values() if record.reward_mean is not None]
+        third = max(2, len(known) // 3)
+        return known[:third], known[-third:]
+
+    @property
+    def has_risen(self) -> bool:
+        """True if the reward of the last iterations is higher than that of the first ones."""
+        return rises(*map(rewards_of, self.ends))
 
     @property
     def is_good(self) -> bool:
@@ -170,8 +175,13 @@ def look_at_young(job_id: str, config: JobConfig, records: Sequence[IterationRec
 
 
 def sum_up(c: Course) -> Finding:
-    before, now = fmean(rewards_of(c.first)[:5] or [0.0]), fmean(rewards_of(c.recent)[-5:] or [0.0])
-    sentence = f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, "
+    count = min(5, c.num_committed // 2)  # no iteration is in both means, as in the verdict
+    before, now = fmean(rewards_of(c.first)[:count] or [0.0]), fmean(rewards_of(c.recent)[-count:] or [0.0])
+    quantity = "a mean reward"
+    if c.config.teacher is not None:
+        quantity = "a mean gap to its teacher (train/teacher_gap, nats per token)"
+        before, now = (fmean(gaps_of(records) or [0.0]) for records in (c.first[:count], c.recent[-count:]))
+    sentence = f"{c.job_id} has {quantity} of {now:.3f}, and had {before:.3f} at first, "
     sentence += f"{c.num_committed} iterations ago"
     if (truncated := c.mean("rollout/truncated_frac")) is not None:
         sentence += f"; {c.lately} {truncated:.0%} of the responses were truncated"
@@ -203,9 +213,10 @@ def look_at_reward_of_cut(c: Course) -> Finding | None:
 
 
 def look_at_signal(c: Course) -> Finding | None:
-    """Look at groups without signal, which have no gradient: is the task too hard, too easy, or solved by now?"""
+    """Look at groups without signal, which have no gradient without a teacher: is the task too hard, too easy, or
+    solved by now?"""
     share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
-    if share < MOSTLY or (share < 1 and c.has_risen):
+    if c.config.teacher is not None or share < MOSTLY or (share < 1 and c.has_risen):
         return None
     signal = Signal.of(c.config)
     if share < 1:
@@ -213,7 +224,7 @@ def look_at_signal(c: Course) -> Finding | None:
         return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
-    if signal.rule != "reward":
+    if signal.rule != "reward" or signal.rules:
         return explain_no_signal(c, signal)
     mean = fmean(rewards_of(c.recent) or [0.0])
     sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
@@ -228,7 +239,8 @@ def look_at_signal(c: Course) -> Finding | None:
 def explain_no_signal(c: Course, signal: Signal) -> Finding:
     """Explain a job whose responses never differ in what its `objective.signal` compares."""
     main, sentence = c.main_part, f"{c.job_id} learns nothing: {c.lately} "
-    if signal.rule == "solved" and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
+    is_solved_everywhere = signal.rule == "solved" and not signal.rules
+    if is_solved_everywhere and main and c.mean("rollout/solved_none_frac") == 1 and varies(c.recent, main):
         sentence += f"no response reached {c.wanted}, although part {main} of the reward varies; "
         sentence += f'another part may keep every sum below: set objective.signal = "part:{main}", or lower solved_at'
         return c.find(sentence, "objective.signal", is_problem=True)
@@ -240,7 +252,8 @@ def look_at_unsolved(c: Course) -> Finding | None:
     """Look for groups that teach a lesser part alone: no response is solved, and the main part is equal in all of them.
     A normalised advantage makes a small part as large as an outcome. A problem once the main part stands still."""
     main, num_groups = c.main_part, c.total("rollout/mixed_unsolved_groups")
-    if main is None or c.config.objective.signal != "reward" or num_groups < MOSTLY * c.num_groups:
+    signal = Signal.of(c.config)
+    if main is None or signal.rule != "reward" or signal.rules or num_groups < MOSTLY * c.num_groups:
         return None
     parts = [part_name(reward.part or "") for reward in c.config.rewards]
     differing = [name for name in parts if c.total(f"rollout/mixed_unsolved_{name}")]
@@ -255,11 +268,34 @@ def look_at_unsolved(c: Course) -> Finding | None:
     return c.find(sentence, "objective.signal", is_problem=not varies(c.recent, main))
 
 
+def look_at_lesser_parts(c: Course) -> Finding | None:
+    """Look for lesser parts that were learned in place of the main one. Then groups do not differ any more, the reward
+    has risen, and nothing else shows what has been displaced."""
+    main, (first, *_), (_, now) = c.main_part, c.first, c.ends
+    is_unsolved = (c.mean("rollout/solved_none_frac", now) or 0.0) >= MOSTLY
+    if main is None or c.config.objective.signal != "reward" or not is_unsolved or look_at_unsolved(c) is not None:
+        return None
+
+    def went(part: str) -> tuple[float, float]:
+        return first.metrics.get(f"reward/{part}_mean", 0.0), c.mean(f"reward/{part}_mean", now) or 0.0
+
+    names = [part_name(reward.part or "") for reward in c.config.rewards if reward.weight > 0]
+    spreads = {name: first.metrics.get(f"reward/{name}_std", 0.0) for name in names}
+    risen = [name for name in names if went(name)[1] - went(name)[0] > LEARNED * max(spreads[name], STEADY)]
+    if not risen or went(main)[1] > went(main)[0]:
+        return None
+    shown = [f"reward/{name}_mean went from {went(name)[0]:.3f} to {went(name)[1]:.3f}" for name in (*risen, main)]
+    noun = "part" if len(risen) == 1 else "parts"
+    sentence = f"{c.job_id} learns {noun} {', '.join(risen)} of the reward in place of {main}, the largest one: "
+    sentence += f'{", ".join(shown)}; begin again with objective.signal = "part:{main}", so that only groups whose '
+    return c.find(f"{sentence}responses differ in {main} teach", "objective.signal", is_problem=True)
+
+
 def look_at_sources(c: Course) -> Finding | None:
     """Look for sources, of several, that have nothing more to teach."""
     if c.equal_share == 1:
         return None
-    idle = []
+    idle, signal = [], Signal.of(c.config)
     for _, source in c.config.sources:
         groups, uniform = (
             sum(record.metrics.get(f"source/{source.name}/{name}", 0.0) for record in c.recent)
@@ -267,14 +303,12 @@ def look_at_sources(c: Course) -> Finding | None:
         )
         if groups >= MIN_ITERATIONS and uniform == groups:
             solved = c.mean(f"source/{source.name}/solved_frac") or 0.0
-            idle.append(f"{source.name} (solved {solved:.0%})")
+            idle.append(f"{source.name} ({signal.words_of(source.name or '')}, solved {solved:.0%})")
     if not idle:
         return None
     sources = "source" if len(idle) == 1 else "sources"
-    sentence = (
-        f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} had {Signal.of(c.config).words} and "
-    )
-    sentence += "taught nothing: lower the weight, or take prompts of another difficulty (data)"
+    sentence = f"{c.lately} of {c.job_id}, all groups of {sources} {', '.join(idle)} taught nothing: lower the weight, "
+    sentence += "or take prompts of another difficulty (data)"
     return c.find(sentence, "data", is_problem=False)
 
 
@@ -390,6 +424,7 @@ def varies(records: Iterable[IterationRecord], part: str) -> bool:
 
 
 LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
+    look_at_lesser_parts,
     look_at_truncation,
     look_at_reward_of_cut,
     look_at_signal,
@@ -406,6 +441,11 @@ LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
 
 
 # ---- what counts as a difference ---------------------------------------------------------------------------------
+
+
+def gaps_of(records: Iterable[IterationRecord]) -> list[float]:
+    gaps = (record.metrics.get("train/teacher_gap") for record in records)
+    return [gap for gap in gaps if gap is not None]
 
 
 def rewards_of(records: Iterable[IterationRecord]) -> list[float]:

@@ -9,6 +9,7 @@ from onbeat.streams.codec import Response, RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entry, stored_group
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
+from services.broker.datasets.choice import Choice
 from services.broker.samples import group_samples, parts_of
 
 MAX_TOKENS = 100_000  # per answer
@@ -40,12 +41,23 @@ async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
     return payload
 
 
-def detail_json(payload: bytes, advantages: Sequence[float | None]) -> str:
+async def why_chosen(ledger: Ledger, job_id: str, group_id: str) -> str:
+    """Return the row or level of a group's prompt and the reason for its choice; '' where outcomes did not decide, and
+    for a group in the place of another one."""
+    iteration, place = map(int, group_id.split("-"))
+    fields = await ledger.iterations.fields(job_id, iteration)
+    num_first = int(fields.get("num_groups", "0")) - int(fields.get("num_replaced", "0"))
+    picks = Choice.from_json(fields.get("choice", "")).picks[:num_first]
+    pick = picks[place] if place < len(picks) else None
+    return "" if pick is None else pick.words
+
+
+def detail_json(payload: bytes, advantages: Sequence[float | None], chosen: str) -> str:
     """Return a GroupDetail as JSON. This is slow for many tokens."""
-    return group_detail(decode_group(payload), advantages).model_dump_json()
+    return group_detail(decode_group(payload), advantages, chosen).model_dump_json()
 
 
-def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = ()) -> GroupDetail:
+def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = (), chosen: str = "") -> GroupDetail:
     """Return the group's details, without the tokens of those responses that no longer fit into MAX_TOKENS."""
     tokens: list[list[Token]] = []
     num_tokens = 0
@@ -63,6 +75,7 @@ def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = ()) -
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
         failure=failure_text(group),
+        chosen=chosen,
         responses=list(group_samples(group, advantages=advantages)),
         tokens=tokens,
     )

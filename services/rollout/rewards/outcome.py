@@ -29,6 +29,7 @@ class RewardRequest:
     max_attempts: int  # tries per response
     weight: float = 1.0  # weight in the sum of several rewards
     part: str = ""  # name of its part there; '' of the only reward
+    seed: int = 0  # seed of the group, which is drawn from that of the job
 
 
 @dataclass(frozen=True)

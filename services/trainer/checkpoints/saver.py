@@ -9,6 +9,7 @@ from onbeat.contracts.errors import JobFailed
 from onbeat.machine.disk_space import GB, shortage
 from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
 from services.trainer.job.interface import TrainingJob
+from services.trainer.model.exported_weights import conversion
 from services.trainer.model.lora import published_sizes
 from services.trainer.policy import Policy
 from services.trainer.weights.store import Snapshot
@@ -90,8 +91,9 @@ class CheckpointSaver:
     def _save(self, state: TrainState, newest: Snapshot) -> None:
         snapshots = self._policy.old.snapshots.items()
         older = {version: held.tensors() for version, held in snapshots if version < state.policy_version}
-        holders = newest.holders() if self._policy.is_sharded else None
-        self._store.save(state, newest.tensors(), self._policy.state_tensors(), self._policy.files, older, holders)
+        policy, convert = self._policy, conversion(self._policy.model)
+        tensors, is_sharded = policy.state_tensors(), policy.is_sharded
+        self._store.save(state, newest.tensors(), tensors, policy.files, older, is_sharded, convert)
 
     # ---- without disk space ------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
     checkpoints/iteration-000040/
       onbeat_job.json                              the job that wrote it
-      model.safetensors config.json tokenizer...   loads anywhere with from_pretrained; of a sharded model one file for
-                                                   each rank, and model.safetensors.index.json
+      model.safetensors config.json tokenizer...   loads as the source does; of a sharded model one file for each rank,
+                                                   of a large one with experts several, and
+                                                   model.safetensors.index.json
       optimizer/rank-00000-of-00002.safetensors    that rank's rows: float32 masters, both moments, GAC's last gradient
       policies/000038-00000.safetensors            published versions that open iterations are generated with
       state.json                                   written last, with the size of every file: without it nothing counts
@@ -32,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from onbeat.contracts.errors import JobFailed
+from services.trainer.model.exported_weights import Convert, in_parts
 from services.trainer.model.tensor_files import HostShards, Tensors, read_tensors
 from services.trainer.world import ALONE, PeerLost, World
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's folder
+WEIGHTS_FILE = "model.safetensors"
 NAME = re.compile(r"iteration-\d{6,}")  # name of a checkpoint's folder; a copy beside it has another name
 
 
@@ -73,9 +76,10 @@ class Content:
     state: TrainState
     shards: HostShards
     files: Mapping[str, bytes]  # files of rank 0
-    holders: Mapping[str, int] | None  # the rank that writes each of the weights; None: rank 0 all of them
+    is_sharded: bool  # weights are written by every rank; else all of them by rank 0
     weights: Tensors = field(default_factory=dict)
     policies: Mapping[int, Tensors] = field(default_factory=dict)
+    convert: Convert | None = None  # the weights are not those of the source's files, which are made of them
 
 
 class CheckpointStore:
@@ -111,21 +115,22 @@ class CheckpointStore:
         tensors: Tensors,
         files: Mapping[str, bytes],
         policies: Mapping[int, NamedTensors] | None = None,
-        holders: Mapping[str, int] | None = None,
+        is_sharded: bool = False,
+        convert: Convert | None = None,
     ) -> None:
         """Wait for the save before, copy what is on an accelerator, and return; writing goes on in the background.
 
         `tensors` may change after `wait_until_read`: a copy of them would be most of the trainer's memory.
         So may `weights`, in the dtype they are published in, on the host. `policies` (by version) are host tensors that
-        will not change, such as those of an older version. Both are rank 0's, unless `holders` says which rank has each
-        tensor: then each rank gives its own. Raises as `wait`.
+        will not change, such as those of an older version. Both are rank 0's, or of a sharded model each rank's own.
+        `convert`: see `exported_weights`. Raises as `wait`.
         """
         self.wait()
         shards = HostShards.of(tensors, self._world.is_main)
-        content = Content(state, shards, files if self._world.is_main else {}, holders)
-        if self._world.is_main or holders is not None:
+        content = Content(state, shards, files if self._world.is_main else {}, is_sharded)
+        if self._world.is_main or is_sharded:
             frozen = {version: dict(named) for version, named in (policies or {}).items()}
-            content = replace(content, weights=dict(weights), policies=frozen)
+            content = replace(content, weights=dict(weights), policies=frozen, convert=convert)
         self._is_read.clear()
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
 
@@ -201,7 +206,7 @@ class CheckpointStore:
     def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> None:
         """Complete a checkpoint whose files are all written: list them, sync, let it appear, then drop the oldest."""
         check_files(partial, files)
-        write_state(partial, state, files)
+        write_state(partial, state, files | write_index(partial))
         appear(partial, target)
         for leftover in self.folder.glob(".*.partial"):
             if epoch_of(leftover) < epoch_of(partial):  # never what a successor is writing
@@ -310,17 +315,13 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
 
     if content.shards.tensors:
         content.shards.write(new(f"optimizer/rank-{rank:05d}-of-{size:05d}.safetensors"))
-    weights_file = "model.safetensors" if content.holders is None else shard_name(rank, size)
+    weights_file = shard_name(rank, size) if content.is_sharded else WEIGHTS_FILE
     if content.weights:
-        save_file(content.weights, new(weights_file), metadata={"format": "pt"})
+        for name, part in in_parts(content.weights, content.convert, weights_file):
+            save_file(part, new(name), metadata={"format": "pt"})
     on_read()
     for name, file in content.files.items():
         new(name).write_bytes(file)
-    if content.holders is not None and rank == 0:
-        index = {name: shard_name(holder, size) for name, holder in content.holders.items()}
-        new("model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": index}, indent=2), "utf-8"
-        )
     for version, policy in content.policies.items():
         if policy:
             save_file(policy, new(f"policies/{version:06d}-{rank:05d}.safetensors"), metadata={"format": "pt"})
@@ -328,6 +329,21 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
         path.chmod(0o644)  # safetensors writes for the owner only
         sync_path(path)
     return {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+
+
+def write_index(partial: Path) -> Sizes:
+    """Write which file has which of the weights, where they are in several; its size in bytes by name."""
+    files = sorted(partial.glob("model*.safetensors"))
+    if [file.name for file in files] in ([], [WEIGHTS_FILE]):
+        return {}
+    index: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            index |= dict.fromkeys(stored.keys(), file.name)
+    path = partial / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2), "utf-8")
+    sync_path(path)
+    return {path.name: path.stat().st_size}
 
 
 def write_state(partial: Path, state: TrainState, files: Sizes) -> None:

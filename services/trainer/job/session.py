@@ -99,6 +99,10 @@ class JobSession:
     def emit(self, kind: str, message: str) -> None:
         self.lease.run(self._ledger.event_log.emit(self.job_id, kind, message))
 
+    def record_teacher(self, digest: str) -> str:
+        """Record the teacher's digest if the job has none yet; return the recorded one."""
+        return self.lease.run(self._ledger.trainer.record_teacher(self.job_id, self.epoch, digest))
+
     def close(self, is_handover: bool = False) -> None:
         """Stop serving and give the lease back. `is_handover`: see `Lease.close`."""
         try:

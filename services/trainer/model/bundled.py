@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from services.trainer.model.exported_files import exported_files
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ def convert_gguf(file: Path, target: Path) -> None:
     model.generation_config = loaded.generation_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    for name, content in exported_files(str(target), torch.bfloat16).items():  # transformers 4 reads them, too
+        (target / name).write_bytes(content)
 
 
 @contextlib.contextmanager

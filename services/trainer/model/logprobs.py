@@ -13,6 +13,7 @@ E is computed again when it is needed.
 Legend: N target tokens, M of them in a block, V vocabulary, D model, y the target, T the temperature.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class TargetLogprobs(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy, kept = [], [], []
-        is_kept = len(hidden) <= BLOCK_ROWS or len(hidden) * len(weight) * hidden.element_size() <= KEPT_BYTES
+        is_kept = are_kept(hidden, weight)
         for block in blocks(hidden):
             excess, *values = excess_probabilities(hidden[block], weight, targets[block], temperature)
             logprobs.append(values[0])
@@ -52,22 +53,41 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
-        grad_hidden, grad_weight, kept_grad = torch.empty_like(hidden), None, kept_gradient(weight)
-        for index, block in enumerate(blocks(hidden)):
-            if kept:
-                excess = kept[index]
+
+        def excess_of(block: slice) -> torch.Tensor:
+            return excess_probabilities(hidden[block], weight, targets[block], ctx.temperature)[0]
+
+        excess = iter(kept) if kept else map(excess_of, blocks(hidden))
+        return *head_gradients(excess, hidden, weight, grads[0] / -ctx.temperature, ctx.needs_input_grad[1]), None, None
+
+
+def head_gradients(
+    factors: Iterable[torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, has_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of hidden [N, D] and weight [V, D] from that of the logits: a factor [M, V] for each block,
+    times `scale` [N]. `has_weight`: false for a frozen head (LoRA), which has no gradient."""
+    grad_hidden, grad_weight, kept_grad = torch.empty_like(hidden), None, kept_gradient(weight)
+    for factor, block in zip(factors, blocks(hidden), strict=True):
+        scale_M1 = scale[block, None]
+        grad_hidden[block] = torch.mm(factor, weight) * scale_M1
+        if has_weight:
+            pair = factor.T, (hidden[block] * scale_M1).to(hidden.dtype)
+            if kept_grad is not None:
+                kept_grad.addmm_(*pair)
             else:
-                excess, _, _ = excess_probabilities(hidden[block], weight, targets[block], ctx.temperature)
-            scale_M1 = grads[0][block, None] / -ctx.temperature
-            grad_hidden[block] = torch.mm(excess, weight) * scale_M1
-            if ctx.needs_input_grad[1]:  # a frozen head (LoRA) has none
-                factors = excess.T, (hidden[block] * scale_M1).to(hidden.dtype)
-                if kept_grad is not None:
-                    kept_grad.addmm_(*factors)
-                else:
-                    product = torch.mm(*factors)
-                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        return grad_hidden, grad_weight, None, None
+                product = torch.mm(*pair)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+    return grad_hidden, grad_weight
+
+
+def are_kept(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the blocks [M, V] are kept for the backward pass."""
+    return len(hidden) <= BLOCK_ROWS or len(hidden) * len(weight) * hidden.element_size() <= KEPT_BYTES
+
+
+def num_rows_of(device: torch.device) -> int:
+    """Return how many rows of a block are in float32 at a time."""
+    return ROWS_ON_DEVICE if device.type in ("cuda", "npu") else ROWS
 
 
 def blocks(hidden: torch.Tensor) -> list[slice]:
@@ -81,7 +101,7 @@ def excess_probabilities(
     precise = torch.promote_types(hidden.dtype, torch.float32)
     logprobs, entropy = (torch.empty(len(hidden), dtype=precise, device=hidden.device) for _ in range(2))
     logits = torch.mm(hidden, weight.T)
-    num_rows = ROWS_ON_DEVICE if hidden.device.type in ("cuda", "npu") else ROWS
+    num_rows = num_rows_of(hidden.device)
     for start in range(0, len(hidden), num_rows):
         rows = slice(start, start + num_rows)
         target_R1 = targets[rows, None]

@@ -12,7 +12,9 @@ published, a mean gap of 0.21 where noise is 0.04. Here the gap is 0, and small 
 """
 
 import functools
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -23,13 +25,15 @@ from torch.nn.utils import skip_init
 
 from onbeat.config import LoraConfig
 from services.trainer.model.errors import TRIAL_ERRORS
+from services.trainer.model.expert_lora import add_factors, expert_parameters, factors_in, is_experts
 
 ADAPTER = "default"
+NUMBERS = re.compile(r"\.\d+\.")
 Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
-    """Put adapters on linear layers, in place, in their dtype; from now on only adapters require a gradient.
+    """Put adapters on linear layers and experts, in place, in their dtype. From now on only these require a gradient.
 
     B starts at 0, so the policy is unchanged; A is drawn on the CPU from `seed`. The output head takes none: it may be
     tied to the embedding. Raises ValueError for a target module that the model does not have.
@@ -40,39 +44,40 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     import peft
     from peft.tuners.lora import Linear
 
-    targets = target_layers(model, config)
+    targets, experts = targets_in(model, config)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         alpha: Any = config.alpha  # PEFT declares an int and only divides it
-        peft_config = peft.LoraConfig(r=config.rank, lora_alpha=alpha)
+        peft_config = peft.LoraConfig(r=config.rank, lora_alpha=alpha, use_rslora=config.use_rslora)
         for name in targets:
             base = model.get_submodule(name)
             layer: Any = Linear(base, ADAPTER, peft_config, r=config.rank, lora_alpha=alpha)
             layer.forward = functools.partial(merged_forward, layer)
             model.set_submodule(name, layer)
+        add_factors(model, experts, config)
 
 
-def target_layers(model: Any, config: LoraConfig) -> list[str]:
-    """Return the full names of the linear layers to adapt. Raises ValueError as `add_adapters`."""
+def targets_in(model: Any, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Return the full names of the linear layers to adapt, and of the parameters of experts. Raises ValueError as
+    `add_adapters`."""
     head = model.get_output_embeddings()
     bypassed = model.passes.bypassed if hasattr(model, "passes") else frozenset()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if is_plain(type(module)) and module is not head and role_of(model, name) not in bypassed
-    ]
-    if not linear:
+    called = [(name, module) for name, module in model.named_modules() if name and role_of(model, name) not in bypassed]
+    linear = [name for name, module in called if is_plain(type(module)) and module is not head]
+    experts = [f"{name}.{part}" for name, module in called if is_experts(module) for part in expert_parameters(module)]
+    if not linear and not experts:
         raise ValueError("lora: the model has no linear layers to adapt; leave [lora] out to train all parameters")
     if config.target_modules == "all-linear":
-        return linear
-    existing, wanted = {name.rpartition(".")[2] for name in linear}, set(config.target_modules)
+        return linear, experts
+    existing, wanted = {name.rpartition(".")[2] for name in (*linear, *experts)}, set(config.target_modules)
     if not wanted or wanted - existing:
         raise ValueError(
             f"lora.target_modules: no layers to adapt are named {', '.join(sorted(wanted - existing)) or 'so'}; "
             f"use 'all-linear' or some of {', '.join(sorted(existing))}"
         )
-    return [name for name in linear if name.rpartition(".")[2] in wanted]
+    linear, experts = ([name for name in names if name.rpartition(".")[2] in wanted] for names in (linear, experts))
+    return linear, experts
 
 
 def is_plain(kind: Any) -> bool:
@@ -98,9 +103,10 @@ def role_of(model: Any, name: str) -> str:
 
 @torch.no_grad()
 def bypassed_layers(model: Any, token_ids: torch.Tensor) -> frozenset[str]:
-    """Return the roles of linear layers that a pass over the tokens [1, T] never calls, such as those whose weights the
-    model reads itself: adapters there would have no effect and no gradient."""
-    roles = {module: role_of(model, name) for name, module in model.named_modules() if is_plain(type(module))}
+    """Return the roles of linear layers and experts that a pass over the tokens [1, T] never calls, such as those whose
+    weights the model reads itself: adapters there would have no effect and no gradient."""
+    named = model.named_modules()
+    roles = {module: role_of(model, name) for name, module in named if is_plain(type(module)) or is_experts(module)}
     called: set[str] = set()
 
     def record(module: torch.nn.Module, *_: Any) -> None:
@@ -184,7 +190,7 @@ def published_tensors(
     that belong to the state, which training never changes. `whole` puts the shards of a parameter together, in the
     compute dtype. Parameters named in `skip` are left out.
     """
-    layers = adapted_layers(model)
+    layers, experts = adapted_layers(model), factors_in(model)
     for name, parameter in model.named_parameters():
         if name in skip:
             continue
@@ -192,6 +198,8 @@ def published_tensors(
         if suffix == "weight":
             a, b, scale = adapter(layers[layer_name])
             yield f"{layer_name}.weight", merged_weight(whole(parameter), whole(a), whole(b), scale)
+        elif name in experts:
+            yield name, experts[name].merge(whole(parameter), whole(experts[name].a), whole(experts[name].b))
         elif ".lora_" not in name:
             yield base_name(name), whole(parameter)
     yield from persistent_buffers(model)
@@ -201,6 +209,18 @@ def published_sizes(model: Any) -> dict[str, int]:
     """Return the names of `published_tensors`, in order, with their numbers of elements."""
     tensors = chain(model.named_parameters(), persistent_buffers(model))
     return {base_name(name): t.numel() for name, t in tensors if ".lora_" not in name}
+
+
+def reach(model: Any) -> tuple[float, dict[str, float]]:
+    """Return the share of the model's weights that have an adapter, and the shares of those that have none, the largest
+    first. Layers that differ in their numbers alone count together, as `layers.*.mlp.gate`."""
+    adapted = {f"{name}.weight" for name in adapted_layers(model)} | factors_in(model).keys()
+    base = {base_name(name): p.numel() for name, p in model.named_parameters() if ".lora_" not in name}
+    total, left_out = sum(base.values()), Counter[str]()
+    for name in base.keys() - adapted:
+        left_out[NUMBERS.sub(".*.", name).removesuffix(".weight")] += base[name]
+    shares = {name: number / total for name, number in left_out.most_common()}
+    return 1.0 - sum(shares.values()), shares
 
 
 def persistent_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -217,12 +237,17 @@ def base_name(name: str) -> str:
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Turn adapters off inside the block: the model is then the reference policy. For passes without gradient."""
-    layers = adapted_layers(model).values()
-    assert layers, "a model without adapters has no base to fall back to; its reference is a frozen copy"
-    for layer in layers:  # PEFT's own switch would also turn requires_grad off, which a sharded model must not see
-        layer._disable_adapters = True
+    layers, experts = adapted_layers(model).values(), factors_in(model).values()
+    assert layers or experts, "a model without adapters has no base to fall back to; its reference is a frozen copy"
+
+    def turn(is_off: bool) -> None:
+        for layer in layers:  # PEFT's own switch would also turn requires_grad off, which a sharded model must not see
+            layer._disable_adapters = is_off
+        for factors in experts:
+            factors.is_off = is_off
+
+    turn(is_off=True)
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        turn(is_off=False)

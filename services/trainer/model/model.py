@@ -9,15 +9,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.objectives.base import Logprobs
+from onbeat.objectives.base.inputs import Lesson
 from services.prompts.tokenizer import TOKENIZER_FILE, file_of_model, load_tokenizer
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
+from services.trainer.model.expert_lora import remove_factors
 from services.trainer.model.lean_layers import use_lean_layers
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
@@ -124,6 +126,7 @@ def frozen_base(model: Any) -> Any:
     frozen = copy.deepcopy(model).requires_grad_(False)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
+    remove_factors(frozen)
     return frozen
 
 
@@ -160,13 +163,33 @@ def model_files(source: str, dtype: torch.dtype, chat_template: str | None = Non
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
+class Teacher(Protocol):
+    """A frozen model with rows of its own, which may have another architecture (`teacher.py`)."""
+
+    def read(self, batch: MicroBatch, temperature: float) -> "Reading": ...
+
+
+class Reading(Protocol):
+    """The results of a teacher's pass. `compare`: from hidden states and head of the policy, [N]; None: not needed."""
+
+    @property
+    def compare(self) -> "Compare | None": ...
+    def lesson(self, trainer_logprobs: torch.Tensor, divergence: torch.Tensor | None = None) -> Lesson: ...
+
+
 def tri_model_logprobs(
-    policy: Any, old: Any | None, reference: Any | None, batch: MicroBatch, temperature: float
+    policy: Any,
+    old: Any | None,
+    reference: Any | None,
+    batch: MicroBatch,
+    temperature: float,
+    teacher: Teacher | None = None,
 ) -> tuple[Logprobs, torch.Tensor]:
     """Return the logprobs of all policies and the entropy of the first, [N].
 
     One micro-batch, packed and planned once, goes through up to three models. None skips a model: then old is the
     policy itself, and there is no reference. If `reference` is the policy itself, it is used without its adapters.
+    A `teacher` reads the same batch.
     Frozen models go first: their memory is free again before the policy keeps its activations.
     """
     prepared = prepare_inputs(policy, batch)
@@ -176,10 +199,13 @@ def tri_model_logprobs(
         if reference is not None:
             with without_adapters(policy) if reference is policy else nullcontext():
                 ref_logprobs = target_logprobs(reference, prepared, batch, temperature)[0]
-    trainer_logprobs, entropy = target_logprobs(policy, prepared, batch, temperature)
+        reading = None if teacher is None else teacher.read(batch, temperature)
+    compare = None if reading is None else reading.compare
+    trainer_logprobs, entropy, *divergence = target_logprobs(policy, prepared, batch, temperature, compare)
+    lesson = None if reading is None else reading.lesson(trainer_logprobs.detach(), *divergence)
     if old_logprobs is None:
         old_logprobs = trainer_logprobs.detach()
-    return Logprobs(trainer_logprobs, old_logprobs, ref_logprobs), entropy
+    return Logprobs(trainer_logprobs, old_logprobs, ref_logprobs, lesson), entropy
 
 
 def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,36 +213,46 @@ def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tupl
 
     Both are [N] float32 (float64 for a float64 model).
     """
-    return target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
+    logprobs, entropy = target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
+    return logprobs, entropy
 
 
+Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # hidden [N, D], head [V, D] -> [N]
 Hidden = list[torch.Tensor]  # states of each pass, [rows, T, ...]
 Prepared = tuple[list[dict[str, Any]], Callable[[Hidden], torch.Tensor]]  # inputs; select the targets' rows, [N, ...]
 
 
 def target_logprobs(
-    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `response_logprobs` on prepared inputs. Logits exist only where a response token is predicted."""
-    return call(whole_model_logprobs, model, prepared, batch, temperature)
+    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float, compare: Compare | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Compute `response_logprobs` on prepared inputs, and the result of `compare`, if it is there. Logits exist only
+    where a response token is predicted."""
+    return call(whole_model_logprobs, model, prepared, batch, temperature, compare)
 
 
 def whole_model_logprobs(
-    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float, compare: Compare | None = None
+) -> tuple[torch.Tensor, ...]:
     """Compute `target_logprobs` inside `sharding.call`, where the head's weight is whole."""
     passes, select = prepared
     if model.passes.has_plain_head:
-        decoder = model.get_decoder()
-        hidden = select([decoder(**inputs).last_hidden_state for inputs in passes])
-        weight = model.get_output_embeddings().weight
+        hidden, weight = hidden_states(model, prepared)
         logprobs, entropy = TargetLogprobs.apply(hidden, weight, batch.target_ids, temperature)
-        return logprobs, entropy
+        return (logprobs, entropy) if compare is None else (logprobs, entropy, compare(hidden, weight))
+    assert compare is None, "a comparison needs hidden states that the head only multiplies"
     logits = select([model(**inputs).logits for inputs in passes])
     log_probabilities = (logits.float() / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
+
+
+def hidden_states(model: Any, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states that predict the targets, [N, D], and the weight of the head, [V, D], for plain heads. Call it
+    inside `sharding.call`."""
+    passes, select = prepared
+    decoder = model.get_decoder()
+    return select([decoder(**inputs).last_hidden_state for inputs in passes]), model.get_output_embeddings().weight
 
 
 def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:

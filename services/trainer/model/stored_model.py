@@ -46,7 +46,9 @@ def open_model(
     for name, buffer in persistent_buffers(model):
         buffer.copy_(stored.read(name))
     for parameter in model.parameters():  # swapped in place: tied ones stay tied
-        torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty(0, dtype=dtype)))
+        empty: Any = nn.Parameter(torch.empty(0, dtype=dtype))
+        empty.whole_shape = parameter.shape  # adapters on experts need it
+        torch.utils.swap_tensors(parameter, empty)
     return set_up(model, passes, device), stored
 
 

@@ -1,12 +1,14 @@
 """One stack for all tests of this folder, and one job that several of them look at."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from onbeat.contracts.states import JobState
+from onbeat.local.supervisor import ServiceSpec
+from tests.chaos.options import install_opinions
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 
@@ -25,7 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def stack(folder: Path) -> Iterator[RunningStack]:
-    with running(folder) as stack:
+    python_path = install_opinions(folder / "site")
+
+    def change(specs: list[ServiceSpec]) -> list[ServiceSpec]:
+        return [replace(spec, env={**spec.env, "PYTHONPATH": python_path}) for spec in specs]
+
+    with running(folder, change=change) as stack:
         yield stack
 
 

@@ -26,7 +26,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.inspection import newest_events
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
-from services.broker import watcher
+from services.broker import prompts, watcher
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
@@ -480,7 +480,7 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger, world, t
         prepared.append(iteration)
         return tasks
 
-    monkeypatch.setattr(watcher, "produce_tasks", produce)
+    monkeypatch.setattr(prompts, "produce_tasks", produce)
     job_id, epoch = await world.started_job(rollout={"num_prompts_per_iteration": 5})
     await world.wait_open(job_id, 0)
     await eventually("both conductors have prepared iteration 1", lambda: prepared.count(1) == 2)

@@ -33,7 +33,7 @@ def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ask(broker: httpx.AsyncClient, model: str, count: int = 2, status: int = 200, **sections: Any) -> Any:
-    data = {"path": "rows.jsonl", "shuffle": False} | sections.pop("data", {})
+    data = {"path": "rows.jsonl", "order": "in_order"} | sections.pop("data", {})
     job = job_body(model={"path": model}, data=data, **sections)
     answer = await broker.post("/v1/jobs:preview", params={"prompts": count}, json=job)
     assert answer.status_code == status, answer.text

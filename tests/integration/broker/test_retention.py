@@ -22,6 +22,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.job_lists import FINAL
+from onbeat.streams.outcomes import Outcome
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
 from services.trainer.replay import read_record
@@ -53,7 +54,8 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         for claim in await World(ledger).claim_all(job_id):
             group = make_group(claim.task)
             group.data_row = claim.task.data_row
-            await ledger.rollout.submit(job_id, claim.entry_id, group)
+            outcome = Outcome(claim.task.data_row, 1, 2)
+            await ledger.rollout.submit(job_id, claim.entry_id, group, outcome=outcome)
         group_ids = [task.group_id for task in tasks]
         assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, group_ids) == group_ids
         assert await World(ledger).commit(job_id, epoch, iteration)
@@ -90,6 +92,7 @@ async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
     every_key = JobKeys(job_id)
     await ledger.redis.hset(every_key.lost_rollouts, "0-1", '["rollout-0"]')
     await ledger.redis.sadd(every_key.notices, "end")
+    await ledger.redis.hset(every_key.outcomes_before, "rows", "{}")
     names = {name.partition(":")[0] for name in await keys_of(ledger, job_id)}
     known = {key.rpartition("}:")[2].partition(":")[0] for key in (*every_key.of_job, *every_key.numbered(0))}
     assert names == known | {"job"}  # else the rest of this test would show nothing
@@ -252,6 +255,7 @@ LATE_CALLS: dict[str, Call] = {
     "read_job": lambda ledger, job: ledger.jobs.read([job]),
     "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
+    "record_teacher": lambda ledger, job: ledger.trainer.record_teacher(job, "1", "d"),
     "release_job": lambda ledger, job: ledger.trainer.release_job(job, "run-1"),
     "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),
     "renew_job": lambda ledger, job: ledger.trainer.renew_job(job, "1", 30.0, "training"),

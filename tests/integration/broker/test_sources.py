@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from onbeat.contracts.states import IterationState, JobState, Verdict
 from onbeat.streams.codec import PromptTask, RolloutGroup
@@ -54,7 +55,7 @@ async def test_refusal_of_a_source_names_it(broker, tmp_path):
 
 async def test_sources_take_turns_and_every_prompt_names_its_own(broker, ledger, world, tmp_path):
     write_more(tmp_path)
-    job_id = await submit(broker, data=[DATA | {"shuffle": False}, MORE | {"shuffle": False, "solved_at": 2}])
+    job_id = await submit(broker, data=[DATA | {"order": "in_order"}, MORE | {"order": "in_order", "solved_at": 2}])
     epoch = await world.start_training(job_id)
     seen = []
     for iteration in range(3):
@@ -74,7 +75,7 @@ async def test_sources_take_turns_and_every_prompt_names_its_own(broker, ledger,
 async def test_preview_shows_the_sources_in_turn(broker, tmp_path, monkeypatch):
     monkeypatch.setattr(preview.importlib.util, "find_spec", lambda name: None)  # no tokenizer
     write_more(tmp_path)
-    body = job_body(data=[DATA | {"weight": 1, "shuffle": False}, MORE | {"shuffle": False}])
+    body = job_body(data=[DATA | {"weight": 1, "order": "in_order"}, MORE | {"order": "in_order"}])
     answer = await broker.post("/v1/jobs:preview?prompts=4", json=body)
     assert answer.status_code == 200, answer.text
     texts = [prompt["text"] for prompt in answer.json()["prompts"]]
@@ -108,7 +109,7 @@ async def play(ledger: Ledger, world: World, job_id: str, solved: str) -> list[P
 
 async def start_two(broker: httpx.AsyncClient, world: World, folder: Path) -> tuple[str, str]:
     write_more(folder)
-    data = [DATA | {"weight": 1, "shuffle": False}, MORE | {"shuffle": False}]
+    data = [DATA | {"weight": 1, "order": "in_order"}, MORE | {"order": "in_order"}]
     job_id = await submit(broker, data=data, rollout=DYNAMIC)
     epoch = await world.start_training(job_id)
     await world.wait_open(job_id, 0)
@@ -149,3 +150,46 @@ async def test_audit_sees_an_unsolved_source_that_lost_its_turn(broker, ledger, 
         await play(ledger, world, job_id, solved="more")
     violation = (await run_audit(ledger, job_id)).violation
     assert violation == "group 0-1 was not replaced although it has no signal"
+
+
+async def submit_next(ledger: Ledger, world: World, job_id: str, signal: Signal) -> str:
+    """Be a rollout that gets one more prompt, and gives it responses with different rewards. Return its source."""
+    (claim,) = await world.claim_all(job_id, count=1)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task), signal) is Verdict.ACCEPTED
+    return claim.task.source
+
+
+async def start_with_signals(broker: httpx.AsyncClient, world: World, folder: Path) -> tuple[str, Signal]:
+    """Start a job of which only one source compares rewards: responses to `more` are never solved."""
+    write_more(folder)
+    more = MORE | {"shuffle": False, "signal": "solved", "solved_at": 100}
+    job_id = await submit(broker, data=[DATA | {"weight": 1, "shuffle": False}, more], rollout=DYNAMIC)
+    await world.start_training(job_id)
+    await world.wait_open(job_id, 0)
+    config = (await broker.get(f"/v1/jobs/{job_id}")).json()["config"]
+    return job_id, Signal.of_record(config)
+
+
+async def test_groups_are_replaced_by_the_signal_of_their_source(broker, ledger, world, tmp_path):
+    job_id, signal = await start_with_signals(broker, world, tmp_path)
+    sources = [await submit_next(ledger, world, job_id, signal) for _ in range(4)]
+    assert Counter(sources) == {"say": 1, "more": 3}
+    record = await ledger.iterations.fields(job_id, 0)
+    assert (record["state"], record["num_replaced"], record["num_not_replaced"]) == (IterationState.DRAINED, "2", "1")
+    assert (await run_audit(ledger, job_id)).violation is None
+
+
+async def test_audit_judges_a_group_by_the_signal_of_its_source(broker, ledger, world, tmp_path):
+    job_id, _ = await start_with_signals(broker, world, tmp_path)
+    for _ in range(2):
+        await submit_next(ledger, world, job_id, Signal())  # a rollout of somebody else's
+    violation = (await run_audit(ledger, job_id)).violation
+    assert violation == "group 0-1 was not replaced although it has no signal"
+
+
+async def test_audit_names_the_signal_of_a_replaced_group(broker, ledger, world, tmp_path):
+    job_id, signal = await start_with_signals(broker, world, tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Signal, "is_in", lambda signal, group: False)  # a rollout of somebody else's
+        await submit_next(ledger, world, job_id, signal)
+    assert (await run_audit(ledger, job_id)).violation == "group 0-0 was replaced although its rewards differ"

@@ -79,10 +79,10 @@ async def scorer(service: Service, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
     await scorer.close()
 
 
-def request(*responses: str, max_attempts: int = 1, **options: object) -> RewardRequest:
+def request(*responses: str, max_attempts: int = 1, seed: int = 0, **options: object) -> RewardRequest:
     options = {"service": "grader", "rubric": RUBRIC} | options
     context = {"question": "How are you?", "answer": "Well, thank you", "metadata": {"secret": "of the row"}}
-    return RewardRequest("judge", options, context, list(responses), 30.0, 512, max_attempts)
+    return RewardRequest("judge", options, context, list(responses), 30.0, 512, max_attempts, seed=seed)
 
 
 async def score(scorer: Scorer, asked: RewardRequest, limit_s: float = 60.0) -> list[float]:
@@ -105,11 +105,16 @@ async def test_score_is_a_tenth_of_the_number(scorer, service):  # noqa: F811
 async def test_ranking_gives_even_steps_whatever_the_order(scorer, service):  # noqa: F811
     service.will(judges(longest_first))
     texts = ["a", "bbbb", "ccc", "dd", "eeeee"]
-    assert await score(scorer, request(*texts, mode="ranking")) == [0.0, 0.75, 0.5, 0.25, 1.0]
-    (call,) = service.calls
-    shown = sections_of(call)[2:]
-    assert sorted(shown) == sorted(texts)
-    assert shown != texts
+    for seed in (1, 2, 2):
+        assert await score(scorer, request(*texts, seed=seed, mode="ranking")) == [0.0, 0.75, 0.5, 0.25, 1.0]
+    shown = [tuple(sections_of(call)[2:]) for call in service.calls]
+    assert [sorted(order) for order in shown] == [sorted(texts)] * 2  # the third call would be the second again
+    assert len({*shown, tuple(texts)}) == 3
+
+
+async def test_equal_texts_share_their_places(scorer, service):  # noqa: F811
+    service.will(judges(longest_first))
+    assert await score(scorer, request("bbbb", "a", "bbbb", mode="ranking")) == [0.75, 0.0, 0.75]
 
 
 async def test_equal_questions_cost_one_call(scorer, service):  # noqa: F811
@@ -159,9 +164,10 @@ async def test_order_names_each_response_once(scorer, service, order):  # noqa: 
         await score(scorer, request("hello", "good day", mode="ranking"))
 
 
-async def test_one_response_cannot_be_ranked(scorer, service):  # noqa: F811
-    with pytest.raises(RewardRefused, match='ranks two responses or more; take mode = "score"'):
-        await score(scorer, request("hello", mode="ranking"))
+@pytest.mark.parametrize("mode", ["ranking", "pairs"])
+async def test_one_response_cannot_be_compared(scorer, service, mode):  # noqa: F811
+    with pytest.raises(RewardRefused, match='compares two responses or more; take mode = "score"'):
+        await score(scorer, request("hello", max_attempts=2, mode=mode))
     assert service.calls == []
 
 
@@ -220,11 +226,25 @@ async def test_judge_and_service_are_not_confused(scorer, name, service_name, me
         ({"service": "grader"}, "options.rubric", "needs a text that says what a good response is"),
         ({"service": "grader", "rubric": " "}, "options.rubric", "needs a text that says what a good response is"),
         (
-            {"service": "grader", "rubric": RUBRIC, "mode": "pairs"},
+            {"service": "grader", "rubric": RUBRIC, "mode": "pair"},
             "options.mode",
-            "has the modes score and ranking, not",
+            "has the modes score, ranking, pairs, not 'pair'",
         ),
         ({"service": "grader", "rubric": RUBRIC, "modle": 1}, "options", "reward judge has no option 'modle'"),
+        (
+            {"service": "grader", "rubric": RUBRIC, "opponents": 4},
+            "options.opponents",
+            "only mode = 'pairs' has opponents; leave this out",
+        ),
+        *(
+            (
+                {"service": "grader", "rubric": RUBRIC, "mode": "pairs", "opponents": wrong},
+                "options.opponents",
+                f"meets an even number of others, from 2 to 64, as it is shown first to half of them; got {wrong!r}",
+            )
+            for wrong in (3, 0, 66, True, "4", 4.0)
+        ),
+        ({"service": "grader", "rubric": RUBRIC, "mode": "pairs", "opponents": 6}, "", ""),
         ({"service": "grader", "rubric": RUBRIC, "mode": "ranking"}, "", ""),
     ],
 )

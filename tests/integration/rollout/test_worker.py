@@ -71,6 +71,20 @@ async def test_rollout_reports_a_newer_versions_job_while_it_serves(rig):
     await rig.until(is_reported)
 
 
+# ---- no reward -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_without_rewards_gets_responses_without_one(rig):
+    """A teacher alone says what they are worth."""
+    sections = {"reward": None, "objective": {"type": "distill"}, "teacher": {"path": "t"}}
+    await rig.replace_job(**sections)
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0, reward=None))
+    (group,) = await rig.drained(0)
+    assert [response.has_no_reward for response in group.responses] == [True] * G
+    assert not group.HasField("failure")
+
+
 # ---- the ordinary course -------------------------------------------------------------------------------------------
 
 

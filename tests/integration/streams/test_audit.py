@@ -130,6 +130,32 @@ async def test_cheat_is_seen(cheat: Callable, violation: str, ledger: Ledger) ->
     assert violation in (report.violation or "")
 
 
+async def taught_job(ledger: Ledger, is_recorded: bool = True) -> str:
+    """Return a job with a teacher that has committed an iteration."""
+    teacher = {"teacher": {"path": "t"}}
+    job_id, epoch = await World(ledger).started_job(**teacher)
+    if is_recorded:
+        assert await ledger.trainer.record_teacher(job_id, epoch, "d1") == "d1"
+        assert await ledger.trainer.record_teacher(job_id, epoch, "d2") == "d1"
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    await World(ledger).drain(job_id)
+    await World(ledger).commit(job_id, epoch, 0)
+    return job_id
+
+
+async def test_a_job_has_one_teacher_and_its_log_names_it(ledger: Ledger) -> None:
+    job_id = await taught_job(ledger)
+    report = await run_audit(ledger, job_id)
+    assert report.is_clean, report.violation
+    lines = [entry.line for entry in await ledger.audit_log.entries(job_id)]
+    assert lines.count("teacher\td1") == 1
+    await ledger.redis.hset(JobKeys(job_id).job, "teacher_digest", "d2")
+    violation = (await run_audit(ledger, job_id)).violation or ""
+    assert "teacher_digest is 'd2', by the log 'd1'" in violation
+    silent = (await run_audit(ledger, await taught_job(ledger, is_recorded=False))).violation or ""
+    assert "has a teacher, and its log does not say which one" in silent
+
+
 async def test_loads_are_compared_and_those_of_older_releases_counted(ledger: Ledger) -> None:
     job_id = await finished_job(ledger)
     await load(ledger, JobKeys(job_id), "d1")

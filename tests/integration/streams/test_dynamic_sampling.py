@@ -178,7 +178,7 @@ async def test_audit_sees_groups_replaced_by_another_signal(ledger: Ledger, worl
 
 async def test_each_iteration_has_its_own_prompts(broker, ledger, world):
     """Iteration 0 has the first four of five rows, iteration 1 the fifth and the first three; two are spare."""
-    job_id = await world.create_job(rollout=ROLLOUT, data={"shuffle": False})
+    job_id = await world.create_job(rollout=ROLLOUT, data={"order": "in_order"})
     epoch = await world.start_training(job_id)
     seen = {}
     for iteration in range(2):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import Gemma2Config
+from transformers import Gemma2Config, MixtralConfig
 
 import services.trainer.world as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
@@ -31,7 +31,9 @@ from services.trainer.model.model import DTYPES, PACKED_ATTENTION, load_model, r
 from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.model.sharding import call, deal, gather_full, load_shards, shard
 from services.trainer.policy import Policy, load_policy
-from services.trainer.world import PeerLost, World
+from services.trainer.teacher import load_teacher
+from services.trainer.world import ALONE, PeerLost, World
+from tests.tiny_models import VOCAB_SIZE, build_tokenizer, write_tied_model
 from tests.trainer_episodes import SHAPES, make_episodes
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
@@ -88,13 +90,17 @@ def a_lost_peer(world, folder):
 def sharded_gradients(world, folder):
     """FSDP2: summed, not averaged; tied heads, capped logits, an idle rank and adapters included."""
     capped = tiny_config(Gemma2Config, head_dim=8, query_pre_attn_scalar=8)  # the logits are computed in float32
+    mixture = tiny_config(MixtralConfig, num_local_experts=3)  # three experts on two ranks; routers compute in float32
     for config, attention, lora, rtol in [
         (tiny_config(), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(tie_word_embeddings=False), PACKED_ATTENTION, None, 1e-12),
         (tiny_config(), PACKED_ATTENTION, LoraConfig(rank=2), 1e-12),
         (capped, "eager", None, 1e-6),
+        (mixture, PACKED_ATTENTION, LoraConfig(rank=2), 1e-6),
     ]:
         model = tiny_model(config, torch.float64, attention)
+        if config is mixture:
+            model.set_experts_implementation("eager")  # the others know no float64
         if lora:
             add_adapters(model, lora, seed=3)
         reference = copy.deepcopy(model)
@@ -165,6 +171,31 @@ def sharded_reading(world, folder):
             if "objective" in sections:
                 compare_shards(policy.reference, expected.reference)
                 compare_shards(policy.old._model, expected.old._model)
+
+
+def taught_shards(world, folder):
+    """Check that a sharded teacher gives a sharded policy, of another width, the gradient that whole ones give."""
+    if world.is_main:
+        write_tied_model(folder / "teacher")
+        build_tokenizer().save_pretrained(folder / "policy")
+        sizes = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False}
+        tiny_model(tiny_config(**sizes), torch.float32).save_pretrained(folder / "policy")
+    world.all_gather_bytes(b"written")
+    source, prompts = str(folder / "policy"), [make_group("0-0", 9, (3, 4)), make_group("0-1", 5, (2, 6))]
+    for divergence in ("sampled_token", "full_vocabulary"):
+        teacher = {"path": str(folder / "teacher"), "divergence": divergence}
+        config = job_config(
+            model={"path": source, "dtype": "float32"}, reward=None, objective={"type": "distill"}, teacher=teacher
+        )
+        whole, sharded = (load_policy(source, config, place, place is world)[0] for place in (ALONE, world))
+        for policy, place in ((whole, ALONE), (sharded, world)):
+            policy.teacher = load_teacher(config, policy.model, source, folder, place, place is world)
+            for group in prompts if place is ALONE else prompts[world.rank : world.rank + 1]:
+                batch = pack([group], CPU)
+                logprobs, _ = policy.logprobs(batch, 1.0, None)
+                config.objective.loss(batch, logprobs).loss_sum.backward()
+        assert sharded.teacher.digest == whole.teacher.digest
+        compare_gradients(sharded.model, whole.model, 1e-4)
 
 
 def write_model(world, folder, config):
@@ -324,6 +355,7 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
         sharded_gradients,
         sharded_copies,
         sharded_reading,
+        taught_shards,
         little_memory,
         gradient_control,
         save_sharded,

@@ -103,13 +103,13 @@ def test_order_depends_on_seed_and_epoch_and_never_changes():
 
 def test_unshuffled_rows_come_in_the_order_of_the_file(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ["", json.dumps(ROWS[0]), "  ", *map(json.dumps, ROWS[1:])])
-    dataset = open_file(tmp_path, shuffle=False)
+    dataset = open_file(tmp_path, order="in_order")
     assert [dataset.item(i).messages[0].content for i in (0, 9, 10)] == ["say 0", "say 9", "say 0"]
 
 
 def test_reward_gets_question_answer_and_the_other_fields(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    item = open_file(tmp_path, shuffle=False).item(4)
+    item = open_file(tmp_path, order="in_order").item(4)
     assert item.context == {"question": "say 4", "answer": "4", "answer_is_number": True, "metadata": {"level": 1}}
 
 
@@ -125,7 +125,7 @@ def test_chat_prompts_and_system_prompt(tmp_path):
 
 def test_plain_prompt_has_no_messages(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    item = open_file(tmp_path, as_chat=False, shuffle=False).item(0)
+    item = open_file(tmp_path, as_chat=False, order="in_order").item(0)
     assert (item.text, item.messages) == ("say 0", [])
 
 
@@ -346,7 +346,7 @@ def test_column_that_looks_like_an_input_is_refused(tmp_path, column, as_chat):
     error = refusal(tmp_path, as_chat=as_chat)
     assert error.field == "data.metadata_only"
     assert f"line 2 has something in {column!r}, which the model would not see" in error.message
-    item = open_file(tmp_path, as_chat=as_chat, metadata_only=[column], shuffle=False).item(1)
+    item = open_file(tmp_path, as_chat=as_chat, metadata_only=[column], order="in_order").item(1)
     assert item.context["metadata"] == {column: [{"a": 1}]}
 
 

@@ -47,6 +47,15 @@ def find(
     return findings_of(Course("job-1", config, len(records), records[:NUM_RECENT], recent, held_out, around))
 
 
+def test_a_job_with_a_teacher_is_judged_by_its_gap() -> None:
+    """Equal rewards, or none, are no problem there: the teacher has something to say on every response."""
+    gaps = [iteration(number, 0.0, **DULL, **{"train/teacher_gap": 1.0 / (number + 1)}) for number in range(20)]
+    (finding,) = find(gaps, objective={"type": "distill"}, teacher={"path": "/t"}, solved_at=1.0)
+    assert not finding.is_problem
+    assert "gap to its teacher (train/teacher_gap, nats per token) of 0.056, and had 0.457 at first" in finding.sentence
+    assert any(finding.is_problem for finding in find(gaps))
+
+
 def test_truncation_is_a_note_from_the_second_iteration_on() -> None:
     config = JobConfig.model_validate(job_body(rollout={"max_response_tokens": 16}))
     cut = [iteration(number, 0.3, **{"rollout/truncated_frac": 0.94}) for number in range(3)]
@@ -172,6 +181,11 @@ def test_a_run_that_learns_is_summed_up():
     assert "25 iterations ago" in finding.sentence
 
 
+def test_ends_of_a_young_job_do_not_overlap():
+    (finding,) = [finding for finding in find([iteration(n, n / 10) for n in range(5)]) if not finding.key]
+    assert finding.sentence.startswith("job-1 has a mean reward of 0.350, and had 0.050 at first, 5 iterations ago")
+
+
 def test_truncation_names_the_limit():
     sentences = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
     key, sentence = next(iter(sentences.items()))  # before what follows from it
@@ -281,6 +295,26 @@ def test_groups_that_teach_more_are_left_alone(num_groups, metrics, sections):
     assert "objective.signal" not in keys
 
 
+def test_a_lesser_part_that_displaced_the_task_names_the_signal():
+    """All responses are short by now, so no group differs, and the reward has risen."""
+
+    def after(right: Sequence[float], **metrics: float) -> list[IterationRecord]:
+        records = shaped(0, right, **metrics)
+        for record, short in zip(records, [0.3, 0.9, 1.0, 1.0, 1.0], strict=True):
+            record.metrics |= {"reward/short_mean": short, "rollout/truncated_frac": 1.0}
+        return records
+
+    displaced = after([0.03, 0.0, 0.0, 0.0, 0.0], **{"rollout/uniform_groups": 4.0})
+    first, *_ = [finding for finding in find(displaced, reward=PARTS) if finding.is_problem]
+    assert first.sentence.startswith("job-1 learns part short of the reward in place of exact, the largest one: ")
+    assert "reward/short_mean went from 0.300 to 1.000, reward/exact_mean went from 0.030 to 0.000" in first.sentence
+    assert 'begin again with objective.signal = "part:exact"' in first.sentence
+    cured = {"reward": PARTS, "objective": {"signal": "part:exact"}}
+    solved = {"rollout/solved_none_frac": 0.1}
+    for records, sections in [(displaced, cured), (after([0.3] * 5, **solved), {"reward": PARTS})]:
+        assert "objective.signal" not in problems(find(records, **sections))
+
+
 def test_a_job_without_the_signal_it_names_says_why():
     solved = {"objective": {"signal": "solved"}, "solved_at": 1.0, "reward": PARTS}
     dull = {"rollout/uniform_groups": 4.0}
@@ -325,18 +359,33 @@ def test_part_that_judges_only_some_responses_is_named() -> None:
 SOURCES = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
 
 
-def with_sources(uniform: dict[str, float], solved: dict[str, float]) -> list[Finding]:
+def with_sources(
+    uniform: dict[str, float], solved: dict[str, float], data: list[dict[str, Any]] = SOURCES
+) -> list[Finding]:
     """Return the findings on a job whose sources have two groups in each iteration."""
     metrics = {"rollout/uniform_groups": 2.0} | {f"source/{name}/groups": 2.0 for name in uniform}
     metrics |= {f"source/{name}/uniform_groups": value for name, value in uniform.items()}
     metrics |= {f"source/{name}/solved_frac": value for name, value in solved.items()}
-    return [finding for finding in find(learning(**metrics), data=SOURCES) if "source" in finding.sentence]
+    return [finding for finding in find(learning(**metrics), data=data) if "source" in finding.sentence]
 
 
 def test_source_that_is_all_solved_is_a_note() -> None:
     (note,) = with_sources({"easy": 2.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5})
     assert note.sentence.startswith(
-        "in the last 8 iterations of job-1, all groups of source easy (solved 100%) had equal rewards"
+        "in the last 8 iterations of job-1, all groups of source easy (equal rewards, solved 100%) taught nothing"
     )
     assert (note.key, note.is_problem) == ("data", False)
     assert with_sources({"easy": 1.0, "hard": 1.0}, {"easy": 1.0, "hard": 0.5}) == []
+
+
+def test_source_with_its_own_signal_is_named_with_it() -> None:
+    data = [SOURCES[0], SOURCES[1] | {"signal": "solved", "solved_at": 2.0}]
+    (note,) = with_sources({"easy": 1.0, "hard": 2.0}, {"easy": 0.5, "hard": 0.0}, data)
+    assert "source hard (no signal (data.signal = solved), solved 0%) taught nothing" in note.sentence
+
+
+def test_job_without_signal_in_any_source_is_a_problem() -> None:
+    data = [SOURCES[0], SOURCES[1] | {"signal": "solved", "solved_at": 2.0}]
+    sentence = problems(find(course_of(8, **DULL), data=data))["data"]
+    assert "learns nothing" in sentence
+    assert "its groups had no signal (by the rule of their source)" in sentence

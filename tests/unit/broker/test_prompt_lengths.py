@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_rows(folder: Path, model: str = "", **options: Any) -> Any:
-    data = FileData.model_validate({"type": "jsonl", "path": "rows.jsonl", "shuffle": False} | options)
+    data = FileData.model_validate({"type": "jsonl", "path": "rows.jsonl", "order": "in_order"} | options)
     model_path = model or str(folder / "model")
     return open_dataset(DatasetSpec(data=data, seed=0, num_items=100, model_path=model_path), folder)
 
@@ -51,7 +51,7 @@ def test_too_long_prompts_are_dropped_in_every_epoch(folder, monkeypatch):
     assert "2 of 5 prompts have more than 100 tokens; the longest is line 5 with 5" in dataset.note
     monkeypatch.setattr(lengths, "count_in_process", lambda *_: pytest.fail("the counts are kept"))
     assert open_rows(folder, max_prompt_tokens=10_000).note == ""
-    shuffled = open_rows(folder, max_prompt_tokens=100, shuffle=True)
+    shuffled = open_rows(folder, max_prompt_tokens=100, order="shuffled")
     assert sorted(shuffled.item(index).row for index in range(3)) == [0, 2, 3]
 
 

@@ -20,11 +20,12 @@ from services.broker.datasets.sources import Place, name_source, place_of, place
 from services.broker.tasks import produce_tasks
 from tests.world import job_body
 
-EASY = {"type": "jsonl", "path": "easy.jsonl", "name": "easy", "weight": 3, "shuffle": False}
+EASY = {"type": "jsonl", "path": "easy.jsonl", "name": "easy", "weight": 3, "order": "in_order"}
 HARD = {"type": "jsonl", "path": "hard.jsonl", "name": "hard", "system_prompt": "Think."}
 SOURCES = [EASY, HARD]
 DATA = {"type": "jsonl", "path": "easy.jsonl"}
 FORK = {"job": "parent", "iteration": 2}
+TWO = [{"name": "math", "weight": 2.0}, {"name": "exact"}]
 
 
 def job(data: Any, **sections: Any) -> JobConfig:
@@ -65,7 +66,19 @@ class InProcess:
         ([EASY, HARD | {"weight": 0.1234567}], "data.weight", "are allowed; use rounder weights"),
         ([EASY, HARD | {"weight": -1}], "data.1.weight", "greater than or equal to 0, got -1"),
         ([EASY, HARD | {"wieght": 2}], "data.1.wieght", "unknown key; did you mean weight?"),
-        ([EASY, HARD | {"signal": "solved"}], "data.1.signal", "unknown key"),
+        ([EASY, HARD | {"signal": "right"}], "data.1.signal", "'right' is no signal; use reward, solved, or part:NAME"),
+        ([EASY, HARD | {"signal": "solved"}], "data.1.signal", "solved compares rewards with solved_at, which is not"),
+        ([EASY, HARD | {"signal": "part:x"}], "data.1.signal", "part:x is a part of several rewards, and the job has"),
+        (
+            [EASY, HARD | {"signal": "part:x", "reward": TWO}],
+            "data.1.signal",
+            "of source hard is called x; use part:NAME",
+        ),
+        (
+            [EASY, HARD | {"environment": {"name": "game"}}],
+            "data.1.environment",
+            "a rollout plays all prompts of a job in its one [environment], or answers all in one turn; write",
+        ),
         ([EASY, HARD | {"reward": {}}], "data.1.reward.name", "is required"),
         ([EASY, {"name": "hard"}], "data.1", "set data.1.type to one of: hf, jsonl, parquet, reasoning_gym"),
         ([EASY, HARD | {"as_chat": False}], "data.as_chat", "set the same in all"),
@@ -73,7 +86,7 @@ class InProcess:
         (
             EASY,
             "data",
-            "name, weight, max_response_tokens, reward, solved_at are keys of several sources; write each",
+            "name, weight, max_response_tokens, reward, solved_at, signal are keys of several sources; write",
         ),
         (DATA | {"max_response_tokens": 4}, "data", "are keys of several sources"),
         ([EASY, HARD | {"max_response_tokens": 9}], "data.1.max_response_tokens", "raise that to 9, or lower this"),
@@ -82,6 +95,13 @@ class InProcess:
 def test_sources_that_mean_two_things_are_refused(data, field, sentence):
     ((blamed, message),) = refusals(data)
     assert (blamed, sentence in message) == (field, True), message
+
+
+def test_kl_in_the_reward_and_signal_of_a_source_are_refused():
+    objective = {"type": "grpo", "kl": {"coef": 0.1, "placement": "reward"}}
+    ((field, message),) = refusals([EASY, HARD | {"signal": "solved", "solved_at": 1}], objective=objective)
+    assert (field, "use objective.kl.placement = 'loss', or signal = 'reward'" in message) == ("data.1.signal", True)
+    assert job([EASY, HARD | {"signal": "reward"}], objective=objective)
 
 
 def test_held_out_data_has_no_weight():
@@ -170,8 +190,7 @@ async def test_a_source_may_have_shorter_responses(tmp_path):
 
 
 async def test_a_source_may_have_its_own_rewards(tmp_path):
-    two = [{"name": "math", "weight": 2.0}, {"name": "exact"}]
-    config = job([EASY, HARD | {"reward": two}])
+    config = job([EASY, HARD | {"reward": TWO}])
     tasks = [task for number in range(2) for task in await produce_tasks(config, number, InProcess(tmp_path))]
     assert {(task.source, task.reward.name, *(reward.part for reward in task.rewards)) for task in tasks} == {
         ("easy", "exact"),

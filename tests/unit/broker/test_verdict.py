@@ -29,5 +29,11 @@ def test_verdict_begins_with_learning(num_committed: int, num_left: int, verdict
     assert describe_course(records[:5], records[-10:], num_committed, num_left) == verdict
 
 
+@pytest.mark.parametrize(("open_s", "end"), [(0.0, "40 s left"), (39.0, "40 s left"), (41.0, "12% truncated")])
+def test_late_iteration_leaves_the_time_left_out(open_s: float, end: str) -> None:
+    records = course(6)
+    assert describe_course(records[:5], records, 6, 4, open_s).endswith(end)
+
+
 def test_job_without_a_commit_has_no_verdict() -> None:
     assert describe_course([], [], 0, 25) == ""

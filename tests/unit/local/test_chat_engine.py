@@ -168,6 +168,7 @@ def test_lines_after_a_run_work_as_they_stand(tmp_path: Path, monkeypatch: pytes
     assert steps["see the run"] == "onbeat view"
     assert steps["send it"] == "onbeat report job-1"
     assert steps["take it"] == str(folder)
+    assert steps["give it away"] == "onbeat export job-1"
     assert steps["serve it"] == f"{vllm_server()} .onbeat/jobs/job-1/checkpoints/iteration-000002"
     elsewhere = dict(next_steps(job_record("job-1"), data_dir.rename(tmp_path / "my data")))
     assert elsewhere["talk to it"] == "onbeat chat job-1 --data-dir 'my data'"

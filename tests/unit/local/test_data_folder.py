@@ -1,6 +1,5 @@
 """Backups, restoring and cleaning of a data folder whose stack is stopped; the Redis is real."""
 
-import json
 import os
 import tarfile
 from collections.abc import Callable
@@ -8,69 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cli import main
 from onbeat.contracts.errors import OnbeatError
 from onbeat.local.backup import ledger_files, write_backup
 from onbeat.local.clean import clean
-from onbeat.local.redis_choice import Release, write_record
+from onbeat.local.redis_choice import Release, read_record
 from onbeat.local.resting import read_jobs, resting_redis
 from onbeat.local.restore import restore_backup
 from onbeat.local.state import StackLock
 from onbeat.process.stacks import StackState
-from onbeat.streams.keys import ALL_JOBS, JobKeys
 
 pytestmark = pytest.mark.slow
-
-
-def write_checkpoint(data_dir: Path, job_id: str, number: int) -> Path:
-    folder = data_dir / "jobs" / job_id / "checkpoints" / f"iteration-{number:06d}"
-    (folder / "optimizer").mkdir(parents=True)
-    (folder / "optimizer" / "rank-00000-of-00001.safetensors").write_bytes(bytes([number]) * 100_000)
-    (folder / "state.json").write_text("{}", "utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the data folder of a stopped stack with a paused job, its finished parent, and one that was deleted."""
-    data_dir = tmp_path_factory.mktemp("stopped") / "data"
-    jobs = {"job-over": ("SUCCEEDED", 4), "job-paused": ("PAUSED", 2), "job-parent": ("CANCELLED", 1)}
-    with resting_redis(data_dir) as redis:
-        for number, (job_id, (state, done)) in enumerate(jobs.items()):
-            folder = write_checkpoint(data_dir, job_id, done)
-            record = {"name": "test", "state": state, "next_iteration": done, "checkpoint_iteration": done}
-            redis.hset(JobKeys(job_id).job, mapping=record | {"checkpoint": str(folder), "config": "{}"})
-            redis.zadd(ALL_JOBS, {job_id: number})
-        fork = json.dumps({"fork": {"job": "job-parent", "iteration": 1}})
-        record = {"name": "fork", "state": "PENDING", "next_iteration": 1, "config": fork}
-        redis.hset(JobKeys("job-fork").job, mapping=record)
-        redis.zadd(ALL_JOBS, {"job-fork": 9})
-    write_checkpoint(data_dir, "job-deleted", 7)
-    (data_dir / "datasets").mkdir()
-    (data_dir / "datasets" / "rows.jsonl").write_text('{"prompt": "1"}\n', "utf-8")
-    (data_dir / "jobs" / "job-over" / "checkpoints" / ".iteration-000005.1.partial").mkdir()
-    (data_dir / "jobs" / "job-over" / "checkpoints" / ".iteration-000005.1.partial" / "half").write_bytes(b"1" * 9)
-    return data_dir
-
-
-@pytest.fixture(scope="module")
-def backup(stopped: Path) -> Path:
-    file = stopped.parent / "backup.tar"
-    write_backup(stopped, file)
-    return file
-
-
-@pytest.fixture
-def onbeat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    def run(*arguments: object, code: int = 0) -> str:
-        monkeypatch.setattr("sys.argv", ["onbeat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == code, printed
-        return printed.out + printed.err
-
-    return run
 
 
 def test_restored_folder_has_the_jobs_and_names_its_own_paths(
@@ -149,13 +95,13 @@ def test_backup_of_a_job_without_its_checkpoint_is_refused(stopped: Path, tmp_pa
 
 def test_ledger_of_a_newer_redis_is_the_base_of_its_file(tmp_path: Path) -> None:
     """Redis 7 reads a manifest and a base, as docs/kubernetes.md restores them by hand."""
-    write_record(tmp_path, Release("Redis", (7, 2, 4)))
-    files = ledger_files(tmp_path, tmp_path / "dump.rdb", tmp_path)
+    files = ledger_files(Release("Redis", (7, 2, 4)), tmp_path / "dump.rdb", tmp_path)
     base = "redis/appendonlydir/appendonly.aof.1.base.rdb"
     assert files.pop(base) == tmp_path / "dump.rdb"
     manifest = files.pop("redis/appendonlydir/appendonly.aof.manifest")
     assert manifest.read_text("utf-8") == "file appendonly.aof.1.base.rdb seq 1 type b\n"
     assert list(files) == ["redis/server.json"]
+    assert read_record(tmp_path) == Release("Redis", (7, 2, 4))
 
 
 # ---- clean -------------------------------------------------------------------------------------------------------

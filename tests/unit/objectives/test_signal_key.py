@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
-from onbeat.objectives import BUILT_IN
+from tests.trainer_fixtures import REWARDED
 from tests.world import job_body
 
 SEVERAL = [{"name": "exact", "part": "right"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short"}]
@@ -41,7 +41,7 @@ def test_a_signal_that_cannot_be_is_refused(objective, sections, sentence):
     assert "\n" not in error["msg"]
 
 
-@pytest.mark.parametrize("kind", sorted(BUILT_IN))
+@pytest.mark.parametrize("kind", sorted(REWARDED))
 def test_every_objective_takes_every_signal(kind):
     objective = {"type": kind}
     schedule = {"mode": "sync"}

@@ -82,7 +82,7 @@ def test_every_kind_of_change_comes_first_once() -> None:
 def test_held_out_prompts_that_were_answered_once_are_shown() -> None:
     once = held_out([0, 1], [])
     assert [pair.after for pair in once.pairs] == [None, None]
-    assert once.sentence() == "Held-out prompts, answered once so far: 1 of 2 answers are right."
+    assert once.sentence() == "Held-out prompts, answered once so far: 1 of 2 answers is right."
 
 
 def test_training_pairs_prompts_that_came_again() -> None:

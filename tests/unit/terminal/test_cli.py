@@ -213,8 +213,12 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    known = "answer_field, answer_pattern, as_chat, control_tokens, max_prompt_tokens, max_response_tokens, "
-    known += "metadata_only, name, now, on_too_long, path, prompt_field, reward, shuffle, solved_at, system_prompt, "
+    known = (
+        "answer_field, answer_pattern, as_chat, control_tokens, difficulty, max_prompt_tokens, max_response_tokens, "
+    )
+    known += (
+        "metadata_only, name, now, on_too_long, order, path, prompt_field, reward, signal, solved_at, system_prompt, "
+    )
     known += "template_options, type, weight"
     assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
@@ -330,6 +334,18 @@ def test_samples_are_chosen_by_end_reward_and_text(onbeat: Command, broker: Brok
     assert onbeat("jobs", "samples", job_id, "--truncated").out == "no such samples\n"
     for other, said in ((["--evaluation", "0"], "leave them or --evaluation out"), (["--before-after"], "leave out")):
         assert said in onbeat("jobs", "samples", job_id, "--wrong", *other, code=2).err
+
+
+@pytest.mark.usefixtures("trainer")
+def test_samples_of_one_of_several_sources_are_shown(onbeat: Command, broker: BrokerThread) -> None:
+    rows = {"type": "jsonl", "path": "prompts.jsonl"}
+    job_id = broker.create_job(data=[{**rows, "name": "sums"}, {**rows, "name": "rest"}])
+    onbeat("jobs", "watch", job_id)
+    for name in ("sums", "rest"):
+        samples = json.loads(onbeat("jobs", "samples", job_id, "--source", name, "--json").out)
+        assert [sample["source"] for sample in samples] == [name] * 2  # one of two prompts, with two responses
+    assert "sums" in onbeat("jobs", "samples", job_id, "--source", "sum", code=2).err
+    assert "leave them or" in onbeat("jobs", "samples", job_id, "--source", "sums", "--evaluation", "0", code=2).err
 
 
 def test_logs_of_local_services_are_printed(onbeat: Command, tmp_path: Path) -> None:

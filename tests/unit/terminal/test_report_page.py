@@ -184,6 +184,14 @@ def test_verdict_says_what_speaks_against_it() -> None:
     assert said.endswith("The audit found a violation: do not rely on this run.")
 
 
+def test_date_of_templates_is_no_difference() -> None:
+    config = job_body(
+        data={"type": "jsonl", "path": "a.jsonl", "now": "2026-11-30T01:52:56Z", "system_prompt": "Be brief."}
+    )
+    assert {"data.path", "data.system_prompt"} <= set(differences := run_report(job(config=config)).differences)
+    assert "data.now" not in differences
+
+
 def test_numbers_are_means_of_both_ends() -> None:
     curves = {
         "iteration/reward_mean": [(x, x / 10) for x in range(12)],

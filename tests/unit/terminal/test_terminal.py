@@ -52,6 +52,23 @@ def test_small_terminal_shows_the_essentials_and_no_line_wraps(
         assert labels.count("reward") == labels.count("trainer") == 1  # nothing is left of earlier drawings
 
 
+def test_words_and_rows_stay_whole_on_80_columns(trained: str) -> None:
+    """Lists leave columns out, and sentences are wrapped: a terminal would break them in mid-word."""
+    for command in (
+        ("jobs", "list"),
+        ("jobs", "iterations", trained),
+        ("jobs", "events", trained),
+        ("doctor", trained),
+        ("audit", trained),
+        ("jobs", "get", "no-such-job"),
+    ):
+        with Terminal(*command) as terminal:
+            terminal.wait_for_end()
+        lines = terminal.raw.decode().splitlines()
+        assert max(map(len, lines)) <= 80, command
+        assert len(lines) > 1, command
+
+
 def test_resized_terminal_is_drawn_anew_also_without_colours(endless: str) -> None:
     with Terminal("jobs", "watch", endless, columns=100, rows=30, NO_COLOR="1") as terminal:
         terminal.wait_for("generated")

@@ -7,15 +7,23 @@ import statistics
 import pytest
 import torch
 
-from onbeat.objectives import BUILT_IN
 from onbeat.objectives.base import Logprobs
 from onbeat.streams.codec import decode_group, do_rewards_differ, encode_group, given_rewards
 from services.trainer.batch import cost, group_rewards, pack
 from services.trainer.model.model import response_logprobs
 from services.trainer.stats import IterationStats
-from tests.trainer_fixtures import gap, job_config, make_group, model_of, pass_rows, set_rollout_logprobs, train
+from tests.trainer_fixtures import (
+    REWARDED,
+    gap,
+    job_config,
+    make_group,
+    model_of,
+    pass_rows,
+    set_rollout_logprobs,
+    train,
+)
 
-KINDS = list(BUILT_IN)
+KINDS = REWARDED
 WITH_ADVANTAGES = [kind for kind in KINDS if kind != "online_dpo"]
 EXTRAS = {
     "plain": {},

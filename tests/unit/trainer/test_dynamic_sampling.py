@@ -7,7 +7,7 @@ from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import GroupFailure, RolloutGroup, do_rewards_differ
 from services.trainer.feed import GroupFeed
 from services.trainer.stats import Tally
-from tests.trainer_fixtures import RecordedJob, gap, job_config, make_group, model_of, open_update, train
+from tests.trainer_fixtures import REWARDED, RecordedJob, gap, job_config, make_group, model_of, open_update, train
 
 NUM_PROMPTS = 4
 REWARDS = [[0.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.2, 0.9, 0.1], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0], None, [0.3, 0.3, 0.7]]
@@ -68,7 +68,7 @@ def train_replacing(config, groups, folder, **options):
 
 
 @pytest.mark.parametrize("kl", [{"coef": 0.0}, {"coef": 0.1}], ids=["", "kl"])
-@pytest.mark.parametrize("kind", [kind for kind, objective in BUILT_IN.items() if "periodic" in objective.modes])
+@pytest.mark.parametrize("kind", [kind for kind in REWARDED if "periodic" in BUILT_IN[kind].modes])
 def test_update_is_that_of_the_groups_that_count(kind, kl, tmp_path):
     def renumbered(groups):
         """Return the groups that count, numbered as those of a job without dynamic sampling."""

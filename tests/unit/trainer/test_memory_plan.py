@@ -13,7 +13,15 @@ from onbeat.machine.processor import Hardware
 from services.rollout import memory_plan as rollout_plan
 from services.trainer import memory_plan
 from services.trainer.batch import pack
-from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
+from services.trainer.memory_plan import (
+    LiveBytes,
+    Placement,
+    Sizes,
+    empty_teacher,
+    largest_row,
+    measure_sizes,
+    plan_trainer,
+)
 from services.trainer.model.model import DTYPES, Passes, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
 from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
@@ -132,6 +140,22 @@ def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expec
     sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
     parts = plan_trainer(config, sizes, placement)["host"]
     assert {name: parts.get(name, 0) / MB for name in expected} == expected
+
+
+@pytest.mark.parametrize("divergence", ["sampled_token", "full_vocabulary"])
+def test_a_teacher_is_planned_with_its_pass(divergence) -> None:
+    """The weights are held; its pass is over before that of the policy, but for the states of the full vocabulary."""
+    config = config_of(objective={"type": "distill"}, teacher={"path": "t", "divergence": divergence})
+    wide = tiny_config(num_hidden_layers=6, hidden_size=256, vocab_size=8192)
+    teacher = empty_teacher(config, tiny_config(hidden_size=512, vocab_size=8192), 8192, is_sharded=False)
+    alone, taught = (measure_sizes(config, wide, Passes(), PROMPT, teacher=model) for model in (None, teacher))
+    assert taught.num_teacher == sum(parameter.numel() for parameter in teacher.model.parameters()) > 512 * 8192
+    logits = 4 * 8192 * 2 * SIZE * RESPONSE  # bytes of the teacher's, and of the slopes
+    expected = 2 * logits if divergence == "full_vocabulary" else 0
+    assert taught.pass_bytes - alone.pass_bytes == pytest.approx(expected, rel=0.25)
+    parts = plan_trainer(config, taught, Placement())["host"]
+    assert parts["teacher"] == 4 * taught.num_teacher
+    assert plan_trainer(config, taught, Placement(num_ranks=2))["host"]["teacher"] == 2 * taught.num_teacher
 
 
 @pytest.mark.parametrize(("budget", "places"), [(512, 416), (400, 400), (280, 280), (208, 208), (150, 124)])

@@ -14,6 +14,7 @@ from services.trainer.model.model import response_logprobs
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
 from tests.trainer_fixtures import (
+    REWARDED,
     RecordedJob,
     job_config,
     make_group,
@@ -28,7 +29,7 @@ from tests.trainer_fixtures import (
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-KINDS = list(BUILT_IN)
+KINDS = REWARDED
 KL = {"kl": {"coef": 0.3}}
 TRUNCATED = {"importance": {"type": "truncated", "cap": 1.1}}
 BAND = {"importance": {"type": "band", "low": 0.8, "high": 1.2}}

@@ -8,7 +8,7 @@ from onbeat.objectives import BUILT_IN
 from onbeat.streams.codec import GroupFailure, Response, RolloutGroup
 from onbeat.streams.signal import Signal
 from services.trainer.batch import compared, cost, does_count
-from tests.trainer_fixtures import job_config, make_group, open_update, train
+from tests.trainer_fixtures import REWARDED, job_config, make_group, open_update, train
 
 RIGHT = Signal("part:right")
 REWARDS = [{"name": "exact", "part": "right"}, {"name": "regex", "options": {"pattern": "x"}, "part": "short"}]
@@ -19,7 +19,7 @@ PARTS = [  # right and short of each response, by group
     ([0.0, 1.0, 1.0], [0.6, 0.6, 0.6]),
 ]
 HAS_SIGNAL = [False, True, False, True]
-KINDS = sorted(BUILT_IN)
+KINDS = sorted(REWARDED)
 EXTRAS = {"": {}, "kl": {"kl": {"coef": 0.1}}, "band": {"importance": {"type": "band", "low": 1e-6, "high": 1e6}}}
 
 
@@ -48,15 +48,56 @@ def responses_of(*parts, rewards=(0.0, 0.5, 1.0)):
 
 
 def test_solved_is_by_the_limit_of_the_source():
-    data = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
-    job = config_of("solved").model_dump(mode="json") | {"data": [data[0], data[1] | {"solved_at": 0.4}]}
-    config = JobConfig.model_validate(job)
+    config = with_sources(config_of("solved"), {}, {"solved_at": 0.4})
     group = responses_of({}, {}, rewards=(0.2, 0.5))
     for signal in (Signal.of(config), Signal.of_record(config.model_dump(mode="json"))):
         shown = []
         for group.source in ("easy", "hard"):
             shown.append(signal.is_in(group))
         assert shown == [False, True]
+
+
+def with_sources(job, *sections):
+    data = [{"type": "jsonl", "path": "a.jsonl", "name": name} for name in ("easy", "hard")]
+    joined = [source | section for source, section in zip(data, sections, strict=True)]
+    return JobConfig.model_validate(job.model_dump(mode="json") | {"data": joined})
+
+
+@pytest.mark.parametrize(
+    ("of_job", "of_hard", "shown"),
+    [("reward", "part:right", [True, False]), ("part:right", "reward", [False, True])],
+)
+def test_a_source_may_have_its_own_signal(of_job, of_hard, shown):
+    config = with_sources(config_of(of_job, rollout={"max_prompts_per_iteration": 8}), {}, {"signal": of_hard})
+    group = groups_of()[0]  # only `short` differs
+    for signal in (Signal.of(config), Signal.of_record(config.model_dump(mode="json"))):
+        judged = []
+        for group.source in ("easy", "hard"):
+            judged.append(signal.is_in(group))
+            assert does_count(group, config) is (cost(group, config) > 0) is judged[-1]
+            assert bool(compared(group, config).any()) is judged[-1]
+        assert judged == shown
+        assert signal.words == "no signal (by the rule of their source)"
+    assert signal.words_of("hard" if of_job == "reward" else "easy") in (
+        "no signal (data.signal = part:right)",
+        "no signal (objective.signal = part:right)",
+    )
+
+
+def test_update_with_signals_of_sources_is_that_of_equal_rewards(tmp_path):
+    plain = config_of("reward", schedule={"mode": "sync", "num_iterations": 1})
+    config = with_sources(plain, {}, {"signal": "part:right"})
+    groups, expected = groups_of(), groups_of()
+    for group, source in zip([*groups, *expected], ["easy", "easy", "hard", "hard"] * 2, strict=True):
+        group.source = source
+    for response in expected[2].responses:  # only `short` differs, which is no signal in this source
+        response.reward = 0.0
+    taught = train(config, groups, tmp_path / "a", arrivals=4)
+    equal = train(plain, expected, tmp_path / "b", arrivals=4)
+    by_reward = train(plain, groups, tmp_path / "c", arrivals=4)
+    assert taught.job.version_digests == equal.job.version_digests != by_reward.job.version_digests
+    (metrics,) = taught.job.reports
+    assert (metrics["source/easy/uniform_groups"], metrics["source/hard/uniform_groups"]) == (0, 1)
 
 
 def test_parts_of_a_source_are_those_of_its_rewards():
