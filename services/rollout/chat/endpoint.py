@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -210,12 +211,31 @@ async def serve(order: EndpointOrder, settings: Settings) -> None:
         **place,
     )
     async with AsyncExitStack() as cleanup:
+        listener = cleanup.enter_context(hold_port(order.port))
         served = await start_engines(order, job, create, settings.engine_start_s, cleanup)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so can a next server, soon after this one
         app = create_app(served, order.instance_id)
-        config = uvicorn.Config(
-            app, host=LOOPBACK, port=order.port, log_level="warning", access_log=False, timeout_graceful_shutdown=1
-        )
-        await uvicorn.Server(config).serve()
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def hold_port(port: int) -> socket.socket:
+    """Return a socket that is bound to the port, so that no other process gets it while engines start. Raises OSError.
+
+    One with `SO_REUSEADDR` does not keep others away before it listens. It is for a port on which connections of an
+    earlier server are still closing.
+    """
+    listener = socket.socket()
+    try:
+        listener.bind((LOOPBACK, port))
+    except OSError:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError:
+            listener.close()
+            raise
+    return listener
 
 
 async def start_engines(

@@ -1,5 +1,6 @@
 """The endpoint of `onbeat chat` in this process: OpenAI's own client, a real tiny model, no broker and no Redis."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -14,7 +15,7 @@ import pytest_asyncio
 from onbeat.config import JobConfig
 from onbeat.contracts.endpoint import EndpointOrder, ServedModel
 from onbeat.engines import EngineBroken
-from services.rollout.chat.endpoint import create_app, find_folder, start_engines
+from services.rollout.chat.endpoint import create_app, find_folder, hold_port, start_engines
 from services.rollout.engines.transformers_engine import TransformersEngine
 from tests.rollout_fakes import FakeEngine
 from tests.tiny_models import write_perturbed_weights, write_tied_model
@@ -107,3 +108,22 @@ async def test_engine_that_does_not_start_in_time_is_named(tmp_path: Path) -> No
 def test_missing_folder_is_named() -> None:
     with pytest.raises(ValueError, match="the model /nowhere is not there any more"):
         find_folder("/nowhere")
+
+
+def test_port_is_kept_while_engines_start() -> None:
+    """Others look for a port as `onbeat.local.redis_server.bind` does."""
+    with hold_port(0) as listener, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="already in use"):
+            other.bind(listener.getsockname())
+
+
+def test_port_of_a_server_that_just_ended_is_taken() -> None:
+    with hold_port(0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()  # this end waits for late packets from now on
+            assert client.recv(1) == b""
+    hold_port(port).close()
