@@ -8,7 +8,7 @@ from onbeat.streams.audit import Audit, require
 from onbeat.streams.codec import payload_digest
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.outcomes import Outcome
-from services.broker.datasets.choice import AT_ONCE, Choice, Chooser
+from services.broker.datasets.choice import Choice, Chooser, read_choices
 
 
 async def check_choices(
@@ -17,19 +17,16 @@ async def check_choices(
     """Check all iterations that were opened. `outcomes`: of the groups that are kept, by their ids. Raises
     AuditViolation."""
     history = History(config, await ledger.iterations.outcomes_before(audit.job_id))
-    opened = range(audit.first_iteration, len(audit.iterations))
-    for first in range(opened.start, opened.stop, AT_ONCE):
-        wanted = range(first, min(opened.stop, first + AT_ONCE))
-        stored = await ledger.iterations.choices(audit.job_id, wanted)
-        for number, (choice, recorded) in zip(wanted, stored, strict=True):
-            digest = payload_digest(choice.encode()) if choice else ""
-            is_logged = audit.iterations[number].choice == digest
-            require(is_logged, f"iteration {number}: the record of its choice of prompts is not that of the log")
-            history.check(number, Choice.from_json(choice))
-            history.add(number, Choice.from_json(choice), recorded)
-            kept = [outcomes[group_id] for group_id in audit.iterations[number].digests if group_id in outcomes]
-            if len(kept) == len(audit.iterations[number].digests):
-                check_outcomes(number, recorded, kept)
+    first, stop = audit.first_iteration, len(audit.iterations)
+    async for number, text, recorded in read_choices(ledger, audit.job_id, first, stop):
+        choice, opened = Choice.from_json(text), audit.iterations[number]
+        is_logged = opened.choice == (payload_digest(text.encode()) if text else "")
+        require(is_logged, f"iteration {number}: the record of its choice of prompts is not that of the log")
+        history.check(number, choice)
+        history.add(number, choice, recorded)
+        kept = [outcomes[group_id] for group_id in opened.digests if group_id in outcomes]
+        if len(kept) == opened.num_groups:  # else groups may have been accepted since the log was read
+            check_outcomes(number, recorded, kept)
 
 
 def check_outcomes(number: int, recorded: Iterable[Outcome], kept: Iterable[Outcome | None]) -> None:

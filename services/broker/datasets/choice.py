@@ -8,7 +8,7 @@ Every broker that opens iteration t, and every audit, comes to the same choice.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from onbeat.config import DataConfig, JobConfig, ReasoningGymData
@@ -131,22 +131,26 @@ class LedgerChooser:
         if self._chooser is None:
             self._chooser = Chooser(config, await self._ledger.iterations.outcomes_before(self._job_id))
             self._num_choices = self._num_outcomes = config.first_iteration
-        chooser = self._chooser
-        chooser.config = config  # a resume may have added iterations
-        num_certain = max(config.first_iteration, iteration - config.max_staleness)
-        while (first := min(self._num_choices, self._num_outcomes)) < iteration:
-            wanted = range(first, min(iteration, first + AT_ONCE))
-            stored = await self._ledger.iterations.choices(self._job_id, wanted)
-            for number, (choice, outcomes) in zip(wanted, stored, strict=True):
-                if number >= self._num_choices:
-                    chooser.add_choice(number, Choice.from_json(choice))
-                    self._num_choices = number + 1
-                if self._num_outcomes <= number < num_certain:
-                    chooser.add_outcomes(number, outcomes)
-                    self._num_outcomes = number + 1
-            if wanted.stop == iteration:
-                break
-        return chooser
+        self._chooser.config = config  # a resume may have added iterations
+        async for number, choice, _ in read_choices(self._ledger, self._job_id, self._num_choices, iteration):
+            self._chooser.add_choice(number, Choice.from_json(choice))
+            self._num_choices = number + 1
+        num_complete = iteration - config.max_staleness
+        async for number, _, outcomes in read_choices(self._ledger, self._job_id, self._num_outcomes, num_complete):
+            self._chooser.add_outcomes(number, outcomes)
+            self._num_outcomes = number + 1
+        return self._chooser
+
+
+async def read_choices(
+    ledger: Ledger, job_id: str, first: int, stop: int
+) -> AsyncIterator[tuple[int, str, list[Outcome]]]:
+    """Yield the iterations from `first` to before `stop`: their number, the record of their choice, and the outcomes of
+    their groups so far."""
+    for start in range(first, stop, AT_ONCE):
+        wanted = range(start, min(stop, start + AT_ONCE))
+        for number, (choice, outcomes) in zip(wanted, await ledger.iterations.choices(job_id, wanted), strict=True):
+            yield number, choice, outcomes
 
 
 async def read_usable(config: JobConfig, process: DatasetProcess) -> dict[int, Sequence[int]]:
@@ -172,11 +176,9 @@ async def inherited_outcomes(ledger: Ledger, config: JobConfig) -> str:
     if not parent.chooses_prompts:
         return ""
     chooser = Chooser(parent, await ledger.iterations.outcomes_before(parent_id))
-    for first in range(parent.first_iteration, iteration, AT_ONCE):
-        wanted = range(first, min(iteration, first + AT_ONCE))
-        for number, (choice, outcomes) in zip(wanted, await ledger.iterations.choices(parent_id, wanted), strict=True):
-            chooser.add_choice(number, Choice.from_json(choice))
-            chooser.add_outcomes(number, outcomes)
+    async for number, choice, outcomes in read_choices(ledger, parent_id, parent.first_iteration, iteration):
+        chooser.add_choice(number, Choice.from_json(choice))
+        chooser.add_outcomes(number, outcomes)
     rows_of_fork = [rows_of(source) for _, source in config.sources]
 
     def number_of(source: DataConfig) -> int | None:

@@ -14,7 +14,9 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.outcomes import Outcome
 from onbeat.streams.records import read_iterations
+from services.broker import auditor
 from services.broker.auditor import run_audit
+from services.broker.choice_audit import check_choices
 from services.broker.datasets.choice import Choice, LedgerChooser
 from services.broker.datasets.process import DatasetProcess
 from tests.broker_fixtures import running_broker, submit
@@ -189,6 +191,29 @@ async def choice_with(ledger: Ledger, folder: Path, config: JobConfig, last_solv
 
 
 # ---- the audit ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("rows")
+async def test_audit_of_a_running_job_finds_nothing(broker, ledger, monkeypatch):
+    """A group is accepted after the audit has read the log and the groups, and before it reads outcomes."""
+    job_id = await submit(broker, data=DATA, rollout=ROLLOUT, schedule={"num_iterations": 2})
+    await World(ledger).start_training(job_id)
+    await World(ledger).wait_open(job_id, 0)
+    config, claims = JobConfig.of_job(await ledger.jobs.fields(job_id)), await World(ledger).claim_all(job_id)
+
+    async def accept() -> None:
+        claim = claims.pop()
+        group = group_of(claim.task)
+        await ledger.rollout.submit(job_id, claim.entry_id, group, outcome=Outcome.of_group(config, group))
+
+    async def accept_and_check(*arguments: Any) -> None:
+        await accept()
+        await check_choices(*arguments)
+
+    await accept()
+    monkeypatch.setattr(auditor, "check_choices", accept_and_check)
+    assert (await run_audit(ledger, job_id)).violation is None
+    assert len(claims) == 2
 
 
 @pytest.mark.usefixtures("rows")
