@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,8 @@ from onbeat.process.stacks import resolve_data_dir
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
+    from onbeat.config import JobConfig
+    from onbeat.terminal.model_card import Export
     from onbeat.terminal.run_report import RunReport
 
 ADAPTER_DEADLINE_S = 3600.0  # two loads of the model, and a pass over some responses with each
@@ -51,9 +54,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a model folder with a model card, for use elsewhere. The checkpoint is on this machine."""
     from onbeat.local import export as exporting
-    from onbeat.local.checkpoints import read_checkpoint
     from onbeat.local.push import check_push, push_folder
-    from onbeat.terminal.model_card import Export, card_of
+    from onbeat.terminal.model_card import Export
     from onbeat.terminal.run_report import read_run_report
 
     if is_adapter and is_merged:
@@ -62,35 +64,46 @@ def export(
         check_push(repository)
     run = broker.ask(lambda client: read_run_report(client, job_id))
     number, folder = exporting.kept_checkpoint(resolve_data_dir(broker.data_dir), run.job, number)
-    job = read_checkpoint(folder).job
-    if job is None:
-        raise OnbeatError(f"{folder} is of another version of Onbeat; export it with the version that wrote it")
-    if is_adapter and job.lora is None:
-        raise OnbeatError(f"job {job_id} trained all parameters, so it has no adapter; leave --adapter out")
+    job = job_of(folder, job_id, is_adapter)
     base_files = exporting.files_of_base(job.model.path)
     with ExitStack() as stack:
         name = f"{job_id}-{folder.name}{'-adapter' if is_adapter else ''}"
         if to is None and repository is not None:
             name = f"{stack.enter_context(TemporaryDirectory(prefix='.onbeat-push-', dir='.'))}/{name}"
         target = to or Path(name)
-        with exporting.whole_folder(target) as draft:
-            exporting.copy_files(folder, draft, is_adapter=is_adapter)
-            exporting.copy_legal(base_files, draft)
-            gap = write_adapter(run, folder, draft) if is_adapter else {}
-            card = Export(
-                num_iterations=number,
-                dtype=job.model.dtype,
-                is_adapter=is_adapter,
-                audit_head=broker.ask(lambda client: read_audit_head(client, job_id)),
-                licence=exporting.licence_of_base(job.model.path, base_files),
-                gap=gap,
-            )
-            (draft / "README.md").write_text(card_of(run, card), encoding="utf-8")
+        audit_head = broker.ask(lambda client: read_audit_head(client, job_id))
+        licence = exporting.licence_of_base(job.model.path, base_files)
+        card = Export(number, job.model.dtype, is_adapter, audit_head, licence)
+        write_folder(run, folder, target, card, base_files)
         if to is not None or repository is None:
             typer.echo(f"{target} is written: its README.md is the model card; read it before you give it away")
         if repository is not None:
             url = push_folder(target, repository, f"Onbeat job {job_id} after {number} iterations")
             typer.echo(f"{url} has the files; its README.md is the model card")
+
+
+def job_of(checkpoint: Path, job_id: str, is_adapter: bool) -> "JobConfig":
+    """Return the job that wrote a checkpoint. Raise OnbeatError where it cannot be exported so."""
+    from onbeat.local.checkpoints import read_checkpoint
+
+    job = read_checkpoint(checkpoint).job
+    if job is None:
+        raise OnbeatError(f"{checkpoint} is of another version of Onbeat; export it with the version that wrote it")
+    if is_adapter and job.lora is None:
+        raise OnbeatError(f"job {job_id} trained all parameters, so it has no adapter; leave --adapter out")
+    return job
+
+
+def write_folder(run: "RunReport", checkpoint: Path, target: Path, card: "Export", base_files: dict[str, Path]) -> None:
+    """Write the export of a checkpoint, whole or not at all. `base_files`: of the model that the job began with."""
+    from onbeat.local.export import copy_files, copy_legal, whole_folder
+    from onbeat.terminal.model_card import card_of
+
+    with whole_folder(target) as draft:
+        copy_files(checkpoint, draft, is_adapter=card.is_adapter)
+        copy_legal(base_files, draft)
+        gap = write_adapter(run, checkpoint, draft) if card.is_adapter else {}
+        (draft / "README.md").write_text(card_of(run, replace(card, gap=gap)), encoding="utf-8")
 
 
 async def read_audit_head(client: "AsyncClient", job_id: str) -> str:

@@ -61,20 +61,10 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     policy, reason = load_policy(source, config, world, is_sharded)
     policy.teacher = load_teacher(config, policy.model, source, settings.cache_dir, world, is_sharded)
     give_back_freed()  # loading took the model's size twice
-    if reason and world.is_main:
-        message = f"responses share no prompt in a pass, which is slower: {reason}"
-        logger.warning("job %s: %s", job.job_id, message)
-        job.emit("trainer.not_packed", message)
     if policy.teacher is not None:
         check_record(policy.teacher, job.record_teacher(policy.teacher.digest))
-        if policy.teacher.reason and world.is_main:
-            job.emit(
-                "trainer.not_packed", f"responses share no prompt in the teacher's passes: {policy.teacher.reason}"
-            )
-    if world.is_main and (unused := left_out(source, policy.model)):
-        job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
-    if world.is_main and config.lora is not None:
-        job.emit("trainer.adapters", describe_reach(*reach(policy.model)))
+    if world.is_main:
+        report_models(job, policy, source, reason)
     folder = settings.data_dir / "jobs" / job.job_id
     checkpoints = CheckpointStore(
         folder / "checkpoints",
@@ -84,13 +74,7 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
         timeout_s=settings.checkpoint_timeout_s,
         while_waiting=job.lease.progress,
     )
-    num_committed, newest = job.num_committed(), max(map(number_of, checkpoints.complete()), default=0)
-    if newest > num_committed:
-        raise ValueError(
-            f"{checkpoints.folder} has a checkpoint after {newest} iterations, but this job has committed "
-            f"{num_committed}: it belongs to a deleted job with the same id, or Redis lost data. Move the checkpoints "
-            f"after more than {num_committed} iterations away, and resume the job"
-        )
+    check_not_ahead(checkpoints, job.num_committed())
     restored = restore(checkpoints, job.job_id, config, policy)
     if restored is not None and world.is_main:  # the checkpoint's writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
@@ -108,6 +92,31 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
             TrainLoop(job, config, policy, state, checkpoints).run()
     finally:
         checkpoints.close()
+
+
+def check_not_ahead(checkpoints: CheckpointStore, num_committed: int) -> None:
+    """Raise ValueError for a checkpoint of more iterations than the job has committed."""
+    newest = max(map(number_of, checkpoints.complete()), default=0)
+    if newest > num_committed:
+        raise ValueError(
+            f"{checkpoints.folder} has a checkpoint after {newest} iterations, but this job has committed "
+            f"{num_committed}: it belongs to a deleted job with the same id, or Redis lost data. Move the checkpoints "
+            f"after more than {num_committed} iterations away, and resume the job"
+        )
+
+
+def report_models(job: JobSession, policy: Policy, source: str, reason: str) -> None:
+    """Emit events about the models that were loaded. `reason`: why the policy's responses cannot be packed, or ''."""
+    in_teacher = policy.teacher.reason if policy.teacher is not None else ""
+    for where, why in {"a pass": reason, "a pass of the teacher": in_teacher}.items():
+        if why:
+            message = f"responses share no prompt in {where}, which is slower: {why}"
+            logger.warning("job %s: %s", job.job_id, message)
+            job.emit("trainer.not_packed", message)
+    if unused := left_out(source, policy.model):
+        job.emit("trainer.tensors_left_out", f"the model's files have {named(unused)} beside those of the policy")
+    if job.config.lora is not None:
+        job.emit("trainer.adapters", describe_reach(*reach(policy.model)))
 
 
 def describe_reach(share: float, left_out: dict[str, float]) -> str:
