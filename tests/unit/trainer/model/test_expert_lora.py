@@ -213,7 +213,7 @@ def test_every_family_of_experts_is_listed():
     for family in TYPES:
         try:
             model = random_model(Row(family, family).config(), "eager")
-        except Exception:  # not built by transformers, which raises errors of many kinds for it
+        except (ValueError, RuntimeError, AssertionError):  # not built by transformers
             continue
         if any(type(module).__name__.endswith("Experts") for module in model.modules()):
             listed.append(family)
