@@ -79,3 +79,18 @@ async def test_read_only_view_shows_no_buttons_that_are_refused(visit: Visitor, 
         page = await visit(broker.url, "#/new")
         await expect(page.get_by_text("This view is read-only and creates no jobs.")).to_be_visible()
         await expect(page.get_by_test_id("submit-job")).to_have_count(0)
+
+
+async def test_choice_of_prompts_is_shown_with_its_reasons(visit, broker, world):
+    """The broker of this test chooses the first prompts, of which no iteration had any."""
+    job_id, epoch = await world.started_job(data={"order": "difficulty"})
+    await world.wait_open(job_id, 0)
+    await world.drain(job_id)
+    page = await visit(broker.url, f"#/jobs/{job_id}/samples?group=0-0")
+    await expect(page.get_by_test_id("chosen")).to_have_text(
+        re.compile(r"Row \d was chosen because no iteration had it yet\.")
+    )
+    await world.commit(job_id, epoch, 0, reward_mean=0.5)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await expect(page.locator("main")).to_contain_text("2 prompts chosen as new rows")
+    await expect(page.get_by_role("heading", name="Choice of prompts")).to_be_visible()
