@@ -15,6 +15,7 @@ from tests.broker_fixtures import serving
 from tests.browser.seeding import WORKERS, Content, seed_job
 from tests.world import World
 
+SILENT_S = 60.0  # since the processes of the stuck job were last seen: longer than they may be silent
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 
 HELD_OUT = ("What is 6 + 3?", "What is 2 - 8?", "What is 4 + 4?", "What is 9 - 1?")
@@ -52,9 +53,9 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     }
     for worker in WORKERS:
         record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3)
-        await ledger.workers.heartbeat("default", record)
+        await World(ledger).beat("default", record, ago_s=SILENT_S)
     trainer = TrainerRecord(id="trainer-0", job_id=ids["stuck"], state="training")
-    await ledger.trainers.heartbeat("default", trainer)
+    await World(ledger).beat("default", trainer, ago_s=SILENT_S)
     async with serving(ledger, folder) as broker:
         yield Gallery(broker.url, ids)
 
