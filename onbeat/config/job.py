@@ -11,8 +11,9 @@ from onbeat.config.data import KEYS_OF_SEVERAL, DataConfig
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
-from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
+from onbeat.config.rollout import MAX_PROMPTS, OVERLONG, EnvironmentConfig
 from onbeat.config.schedule import BoundedSchedule
+from onbeat.config.scoring import environment_of, environments_of, problems_of_scoring, rewards_of
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.teacher import problems_of_teacher
@@ -80,21 +81,14 @@ class JobConfig(JobSections):
         return self.model_copy(update={"data": [first, *self.data[1:]] if isinstance(self.data, list) else first})
 
     @property
-    def sources(self) -> list[tuple[str, DataConfig]]:
-        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
-        if not isinstance(self.data, list):
-            return [("data", self.data)]
-        return [(f"data.{place}", source) for place, source in enumerate(self.data)]
-
-    @property
     def rendering(self) -> DataConfig:
         """The data whose template arguments and form (`as_chat`) are those of all prompts: the first source."""
         return self.sources[0][1]
 
     @property
     def has_system_prompt(self) -> bool:
-        """True if any of the sources has one."""
-        return any(source.system_prompt for _, source in self.sources)
+        """True if any of the sources whose prompts are answered in one turn has one."""
+        return any(source.system_prompt and environment_of(self, source) is None for _, source in self.sources)
 
     @property
     def chooses_prompts(self) -> bool:
@@ -113,11 +107,18 @@ class JobConfig(JobSections):
 
     @property
     def rewards_by_source(self) -> dict[str, list[RewardConfig]]:
-        """The rewards of each source by its name; a single source has the name ''."""
-        return {
-            source.name or "": self.rewards if source.reward is None else rewards_in(source.reward)
-            for _, source in self.sources
-        }
+        """The rewards of each source by its name, none where an environment plays; a single source has the name ''."""
+        return {source.name or "": rewards_of(self, source) for _, source in self.sources}
+
+    @property
+    def environments(self) -> list[tuple[str, EnvironmentConfig]]:
+        """Its environments by their fields, such as `environment` and `data.1.environment`."""
+        return environments_of(self)
+
+    @property
+    def environments_by_source(self) -> dict[str, EnvironmentConfig | None]:
+        """The environment of each source by its name; None where prompts are answered in one turn."""
+        return {source.name or "": environment_of(self, source) for _, source in self.sources}
 
     @property
     def solved_at_by_source(self) -> dict[str, float]:
@@ -129,8 +130,9 @@ class JobConfig(JobSections):
 
     @property
     def longest_response(self) -> int:
-        """The most tokens that one response may sample; those of an episode are sampled in several turns."""
-        max_turns = self.environment.max_turns if self.environment is not None else 1
+        """The most tokens that one response of any source may sample; an episode samples them in several turns."""
+        environments = self.environments_by_source.values()
+        max_turns = max(1 if environment is None else environment.max_turns for environment in environments)
         return max_turns * self.rollout.max_response_tokens
 
     @property
@@ -140,7 +142,7 @@ class JobConfig(JobSections):
         if evaluation is None:
             return []
         if evaluation.data is not None:
-            inherited = (evaluation.data, evaluation.num_prompts, self.rewards, self.solved_at)
+            inherited = (evaluation.data, evaluation.num_prompts, self.rewards, self.environment, self.solved_at)
             return [HeldOutSet("", "evaluation", *inherited)]
         return [
             HeldOutSet(
@@ -148,7 +150,8 @@ class JobConfig(JobSections):
                 field=f"evaluation.sets.{index}",
                 data=section.data,
                 num_prompts=section.num_prompts or evaluation.num_prompts,
-                rewards=self.rewards if section.reward is None else rewards_in(section.reward),
+                rewards=rewards_of(self, section),
+                environment=environment_of(self, section),
                 solved_at=self.solved_at if section.solved_at is None else section.solved_at,
             )
             for index, section in enumerate(evaluation.sets)
@@ -221,17 +224,9 @@ class JobConfig(JobSections):
 
 def problems_of(job: JobConfig) -> Iterator[str]:
     """Yield what does not hold between the sections: the field, what is wrong with it, and a remedy."""
-    if job.reward is None and job.environment is None and job.objective.needs_reward:
-        yield "reward: missing; name one, or an [environment], which gives the reward itself"
-    if job.reward is not None and job.environment is not None:
-        yield "reward: the environment gives the reward; leave out [reward] or [environment]"
+    yield from problems_of_scoring(job)
     if job.model.adapter is not None and job.lora is None:
         yield "model.adapter: adapters are trained with [lora]; add that section with the adapter's rank and alpha"
-    sets = job.evaluation.sets if job.evaluation is not None else []
-    if job.environment is not None and any(section.reward is not None for section in sets):
-        yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
-    if job.environment is not None and any(source.reward is not None for _, source in job.sources):
-        yield "data: the environment gives the reward; leave out those of the sources"
     longest, min_tokens = job.rollout.max_response_tokens, job.evaluation.min_tokens if job.evaluation else 0
     if min_tokens > longest:
         yield (
@@ -241,7 +236,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     yield from problems_of_sources(job)
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
-    yield from problems_of_teacher(job, job.sources)
+    yield from problems_of_teacher(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2 and objective.needs_reward:
         yield (
@@ -334,7 +329,12 @@ def problems_of_signal(job: JobConfig) -> Iterator[str]:
         if isinstance(signal, str) and signal.startswith(PART):
             where = f" of source {source.name}" if source.name else ""
             parts = [reward.part for reward in job.rewards_by_source[source.name or ""] if reward.part is not None]
-            if not parts:
+            if not parts and source.environment is not None:
+                yield (
+                    f"{key}: {signal} is a part of several rewards, and the environment{where} gives one; set "
+                    f"{field}.signal to solved or reward"
+                )
+            elif not parts:
                 yield (
                     f"{key}: {signal} is a part of several rewards, and the job has none under [[reward]]{where}; use "
                     "solved or reward, or write the rewards under [[reward]]"
@@ -369,7 +369,7 @@ def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
             "score"
         )
     cache = rollout.overlong_cache
-    if cache is not None and job.environment is not None:
+    if cache is not None and None not in job.environments_by_source.values():
         yield (
             "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
             "punish; leave it out, and let the environment's reward punish long episodes"

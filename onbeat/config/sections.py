@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from onbeat.config.data import OneOrSeveralSources
+from onbeat.config.data import DataConfig, OneOrSeveralSources
 from onbeat.config.evaluation import EvaluationConfig
 from onbeat.config.model import LoraConfig, ModelConfig
 from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
@@ -40,8 +40,8 @@ class JobSections(Section):
     data: OneOrSeveralSources = Field(description="one or several sources of prompts")
     reward: OneOrSeveralRewards | None = Field(
         None,
-        description="one or several rewards that score responses; needed unless there is an environment, or the "
-        "objective is distill",
+        description="one or several rewards that score responses; needed unless there is an environment, all sources "
+        "have their own, or the objective is distill",
     )
     environment: EnvironmentConfig | None = Field(
         None, description="environment that runs episodes of several turns; default: responses of one turn"
@@ -67,3 +67,10 @@ class JobSections(Section):
     tracking: list[TrackerConfig] = Field(
         default_factory=list, max_length=3, description="trackers besides TensorBoard, at most one of each type"
     )
+
+    @property
+    def sources(self) -> list[tuple[str, DataConfig]]:
+        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
+        if not isinstance(self.data, list):
+            return [("data", self.data)]
+        return [(f"data.{place}", source) for place, source in enumerate(self.data)]

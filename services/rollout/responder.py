@@ -1,4 +1,4 @@
-"""Groups of a job with rewards: one response to each sample of the prompt, and the scores of these responses."""
+"""Groups that rewards score: one response to each sample of the prompt, and the scores of these responses."""
 
 import asyncio
 import json

@@ -262,7 +262,7 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
     rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
     size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
     longest = config.longest_response
-    if config.environment is not None and config.model.max_context_tokens:
+    if config.model.max_context_tokens and any(config.environments_by_source.values()):
         longest = min(longest, config.model.max_context_tokens - prompt_tokens)
     response_places = max(1, longest - 1)
     places = prompt_tokens + size * response_places

@@ -220,6 +220,7 @@ class Environment(_message.Message):
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_MB_FIELD_NUMBER: _builtins.int
+    MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     options_json: _builtins.str
     max_turns: _builtins.int
@@ -228,6 +229,8 @@ class Environment(_message.Message):
     """hard limit for one episode, from its start to its reward"""
     memory_limit_mb: _builtins.int
     """hard limit for the process that runs it"""
+    max_attempts: _builtins.int
+    """tries of one episode; 0: as the job's own environment says"""
     def __init__(
         self,
         *,
@@ -236,10 +239,11 @@ class Environment(_message.Message):
         max_turns: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         memory_limit_mb: _builtins.int = ...,
+        max_attempts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_turns", b"max_turns", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_attempts", b"max_attempts", "max_turns", b"max_turns", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

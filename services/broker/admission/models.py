@@ -149,7 +149,7 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
     if not isinstance(tokenizer, dict) or tokenizer.get("chat_template"):
         return []
     user, plain = "episodes need", "an environment that sends token ids only"
-    if config.environment is None:
+    if not config.environments:
         user, plain = "data.as_chat = true needs", "a model that continues plain text"
     message = (
         f"{folder} has no chat template, which {user}; put chat_template.jinja into it, or set data.as_chat = false"

@@ -90,7 +90,7 @@ class Admission:
 
     async def _examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         unusable = review_numbers(config) + review_free_values(config)
-        complaints = unusable + review_environment(config) + review_held_out_judges(config)
+        complaints = unusable + review_environments(config) + review_held_out_judges(config)
         uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in uses:
@@ -218,8 +218,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
     prompts, which not all data can have."""
     complaints = []
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
-    if config.environment is not None:
-        options["environment.options"] = config.environment.options
+    options |= {f"{field}.options": environment.options for field, environment in config.environments}
     training = [field for field, _ in config.sources]
     for field, data in [
         *config.sources,
@@ -230,7 +229,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
             if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
                 message = f"{training[0]}.{name} is for all prompts of the job; leave this out"
                 complaints.append((f"{field}.{name}", message))
-        if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
+        if data.template_options and not config.environments and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
             complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
@@ -252,17 +251,22 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
 def reward_uses(config: JobConfig) -> list[RewardUse]:
     """Return each reward of the job by its field, with the data that it scores."""
     sets = config.evaluation.sets if config.evaluation is not None else []
-    shared = [(field, source) for field, source in config.sources if source.reward is None]
+    environments = config.environments_by_source
+    shared = [
+        (field, source)
+        for field, source in config.sources
+        if source.reward is None and environments[source.name or ""] is None
+    ]
     uses = []
     for field, source in config.sources:
         if source.reward is not None:
             uses += uses_in(f"{field}.reward", source.reward, [(field, source)])
     for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
         place = (f"{held_out.field}.data", held_out.data)
-        if section is None:
-            shared.append(place)
-        else:
+        if section is not None:
             uses += uses_in(f"{held_out.field}.reward", section, [place])
+        elif held_out.environment is None:
+            shared.append(place)
     return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
 
 
@@ -292,12 +296,13 @@ def uses_in(
     return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]
 
 
-def review_environment(config: JobConfig) -> list[Complaint]:
+def review_environments(config: JobConfig) -> list[Complaint]:
     installed = entry_points(group=ENVIRONMENTS).names
-    if config.environment is None or (name := config.environment.name) in installed:
-        return []
-    hint = suggest(close_names(name, installed), installed)
-    return [("environment.name", f"no environment {name!r} is installed; {hint}")]
+    unknown = [(field, section.name) for field, section in config.environments if section.name not in installed]
+    return [
+        (f"{field}.name", f"no environment {name!r} is installed; {suggest(close_names(name, installed), installed)}")
+        for field, name in unknown
+    ]
 
 
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:

@@ -94,8 +94,9 @@ class Course:
 
     @property
     def main_part(self) -> str | None:
-        """The part with the largest weight, as metrics call it: the outcome. None unless there are several rewards."""
-        if any(source.reward is not None for _, source in self.config.sources):
+        """The part with the largest weight, as metrics call it: the outcome. None unless all prompts have the same
+        rewards, and several."""
+        if any(source.reward is not None or source.environment is not None for _, source in self.config.sources):
             return None
         rewards = [reward for reward in self.config.rewards if reward.part is not None]
         largest = max(rewards, key=lambda reward: abs(reward.weight), default=None)
