@@ -197,9 +197,10 @@ def test_every_environment_is_reviewed_by_its_field():
     complaints = review_environments(config)
     assert [field for field, _ in complaints] == ["data.1.environment.name", "evaluation.sets.0.environment.name"]
     assert "did you mean guess_number?" in complaints[0][1]
-    assert [
-        field for field, _ in review_free_values(config)
-    ] == ["data.1.environment.options", "evaluation.sets.0.environment.options"]
+    assert [field for field, _ in review_free_values(config)] == [
+        "data.1.environment.options",
+        "evaluation.sets.0.environment.options",
+    ]
 
 
 def test_system_prompts_of_episodes_are_not_asked_of_the_template():
