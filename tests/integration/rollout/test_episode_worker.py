@@ -56,7 +56,6 @@ async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatc
     assert "EnvironmentFailed" in released[0]
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, 30.0])
 def sources() -> list[dict[str, object]]:
     sums = {"type": "reasoning_gym", "task": "chain_sum"}
     environment = {"name": "test", "max_attempts": 2}
@@ -95,6 +94,7 @@ async def test_one_rollout_plays_and_answers_the_prompts_of_a_job(rig, monkeypat
     assert (most_playing, num_tries) == (2, 12)
 
 
+@pytest.mark.parametrize("timeout_s", [0.5, 30.0])
 async def test_engine_that_owes_all_answers_ends_the_process(rig, monkeypatch, timeout_s):
     """Either the environment's time is over first, or that of the group."""
     monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
