@@ -22,7 +22,7 @@ class EnvironmentProcesses:
         self._num_processes, self._programs = num_processes, programs
         self._turns = asyncio.Semaphore(num_processes)
         self._num_playing = 0
-        self._idle: list[EnvironmentProcess] = []  # those that have been idle longest come first
+        self._idle: list[EnvironmentProcess] = []  # longest idle ones first
 
     def num_groups(self) -> int:
         """Return how many groups can be played at a time, whatever their programs: one more process needs free memory

@@ -45,7 +45,7 @@ def test_each_source_is_played_or_answered_as_it_says(stack, mixed):
         assert any(len(sample.turns) == 2 for sample in samples if sample.source == "guess")
         record = stack.client.jobs.iterations(mixed)[iteration]
         assert record.metrics["episode/turns_mean"] == pytest.approx(
-            sum(len(sample.turns) for sample in samples) / 16  # of the episodes alone
+            sum(len(sample.turns) for sample in samples) / 16  # 16 episodes
         )
         assert {f"source/{name}/reward_mean" for name in ("say", "guess", "letters")} <= record.metrics.keys()
         assert "episode/failed" not in record.metrics

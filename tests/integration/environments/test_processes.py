@@ -258,7 +258,7 @@ async def test_idle_processes_make_way_for_another_environment(two, monkeypatch)
 
 
 async def test_groups_to_play_are_counted_for_the_larger_one(two, monkeypatch):
-    """Which environment the next prompts need is not known: 4 GB are two processes of the larger one."""
+    """The environment of the next prompts is not known: 4 GB are two processes of the larger one."""
     assert two.num_groups() == 2
     playing = asyncio.create_task(two.play(request("wait")))
     await asyncio.sleep(0)

@@ -203,7 +203,7 @@ def test_every_environment_is_reviewed_by_its_field():
     ]
 
 
-def test_system_prompts_of_episodes_are_not_asked_of_the_template():
+def test_system_prompts_of_episodes_need_no_template():
     """An environment sends its own messages, so that its first call shows whether the template takes them."""
     assert not job(PLAYED).has_system_prompt
     assert job([SUMS | {"environment": SHOP}, GAMES]).has_system_prompt

@@ -160,7 +160,7 @@ def test_places_of_waiting_episodes_are_for_other_groups():
 def test_claims_keep_a_process_free_for_any_next_prompt():
     """Episodes and responses of one turn: which kind comes next is not known."""
     flights = [*played_flights(*[GENERATING] * 3), *flights_of(*[GENERATING] * 3)]
-    assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=8) == 2  # its share of 8
+    assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=8) == 2  # share of 8
     assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=4) == 1
     assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=3) == 0
     assert num_claimable(flights[3:], 128, TRAINING, None, 1, num_playable=1) == 1  # responses of one turn need none
