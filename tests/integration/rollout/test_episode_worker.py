@@ -80,7 +80,7 @@ async def test_one_rollout_plays_and_answers_the_prompts_of_a_job(rig, monkeypat
             num_playing -= 1
 
     environments = install_environments(monkeypatch, run, 1)
-    await rig.start_job(num_prompts=6, data=sources())
+    await rig.start_job(num_prompts=6, max_group_attempts=1, data=sources())
     played = {"environment": ENVIRONMENT, "reward": None, "source": "games"}
     played["environment"].max_attempts = 2
     await rig.open(0, *(rig.task(0, index, **(played if index % 2 else {"source": "sums"})) for index in range(6)))
