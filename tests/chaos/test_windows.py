@@ -24,7 +24,7 @@ from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from tests.chaos.die_at import Orders
 from tests.chaos.exactly_once import accepted_at, check_exactly_once
-from tests.chaos.options import GAME, OPTIONS, check_signs, install_opinions
+from tests.chaos.options import OPTIONS, check_signs, install_opinions
 from tests.e2e.stack import RunningStack, running, tiny_job
 from tests.waiting import wait_until
 
@@ -32,6 +32,7 @@ TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0
 SMALL = {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 2, "max_response_tokens": 8}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}
 EVERY = {"every_iterations": 1}
+GAME = {"name": "guess_number", "options": {"max_guesses": 3}, "max_turns": 3}
 EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt": 1}
 
 
@@ -101,7 +102,7 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:checkpoint-not-acknowledged", "appear.after"),
         Window("rollout:playing", "Episode.chat.after", nth=2),
-        {"checkpoint": EVERY, "options": "environments"},
+        {"checkpoint": EVERY, "environment": GAME},
     ),
     (
         Window("trainer:checkpoint-not-acknowledged", "TrainerSide.checkpointed.before"),
