@@ -1,7 +1,7 @@
 """The step from groups on the stream to one packed micro-batch of tensors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,17 +126,21 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     A group larger than the budget is split, and each part repeats the prompt. A preference pair or a KL term in the
     reward ties responses together: such a group is never split, and may exceed the budget.
     """
-    budget = config.training.max_tokens_per_micro_batch
+    parts = (part for group in groups for part in parts_of(group, config))
+    return fill_rows(parts, config.training.max_tokens_per_micro_batch)
+
+
+def fill_rows(parts: Iterable[Part], budget: int) -> list[list[Part]]:
+    """Distribute parts over rows of at most `budget` places, in order; a larger part is a row by itself."""
     packed: list[list[Part]] = []
     room = 0
-    for group in groups:
-        for part in parts_of(group, config):
-            places = num_places(group, part.members)
-            if not packed or places > room:
-                packed.append([])
-                room = budget
-            packed[-1].append(part)
-            room -= places
+    for part in parts:
+        places = num_places(part.group, part.members)
+        if not packed or places > room:
+            packed.append([])
+            room = budget
+        packed[-1].append(part)
+        room -= places
     return packed
 
 
