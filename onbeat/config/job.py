@@ -17,11 +17,13 @@ from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.teacher import problems_of_teacher
 from onbeat.config.templates import moment_of
+from onbeat.config.warm_start import SFT, fill_sections_of_sft, problems_of_warm_start
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.slots import Slots
 from onbeat.objectives.base.gdpo import problems_of_parts
 from onbeat.objectives.base.objective import PART
+from onbeat.objectives.sft import SftObjective
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -39,6 +41,11 @@ class JobConfig(JobSections):
                 field = name if str(name).isidentifier() and len(name) <= 80 else "job"
                 raise ValueError(f"{field}: nested more than {MAX_DEPTH} levels deep; make it flatter")
         return job
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_sections(cls, job: Any) -> Any:
+        return fill_sections_of_sft(job)
 
     @field_validator("tracking")
     @classmethod
@@ -69,6 +76,8 @@ class JobConfig(JobSections):
         """Return whether this is the other job, perhaps extended since."""
         if other.rendering.now is None and self.rendering.now is not None:
             other = other.dated(self.rendering.now)
+        if other.num_supervised != self.num_supervised and other.warm_start is not None:
+            other = other.with_warm_start(self.num_supervised)
         ends = other.schedule.ends
         return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
 
@@ -78,6 +87,13 @@ class JobConfig(JobSections):
             return self
         first: DataConfig = self.rendering.model_copy(update={"now": now})
         return self.model_copy(update={"data": [first, *self.data[1:]] if isinstance(self.data, list) else first})
+
+    def with_warm_start(self, num_iterations: int) -> "JobConfig":
+        """Return the job with a number in place of the epochs of its warm start, if it has given these."""
+        if self.warm_start is None or self.warm_start.epochs is None:
+            return self
+        counted = self.warm_start.model_copy(update={"num_iterations": num_iterations, "epochs": None})
+        return self.model_copy(update={"warm_start": counted})
 
     @property
     def sources(self) -> list[tuple[str, DataConfig]]:
@@ -160,9 +176,48 @@ class JobConfig(JobSections):
         return self.fork.iteration if self.fork is not None else 0
 
     @property
+    def num_supervised(self) -> int:
+        """The number of supervised iterations, which are the first of the job."""
+        if self.objective.type == SFT:
+            return self.schedule.num_iterations
+        return (self.warm_start.num_iterations or 0) if self.warm_start is not None else 0
+
+    def is_supervised(self, iteration: int) -> bool:
+        return iteration < self.num_supervised
+
+    @property
+    def has_rollouts(self) -> bool:
+        """False if the job generates nothing."""
+        return self.objective.type != SFT or self.evaluation is not None
+
+    def at(self, iteration: int) -> "JobConfig":
+        """Return the job as this iteration is trained: of a supervised one, without what is about responses."""
+        if not self.is_supervised(iteration):
+            return self
+        assert self.warm_start is not None
+        rollout: dict[str, Any] = {"num_prompts_per_iteration": self.warm_start.num_rows_per_iteration}
+        rollout |= {"num_samples_per_prompt": 1, "max_prompts_per_iteration": None, "temperature": 1.0}
+        rollout |= {"truncated": "score", "overlong_cache": None}
+        objective = self.objective if self.objective.type == SFT else SftObjective(type=SFT)
+        sections = {
+            "objective": objective,
+            "teacher": None,
+            "rollout": self.rollout.model_copy(update=rollout),
+            "training": self.training.model_copy(update={"num_updates_per_iteration": 1}),
+        }
+        return self.model_copy(update=sections)
+
+    @property
+    def first_generated(self) -> int:
+        """The first iteration of this job that rollouts generate."""
+        return max(self.first_iteration, self.num_supervised)
+
+    @property
     def decay_ends(self) -> list[int]:
-        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job."""
-        return [end * self.training.num_updates_per_iteration for end in self.schedule.ends]
+        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job. Those of
+        supervised iterations do not count."""
+        ends = [max(0, end - self.num_supervised) for end in self.schedule.ends]
+        return [end * self.training.num_updates_per_iteration for end in ends]
 
     @property
     def max_staleness(self) -> int:
@@ -242,6 +297,7 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
     yield from problems_of_teacher(job, job.sources)
+    yield from problems_of_warm_start(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2 and objective.needs_reward:
         yield (

@@ -9,6 +9,7 @@ from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
 from onbeat.config.schedule import ScheduleConfig
 from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
 from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
+from onbeat.config.warm_start import WarmStartConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards
 from onbeat.contracts.section import Float, Int, Section
 from onbeat.objectives import AnyObjective
@@ -41,7 +42,7 @@ class JobSections(Section):
     reward: OneOrSeveralRewards | None = Field(
         None,
         description="one or several rewards that score responses; needed unless there is an environment, or the "
-        "objective is distill",
+        "objective is distill or sft",
     )
     environment: EnvironmentConfig | None = Field(
         None, description="environment that runs episodes of several turns; default: responses of one turn"
@@ -53,6 +54,11 @@ class JobSections(Section):
         exclude_if=lambda teacher: teacher is None,
         description="frozen model that the policy learns from: besides its rewards, or alone with the objective "
         "distill",
+    )
+    warm_start: WarmStartConfig | None = Field(
+        None,
+        exclude_if=lambda warm_start: warm_start is None,
+        description="supervised iterations before the others; with the objective sft all iterations are such",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     gac: GacConfig = GacConfig()

@@ -4,11 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from onbeat.config.data import DataConfig
 from onbeat.config.sections import JobSections
+from onbeat.config.warm_start import SFT
 
 
 def problems_of_teacher(job: JobSections, sources: Sequence[tuple[str, DataConfig]]) -> Iterator[str]:
     """Yield what does not go together with learning from a teacher: the field, what is wrong with it, and a remedy."""
     objective, rollout = job.objective, job.rollout
+    if objective.type == SFT:
+        return
     if job.teacher is None:
         if not objective.needs_reward:
             yield f"teacher: objective {objective.type} learns from one; add a section [teacher] with its path"

@@ -82,7 +82,10 @@ class JobKeys:
 
     # These are for each iteration.
     iteration = NumberedKey()  # hash: state, policy version, counts, times, metrics
-    groups = NumberedKey()  # hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`
+    # Hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`; `row`: of a supervised iteration
+    # until its tokens are recorded.
+    groups = NumberedKey()
+    rows = NumberedKey()  # hash: group id -> conversation as JSON, until the trainer has recorded its tokens
     busy = NumberedKey()  # hash: worker id -> seconds with a response in flight
     # List: group id (in a job of several sources the source), PromptTask and so on, in order: spare prompts while the
     # iteration is open.

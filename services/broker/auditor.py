@@ -172,6 +172,11 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
         raise AuditViolation(str(error)) from error
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
     opened = audit.iterations[group.iteration]
+    kind = "a row of examples" if group.is_supervised else "no row of examples"
+    require(group.is_supervised == opened.is_supervised or group.HasField("failure"), f"group {group_id} is {kind}")
+    if opened.is_supervised:
+        require(not span_versions(group), f"group {group_id} has tokens of a policy, and its iteration is supervised")
+        return group
     if group_id in opened.replaced:
         is_by_reward = signal.rule_of(group.source) == "reward"
         words = "its rewards differ" if is_by_reward else f"it has signal ({signal.key_of(group.source)})"

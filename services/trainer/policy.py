@@ -137,6 +137,11 @@ class Policy:
         old = None if old_version is None else self.old.at(old_version)
         return tri_model_logprobs(self.model, old, self.reference, batch, temperature, self.teacher)
 
+    def logprobs_of_rows(self, batch: MicroBatch) -> tuple[Logprobs, torch.Tensor]:
+        """Return the policy's logprobs of examples, which no other policy is compared with, and the entropy [N]."""
+        logprobs, entropy = response_logprobs(self.model, batch, 1.0)
+        return Logprobs(trainer=logprobs, old=logprobs.detach(), ref=None), entropy
+
     @torch.no_grad()
     def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:
         """Return the logprobs [N] of a held earlier version."""
@@ -186,4 +191,5 @@ def has_old_policies(config: JobConfig) -> bool:
 def is_served_in_place(config: JobConfig) -> bool:
     """Return whether rollouts may pull the parameters themselves, where these are whole and in host memory: no version
     is needed longer than until the step that makes the next one, and no other step changes it."""
-    return config.lora is None and num_served(config) == 1 and config.training.num_updates_per_iteration == 1
+    has_one_version = num_served(config) == 1 and config.num_supervised == 0
+    return config.lora is None and has_one_version and config.training.num_updates_per_iteration == 1

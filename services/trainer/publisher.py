@@ -145,6 +145,9 @@ class Publisher:
         """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the
         versions that are to be evaluated."""
         schedule, evaluation = self._config.schedule, self._config.evaluation
+        if self._config.is_supervised(self.state.next_iteration):  # the next iteration needs no engine
+            every = evaluation.every_iterations if evaluation is not None else self.state.next_iteration + 1
+            return self.state.next_iteration in schedule.ends or self.state.next_iteration % every == 0
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
@@ -206,6 +209,11 @@ class Publisher:
 
 def log_iteration(commit: Commit, is_new: bool) -> None:
     report = commit.metrics
+    if (loss := report.get("sft/loss")) is not None:
+        text = "iteration %d: loss of examples %.4f, grad norm %.3g, learned %d tokens in %.2f s%s"
+        times = (report["train/grad_norm"], report["train/trained_tokens"], report["train_s"])
+        logger.info(text, commit.iteration, loss, *times, "" if is_new else " (replayed)")
+        return
     logger.info(
         "iteration %d: reward %.3f, grad norm %.3g, mismatch %.4f, trained %d tokens in %.2f s%s",
         commit.iteration,

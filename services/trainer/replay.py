@@ -94,7 +94,7 @@ class RecordedJob:
     def _ignore(self, *args: Any, **options: Any) -> None:
         pass
 
-    hold = withdraw = publish = checkpointed = wait_for_evaluation = emit = _ignore
+    hold = withdraw = publish = checkpointed = wait_for_evaluation = emit = record_rows = _ignore
 
 
 class NoCheckpoints(CheckpointStore):

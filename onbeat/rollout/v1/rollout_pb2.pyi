@@ -285,6 +285,7 @@ class RolloutGroup(_message.Message):
     FAILED_EPISODES_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    IS_SUPERVISED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
@@ -296,6 +297,10 @@ class RolloutGroup(_message.Message):
     """of the task"""
     source: _builtins.str
     """of the task"""
+    is_supervised: _builtins.bool
+    """One row of examples, which nobody generated: the learned tokens are those of its one response, which has no
+    rollout_logprobs, no version_spans and no reward. A conversation with more than one learned part has `turns`.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[Lp]"""
@@ -335,10 +340,11 @@ class RolloutGroup(_message.Message):
         failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
         source: _builtins.str = ...,
+        is_supervised: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "is_supervised", b"is_supervised", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -580,7 +586,7 @@ class GroupFailure(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """never empty: "prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" """
+    """never empty: "prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" | "row_too_long" """
     message: _builtins.str
     def __init__(
         self,

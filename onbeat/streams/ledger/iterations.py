@@ -43,6 +43,20 @@ class Iterations(LedgerPart):
         reason: bytes = await self._run("open_iteration", job, more_keys, *args)
         return reason.decode()
 
+    async def open_rows(self, job_id: str, iteration: int, rows: Sequence[str]) -> str:
+        """Open a supervised iteration with these rows (JSON). Return '' or the reason why it was not opened."""
+        job = JobKeys(job_id)
+        pairs = [item for index, row in enumerate(rows) for item in (f"{iteration}-{index}", row)]
+        digest = payload_digest("\n".join(rows).encode())
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.rows(iteration)]
+        reason: bytes = await self._run("open_rows", job, more_keys, iteration, digest, *pairs)
+        return reason.decode()
+
+    async def rows(self, job_id: str, iteration: int) -> dict[str, str]:
+        """Return group id -> conversation (JSON) of an open supervised iteration; empty before it is open, and once its
+        tokens are recorded."""
+        return await self._texts(JobKeys(job_id).rows(iteration))
+
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return the iteration hash as text; empty when it was never opened."""
         return await self._texts(JobKeys(job_id).iteration(iteration))

@@ -13,6 +13,7 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import TemplateArguments
+from onbeat.config.warm_start import SFT
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -44,6 +45,7 @@ REWARD_OPTIONS = {
     "reasoning_gym": ("answer_pattern",),
 }
 
+EXAMPLES = "warm_start.data"  # the field of the file with examples
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
@@ -167,7 +169,7 @@ class Admission:
             except DatasetError as error:
                 complaints.append((error.field, error.message))
         firsts: dict[str, PromptItem] = {}
-        for number, (field, _) in enumerate(config.sources):
+        for number, (field, _) in enumerate(config.sources if config.objective.type != SFT else []):
             try:
                 (firsts[field],), note = await self._process.read(DatasetSpec.of_job(config, number), 0, 1)
             except DatasetError as error:
@@ -269,12 +271,15 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
 def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     """Return the data sets of the job with the rewards that score each, those for training first."""
     specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.sources)}
+    if config.warm_start is not None:
+        examples = {EXAMPLES: DatasetSpec.of_examples(config)}
+        specs = examples if config.objective.type == SFT else specs | examples
     specs |= {
         f"{held_out.field}.data": DatasetSpec.of_evaluation(held_out, config.seed) for held_out in config.held_out
     }
     rewards: dict[str, dict[str, RewardConfig]] = {field: {} for field in specs}
     for use in uses:
-        for field, _ in use.data:
+        for field in rewards.keys() & {field for field, _ in use.data}:  # a job with sft alone has no prompts
             rewards[field][use.field] = use.reward
     return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
 

@@ -60,6 +60,7 @@ class DatasetSpec(BaseModel):
     model_path: str = ""  # model of the tokenizer, where prompts are counted
     chat_template: str | None = None  # the job's own, where prompts are counted
     is_held_out: bool = False  # no row may come twice
+    is_examples: bool = False  # rows are conversations with their answers
 
     @classmethod
     def of_job(cls, config: JobConfig, source: int = 0) -> "DatasetSpec":
@@ -84,6 +85,13 @@ class DatasetSpec(BaseModel):
             model_path=model_path,
             chat_template=config.model.chat_template if is_counted else None,
         )
+
+    @classmethod
+    def of_examples(cls, config: JobConfig) -> "DatasetSpec":
+        """Return the spec of the job's file of examples."""
+        assert config.warm_start is not None
+        num_items = config.num_supervised * config.warm_start.num_rows_per_iteration
+        return cls(data=config.warm_start.data.rows, seed=config.seed, num_items=num_items, is_examples=True)
 
     def of_level(self, level: int) -> "DatasetSpec":
         """Return the spec of one level of a generated task."""

@@ -24,6 +24,7 @@ from onbeat.config.data import KEYS_OF_SEVERAL
 from onbeat.config.explain import MAX_SHOWN
 from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
+from services.broker.datasets.examples import to_example
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
 from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
@@ -41,7 +42,7 @@ class FileDataset(PromptDataset):
 
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
-        self._data = data
+        self._data, self._to_item = data, to_example if spec.is_examples else to_item
         self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         self._identity = file_identity(self._path)
         try:
@@ -99,7 +100,7 @@ class FileDataset(PromptDataset):
 
     def to_item(self, row: int) -> PromptItem:
         try:
-            return to_item(self._reader.row(row), row, self._data)
+            return self._to_item(self._reader.row(row), row, self._data)
         except DatasetError as error:
             where = f"{self._data.path}, {self._reader.place(row)}"
             raise DatasetError(error.field, f"{where} {error.message}") from error

@@ -14,6 +14,7 @@ from onbeat.weights.wire import Peer
 from services.trainer.job.interface import CannotServe, Commit
 from services.trainer.job.lease import Lease
 from services.trainer.job.meters import CommitMeter
+from services.trainer.rows import RowRecorder
 from services.trainer.settings import Settings
 from services.trainer.spans import to_record
 from services.trainer.weights.relay_tree import Sources
@@ -87,10 +88,16 @@ class JobSession:
         self._server: WeightServer | None = None
         self._address = ""
         self._meter = CommitMeter()
+        self.rows: RowRecorder | None = None  # of a job with supervised iterations, on rank 0
 
     def check(self) -> JobState:
         """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
         return self.lease.check()
+
+    def record_rows(self, iteration: int) -> None:
+        """Record the tokens of a supervised iteration's rows, once it is open, unless they are recorded."""
+        assert self.rows is not None, "a job with supervised iterations has a recorder"
+        self.rows.record(iteration)
 
     def num_committed(self) -> int:
         """Return the number of committed iterations; of a fork, those of its parent count, too."""

@@ -25,6 +25,9 @@ class Status:
     def wait_for_groups(self, iteration: int, num_missing: int) -> None:
         self._begin(f"waiting for groups of iteration {iteration}: {num_missing} missing")
 
+    def wait_for_rows(self, iteration: int) -> None:
+        self._begin(f"waiting for the rows of iteration {iteration}, and tokenising them")
+
     def train(self, iteration: int) -> None:
         self._begin(f"training iteration {iteration}")
 
