@@ -186,6 +186,12 @@ class JobConfig(JobSections):
         return iteration < self.num_supervised
 
     @property
+    def has_started_reference(self) -> bool:
+        """True if the reference policy is the one at the end of the warm start."""
+        kl = self.objective.kl
+        return 0 < self.num_supervised < self.schedule.num_iterations and kl.coef > 0 and kl.reference is None
+
+    @property
     def has_rollouts(self) -> bool:
         """False if the job generates nothing."""
         return self.objective.type != SFT or self.evaluation is not None

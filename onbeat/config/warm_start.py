@@ -53,6 +53,16 @@ class ExampleData(TemplateArguments):
         )
 
 
+class HeldOutExamples(Section):
+    """Rows that are not trained, on which the loss is measured."""
+
+    data: ExampleData
+    num_rows: PositiveInt = Field(64, le=MAX_PROMPTS, description="number of rows, from the first one on")
+    every_iterations: PositiveInt = Field(
+        10, description="supervised iterations between two measurements; the last one is measured, too"
+    )
+
+
 class WarmStartConfig(Section):
     """Supervised iterations, the first ones of the job: cross-entropy on the answers of examples."""
 
@@ -79,6 +89,17 @@ class WarmStartConfig(Section):
     on_too_long: Literal["refuse", "drop"] = Field(
         "refuse",
         description="what happens to rows that are longer than the context: fail the job, or leave them out",
+    )
+
+    held_out: HeldOutExamples | None = Field(
+        None, description="rows on which loss and perplexity are measured in supervised iterations; default: none"
+    )
+    min_pass_at_k: Float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the held-out prompts of `[evaluation]` that the model has to solve (pass@k) when RL "
+        "begins; else the job fails, and its checkpoint is kept; default: no limit",
     )
 
     @model_validator(mode="after")
@@ -122,6 +143,11 @@ def problems_of_warm_start(job: Any) -> Iterator[str]:
     if job.objective.type == SFT:
         yield from problems_of_sft(job)
         return
+    if start.min_pass_at_k is not None and (job.evaluation is None or job.evaluation.num_samples_per_prompt < 2):
+        yield (
+            "warm_start.min_pass_at_k: pass@k is that of [evaluation] with several responses to a prompt; add that "
+            "section with num_samples_per_prompt = 2 or more"
+        )
     if start.num_iterations is None and start.epochs is None:
         yield "warm_start.num_iterations: missing; say how many iterations are supervised, or how many epochs"
     if job.num_supervised >= job.schedule.num_iterations:
@@ -138,6 +164,8 @@ def problems_of_sft(job: Any) -> Iterator[str]:
     """Yield what a job has that only iterations with rollouts could use."""
     if job.warm_start.num_iterations is not None or job.warm_start.epochs is not None:
         yield "warm_start.num_iterations: with sft all iterations are supervised; leave it and epochs out"
+    if job.warm_start.min_pass_at_k is not None:
+        yield "warm_start.min_pass_at_k: is a limit before RL, and with sft there is none; leave it out"
     for name in ("teacher", "environment"):
         if getattr(job, name) is not None:
             yield f"{name}: has no effect with the objective sft, which generates nothing; leave it out"

@@ -48,7 +48,7 @@ class Iteration:
     replaced: dict[str, str] = field(default_factory=dict)  # accepted groups that do not count -> those in their place
     num_failed: int = 0  # accepted groups without responses
     weights_digest: str = ""  # digest of the version that it made
-    is_supervised: bool = False  # its groups are rows of examples, which no policy generated
+    is_supervised: bool = False  # true if the groups are rows of examples, which no policy generated
 
 
 @dataclass

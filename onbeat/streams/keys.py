@@ -78,6 +78,7 @@ class JobKeys:
     open_evaluations = Key()  # set: the numbers of evaluations that have not ended
     notices = Key()  # set: notices to the operator that a broker has sent; only with ONBEAT_NOTIFY_*
     outcomes_before = Key()  # hash: `rows`, what a fork knows of its parent's rows, as JSON
+    held_out_rows = Key()  # hash: `rows`, on which a job with supervised iterations measures its loss, as JSON
     traces = Key()  # hash: the first iteration left to export as a trace; expires a day after a broker last looked
 
     # These are for each iteration.

@@ -28,7 +28,7 @@ from services.broker.doctor.explain import explain_work
 from services.broker.engine_failures import why_not_loaded
 from services.broker.evaluations import Evaluator
 from services.broker.prompts import JobPrompts
-from services.broker.rows import read_rows
+from services.broker.rows import read_held_out_rows, read_rows
 from services.broker.tasks import longest_first
 
 logger = logging.getLogger(__name__)
@@ -144,10 +144,12 @@ class JobWatcher:
             return
         try:
             rows = await read_rows(config, iteration, self._process)
+            is_first = iteration == config.first_iteration
+            held_out = await read_held_out_rows(config, self._process) if is_first else []
         except DatasetError as error:
             reason = f"iteration {iteration} has no rows: {error}"
             return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
-        reason = await self._ledger.iterations.open_rows(self._job_id, iteration, rows)
+        reason = await self._ledger.iterations.open_rows(self._job_id, iteration, rows, held_out)
         logger.info("job %s: iteration %d: %s", self._job_id, iteration, reason or f"open with {len(rows)} rows")
 
     # ---- ending --------------------------------------------------------------------------------------------------

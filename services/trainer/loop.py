@@ -41,6 +41,7 @@ from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, check_signal
+from services.trainer.warm_start import WarmStart
 
 COMPILING_DEVICES = ("cuda",)
 KEEP_ALL = GacDecision(GacAction.NONE, None)  # consecutive gradients of examples may be aligned
@@ -53,6 +54,7 @@ class TrainLoop:
         self._job, self._config, self._policy, self._world = job, config, policy, policy.world
         self._publisher = Publisher(job, config, policy, state, checkpoints)
         self._feed = create_feed(job, config, policy.world, policy.is_sharded)
+        self._warm_start = WarmStart(job, config, policy, self._publisher.leave)
         self._opened = OpenIteration(config.at(state.next_iteration), state.next_iteration, state.policy_version)
 
     def run(self) -> None:
@@ -60,9 +62,10 @@ class TrainLoop:
         try:
             self._publisher.start()
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
+                self._warm_start.before(state)
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
-            self._job.wait_for_evaluation()
+            self._job.wait_for_evaluation(self._config.schedule.num_iterations)
             while self._job.check() is JobState.PAUSED:  # paused in its last iteration: wait until it is resumed
                 time.sleep(0.5)
             self._world.all_gather_bytes(b"")  # the other ranks lose the job once rank 0 has ended it
@@ -110,6 +113,7 @@ class TrainLoop:
         num_arrived = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
         if num_arrived == 0:
             raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
+        self._warm_start.measure(stats, iteration)
         snapshot = self._publisher.finish_version(iteration, stats)
         is_published = self._publisher.publish(snapshot, stats)
         self._publisher.commit(snapshot, stats, is_published)

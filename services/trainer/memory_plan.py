@@ -90,7 +90,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
         "weights": (frozen * item + trained * (item if shared == 1 else MASTER_BYTES)) // shared,
         "optimizer": trained * (MOMENTS_BYTES + MASTER_BYTES * has_masters_beside) // shared,
     }
-    if config.objective.needs_reference and config.lora is None:
+    if config.objective.needs_reference and (config.lora is None or config.has_started_reference):
         held["reference model"] = whole * item // shared
     if sizes.num_teacher:
         held["teacher"] = sizes.num_teacher * item // shared

@@ -146,8 +146,8 @@ class Publisher:
         versions that are to be evaluated."""
         schedule, evaluation = self._config.schedule, self._config.evaluation
         if self._config.is_supervised(self.state.next_iteration):  # the next iteration needs no engine
-            every = evaluation.every_iterations if evaluation is not None else self.state.next_iteration + 1
-            return self.state.next_iteration in schedule.ends or self.state.next_iteration % every == 0
+            is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
+            return is_evaluated or self.state.next_iteration in schedule.ends
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
@@ -178,6 +178,8 @@ class Publisher:
             if len(set(self._world.all_gather_bytes(digest))) > 1:
                 raise JobFailed(f"the trainer's replicas hold different weights of version {version}; start them again")
         self._newest = snapshot
+        if self._policy.started is not None and version == self._config.num_supervised:
+            self._policy.started.hold(snapshot, oldest_wanted=0)
         if has_old_policies(self._config):
             self._policy.old.hold(snapshot, self.state.next_iteration - self._config.max_staleness)
         return snapshot

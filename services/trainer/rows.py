@@ -17,7 +17,7 @@ from onbeat.streams.codec import GroupFailure, RolloutGroup
 from services.prompts.tokenizer import load_tokenizer
 from services.trainer.feed import BROKER_FIRST_S
 from services.trainer.job.lease import Lease
-from services.trainer.supervised import RowTokenizer, SupervisedRowError
+from services.trainer.supervised import RowTokenizer, SupervisedRow, SupervisedRowError
 
 POLL_S = 0.02
 TOO_LONG = "row_too_long"
@@ -68,20 +68,34 @@ class RowRecorder:
         )
         self.lease.run(recording)
 
+    def held_out(self) -> list[SupervisedRow]:
+        """Return the tokens of the rows on which the loss is measured, without those that are dropped. Raises
+        JobFailed."""
+        iterations, job_id = self.lease.ledger.iterations, self.lease.job.id
+        rows = [json.loads(row) for row in self.lease.run(iterations.held_out_rows(job_id))]
+        tokens = [self._tokens(row, "warm_start.held_out.data") for row in rows]
+        return [row for row in tokens if isinstance(row, SupervisedRow)]
+
+    def _tokens(self, row: dict[str, Any], field: str) -> SupervisedRow | str:
+        """Return the tokens of a row, or why it is dropped. Raises JobFailed for one that is refused."""
+        start = self.config.warm_start
+        assert start is not None
+        try:
+            tokens = self.tokenizer.tokenize(row["messages"])
+        except SupervisedRowError as error:
+            raise JobFailed(f"{field}: row {row['row']} {error}") from error
+        if self.max_tokens is None or len(tokens.token_ids) <= self.max_tokens:
+            return tokens
+        problem = f"row {row['row']} has {len(tokens.token_ids)} tokens, and the context has {self.max_tokens}"
+        if start.on_too_long == "refuse":
+            raise JobFailed(f"{field}: {problem}; shorten it, or set warm_start.on_too_long = 'drop'")
+        return problem
+
     def tokenize(self, iteration: int, group_id: str, row: dict[str, Any]) -> RolloutGroup:
         """Return the row as a group: without a response if it is to be dropped. Raises JobFailed."""
-        assert self.config.warm_start is not None
-        messages, name = row["messages"], f"row {row['row']} of {self.config.warm_start.data.path}"
-        try:
-            tokens = self.tokenizer.tokenize(messages)
-        except SupervisedRowError as error:
-            raise JobFailed(f"warm_start.data: {name} {error}") from error
-        num_tokens, group = len(tokens.token_ids), RolloutGroup(group_id=group_id)
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            problem = f"{name} has {num_tokens} tokens, and the context has {self.max_tokens}"
-            if self.config.warm_start.on_too_long == "refuse":
-                raise JobFailed(f"warm_start.data: {problem}; shorten it, or set warm_start.on_too_long = 'drop'")
-            group.failure.CopyFrom(GroupFailure(kind=TOO_LONG, message=problem))
+        messages, tokens, group = row["messages"], self._tokens(row, "warm_start.data"), RolloutGroup(group_id=group_id)
+        if isinstance(tokens, str):
+            group.failure.CopyFrom(GroupFailure(kind=TOO_LONG, message=tokens))
         else:
             group = tokens.as_group(group_id)
             group.prompt_text, text = shown(messages[:-1]), messages[-1]["content"]

@@ -160,7 +160,9 @@ def restore(
         for version, tensors in checkpoints.policies(state.next_iteration).items():
             published = policy.published_shard()
             kept = ((name, tensor) for name, tensor in tensors if name in published)
-            policy.old.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
+            is_start = policy.started is not None and version == config.num_supervised
+            holder = policy.started if is_start and policy.started is not None else policy.old
+            holder.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
     return state
 
 

@@ -60,7 +60,7 @@ class IterationStats:
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
     signal: Signal = field(default_factory=Signal)
-    is_supervised: bool = False  # its groups are rows of examples
+    is_supervised: bool = False  # true if the groups are rows of examples
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:

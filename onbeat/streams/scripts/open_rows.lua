@@ -1,9 +1,9 @@
--- KEYS: job, events, iteration, groups, rows. ARGV: iteration, digest of the rows (hex), then group id / conversation (JSON)
--- pairs. Opens a supervised iteration once, in order, after the commit of the one before: the trainer, and no rollout, takes
+-- KEYS: job, events, iteration, groups, rows, held-out rows. ARGV: iteration, digest of the rows (hex), rows to measure the
+-- loss on (JSON, '' for none new), then group id / row (JSON) pairs. Opens a supervised iteration once, in order, after the commit of the one before: the trainer, and no rollout, takes
 -- its rows. Its version is the one that is trained, published or not. Returns '' or the reason why not.
-local unit, groups, rows = KEYS[3], KEYS[4], KEYS[5]
-local iteration, digest = ARGV[1], ARGV[2]
-local conversations = slice(ARGV, 3)
+local unit, groups, rows, held_out_rows = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local iteration, digest, held_out = ARGV[1], ARGV[2], ARGV[3]
+local conversations = slice(ARGV, 4)
 if field('state') ~= 'RUNNING' then return 'job is ' .. (field('state') or 'gone') end
 if field('num_opened') ~= iteration then return 'next to open is ' .. field('num_opened') end
 if field('next_iteration') ~= iteration then return 'next to commit is ' .. field('next_iteration') end
@@ -15,6 +15,7 @@ for i = 1, #conversations, 2 do
   redis.call('HSET', rows, conversations[i], conversations[i + 1])
   redis.call('HSET', groups, conversations[i], 'row')
 end
+if held_out ~= '' then redis.call('HSET', held_out_rows, 'rows', held_out) end
 redis.call('HSET', job, 'num_opened', tonumber(iteration) + 1, 'progress_at', time)
 if not field('last_commit_at') then redis.call('HSET', job, 'last_commit_at', time) end -- pauses move it on
 record('rows', iteration, num_rows, digest)

@@ -17,7 +17,8 @@ for i = 1, #recorded, 4 do
   record('accepted', iteration, group_id, '', trainer, entry, digest, failure)
   if failure ~= '' then num_failed = num_failed + 1 end
 end
-redis.call('HSET', unit, 'num_accepted', #recorded / 4, 'num_failed_groups', num_failed, 'state', 'DRAINED')
+redis.call('HSET', unit, 'num_accepted', #recorded / 4, 'num_failed_groups', num_failed, 'state', 'DRAINED',
+  'drained_at', time)
 redis.call('HSET', job, 'progress_at', time)
 redis.call('DEL', rows)
 emit('iteration.drained', 'the rows of iteration ' .. iteration .. ' are tokenised', {iteration = tonumber(iteration)})

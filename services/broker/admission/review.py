@@ -274,6 +274,8 @@ def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     if config.warm_start is not None:
         examples = {EXAMPLES: DatasetSpec.of_examples(config)}
         specs = examples if config.objective.type == SFT else specs | examples
+        if (held_out_rows := DatasetSpec.of_held_out_examples(config)) is not None:
+            specs["warm_start.held_out.data"] = held_out_rows
     specs |= {
         f"{held_out.field}.data": DatasetSpec.of_evaluation(held_out, config.seed) for held_out in config.held_out
     }

@@ -93,6 +93,14 @@ class DatasetSpec(BaseModel):
         num_items = config.num_supervised * config.warm_start.num_rows_per_iteration
         return cls(data=config.warm_start.data.rows, seed=config.seed, num_items=num_items, is_examples=True)
 
+    @classmethod
+    def of_held_out_examples(cls, config: JobConfig) -> "DatasetSpec | None":
+        """Return the spec of the rows on which the loss is measured, in the order of their file; None without."""
+        if config.warm_start is None or (held_out := config.warm_start.held_out) is None:
+            return None
+        data = held_out.data.rows.model_copy(update={"order": "in_order"})
+        return cls(data=data, seed=config.seed, num_items=held_out.num_rows, is_held_out=True, is_examples=True)
+
     def of_level(self, level: int) -> "DatasetSpec":
         """Return the spec of one level of a generated task."""
         assert isinstance(self.data, ReasoningGymData)

@@ -10,6 +10,7 @@ from services.broker.datasets.messages import (
     changes_of_messages,
     check_columns,
     is_text,
+    pick,
     read_messages,
     to_messages,
 )
@@ -20,8 +21,6 @@ RESPONSE, MESSAGES = "data.response_field", "data.messages_field"
 def to_example(row: dict[str, Any], index: int, data: RowData) -> PromptItem:
     """Convert row `index` of the file: a prompt and its response, or without an answer's field a conversation. Raises
     DatasetError with a message that goes behind the name of the row."""
-    from services.broker.datasets.files import pick
-
     check_columns(row, data)
     if not data.answer_field:
         conversation = pick(row, data.prompt_field, MESSAGES)

@@ -27,7 +27,7 @@ from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, P
 from services.broker.datasets.examples import to_example
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
-from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
+from services.broker.datasets.messages import changes_of_messages, check_columns, pick, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
 BUNDLED = "bundled:"  # start of the path of a file that comes with Onbeat
@@ -52,7 +52,8 @@ class FileDataset(PromptDataset):
             if num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             if spec.is_held_out and num_rows < spec.num_items:
-                message = f"{data.path} has {num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
+                key = "warm_start.held_out.num_rows" if spec.is_examples else "evaluation.num_prompts"
+                message = f"{data.path} has {num_rows} rows, and {key} is {spec.num_items}"
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
             self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
@@ -193,22 +194,6 @@ def find_answer(row: Row, data: RowData) -> Any:
         message = f"has no match of {data.answer_pattern!r} in its answer, which ends with {shown}"
         raise DatasetError("data.answer_pattern", message)
     return (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
-
-
-def pick(row: Row, name: str, field: str) -> Any:
-    """Return the value of a field: by its own name, or by a path of names with dots between them."""
-    value: Any = row.get(name)
-    if value is None:
-        value = row
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-    if value is None and name in row:
-        raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
-    if value is None:
-        there = ", ".join(sorted(row)) or "nothing"
-        hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
-        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
-    return value
 
 
 def to_answer(answer: Any) -> Any:

@@ -31,6 +31,22 @@ def check_columns(row: Mapping[str, Any], data: RowData) -> None:
             raise DatasetError("data.metadata_only", f"{message}data.metadata_only if it is for the reward alone")
 
 
+def pick(row: Mapping[str, Any], name: str, field: str) -> Any:
+    """Return the value of a field: by its own name, or by a path of names with dots between them."""
+    value: Any = row.get(name)
+    if value is None:
+        value = row
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+    if value is None and name in row:
+        raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
+    if value is None:
+        there = ", ".join(sorted(row)) or "nothing"
+        hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
+        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
+    return value
+
+
 def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:
     """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
     if is_text(prompt):

@@ -122,7 +122,8 @@ async def explain_learning(ledger: Ledger, fields: Fields) -> list[Finding]:
         config = JobConfig.of_job(fields)
     except ValidationError:
         return []
-    start, done = first_iteration(fields), int(fields["next_iteration"])
+    start = max(first_iteration(fields), config.num_supervised)  # nothing generates before
+    done = int(fields["next_iteration"])
     job_id = fields["id"]
     if done - start < MIN_ITERATIONS:
         return look_at_young(job_id, config, await read_iterations(ledger, job_id, start - 1, MIN_ITERATIONS))

@@ -43,6 +43,9 @@ class Status:
     def commit(self, iteration: int) -> None:
         self._begin(f"committing iteration {iteration}")
 
+    def wait_for_evaluation(self, evaluation: int) -> None:
+        self._begin(f"waiting for evaluation {evaluation}, before the weights change")
+
     def end(self, has_evaluation: bool) -> None:
         self._begin("waiting for the last evaluation" if has_evaluation else "ending the job")
 
