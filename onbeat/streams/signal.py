@@ -22,7 +22,7 @@ from onbeat.objectives.base.objective import PART, is_signal
 from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
 
 TEACHER = "teacher"  # the rule of objectives without rewards
-WITHOUT_REWARDS = ("distill", "sft")  # those of Onbeat's
+WITHOUT_REWARDS = ("distill", "sft")  # Onbeat's objectives with that rule
 
 
 @dataclass(frozen=True)

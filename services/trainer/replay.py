@@ -166,7 +166,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     groups, micro_batches, digests = asyncio.run(record(state.next_iteration))
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1, "stop_without_signal": None})
     start = config.warm_start
-    if start is not None:  # what decided whether the job goes on, and measured what it has learned, is over
+    if start is not None:  # no gate and no measurement belong to a replay
         start = start.model_copy(update={"min_pass_at_k": None, "held_out": None})
     shortened = config.model_copy(update={"schedule": until_then, "warm_start": start})
     job = RecordedJob(groups, micro_batches)

@@ -46,6 +46,12 @@ class Window:
         return f"{self.name}-{self.point}"
 
 
+WARM = {  # two supervised iterations and two of RL
+    "warm_start": {"num_rows_per_iteration": 3, "num_iterations": 2, "learning_rate": 1e-3},
+    "schedule": {"num_iterations": 4},
+}
+KL = {"type": "grpo", "kl": {"coef": 0.1}}
+
 # Each job has two deaths: of a trainer, and of a broker or a rollout. With the sections of the job, and the name of its
 # options in options.py.
 JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
@@ -115,6 +121,26 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
         {"options": "sources"},
     ),
     (
+        Window("trainer:rows-read-not-recorded", "TrainerSide.record_rows.before"),
+        Window("broker:due-not-opened", "Iterations.open_rows.before", nth=2),
+        WARM,
+    ),
+    (
+        Window("trainer:rows-recorded-not-trained", "TrainerSide.record_rows.after", nth=2),
+        Window("broker:opened-not-answered", "Iterations.open_rows.after"),
+        WARM | {"checkpoint": EVERY},
+    ),
+    (  # death in the last step of the warm start
+        Window("trainer:stepped-not-published", "TrainLoop.step.after", nth=2),
+        Window("rollout:claimed-not-started", "RolloutSide.claim.after"),
+        WARM | {"objective": KL},
+    ),
+    (  # death between the warm start and RL
+        Window("trainer:committed-not-checkpointed", "TrainerSide.commit.after", nth=2),
+        Window("rollout:generated-not-submitted", "RolloutSide.submit.before"),
+        WARM | {"objective": KL, "checkpoint": EVERY},
+    ),
+    (
         Window("trainer:taken-not-recorded", "TrainerSide.take.after", nth=3),
         Window("rollout:generated-not-submitted", "RolloutSide.submit.before", nth=2),
         {"options": "all"},
@@ -134,6 +160,9 @@ class ChaosStack:
         job = tiny_job(self.folder, **(shape | {"rollout": SMALL | shape["rollout"]}))
         if "evaluation" in sections:
             job["evaluation"] = sections["evaluation"] | {"data": job["data"]}
+        if "warm_start" in sections:
+            examples = {"type": "jsonl", "path": job["data"]["path"], "response_field": "answer"}
+            job["warm_start"] = sections["warm_start"] | {"data": examples}
         answers = []
 
         def is_created() -> bool:
