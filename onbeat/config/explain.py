@@ -157,12 +157,13 @@ def explain_unknown(path: list[str], location: Sequence[Any]) -> str:
 def homes_of(key: str) -> list[str]:
     """Return where a job has this key, with its section, or what another framework's key is called here.
 
-    >>> homes_of("rank"), homes_of("lr")
-    (['lora.rank'], ['optimizer.learning_rate'])
+    >>> homes_of("num_iterations"), homes_of("lr")
+    (['schedule.num_iterations'], ['optimizer.learning_rate'])
     """
     if key in FOREIGN_KEYS:
         return [FOREIGN_KEYS[key]]
-    homes = [f"{name}.{key}" for name in JobSections.model_fields if key in named_by([name], [])]
+    sections = (name for name in JobSections.model_fields if name != "warm_start")  # it repeats keys of others
+    homes = [f"{name}.{key}" for name in sections if key in named_by([name], [])]
     return homes + [f"{key} at the top level"] * (key in JobSections.model_fields)
 
 

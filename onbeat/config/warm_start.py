@@ -126,7 +126,8 @@ def fill_sections_of_sft(job: Any) -> Any:
     if isinstance(given := job.get("rollout", {}), dict):
         rollout |= given
     arguments = {name: examples[name] for name in TemplateArguments.model_fields if name in examples}
-    data = {"type": examples.get("type"), "path": examples.get("path"), **arguments}
+    prompt_field = examples.get("messages_field") or examples.get("prompt_field", "prompt")
+    data = {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **arguments}
     return {"data": data, **job, "rollout": rollout}
 
 

@@ -56,7 +56,7 @@ class Signal:
     def is_in(self, group: RolloutGroup) -> bool:
         """Return whether the group has signal; False if it failed."""
         rule = self.rule_of(group.source)
-        if rule == TEACHER:
+        if rule == TEACHER or group.is_supervised:
             return bool(group.responses)
         if rule == "reward":
             return do_rewards_differ(group)

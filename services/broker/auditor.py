@@ -150,7 +150,7 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             group = check_content(audit, group_id, payload, max_groups, signal)
             checked[group_id] = Content(group.source, signal.is_in(group))
-            if validated is not None and chooses:
+            if validated is not None and chooses and not group.is_supervised:
                 outcomes[group_id] = Outcome.of_group(validated, group)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
