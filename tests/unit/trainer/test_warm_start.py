@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from onbeat.contracts.errors import JobFailed
-from services.trainer.supervised import SupervisedRow
-from tests.trainer_fixtures import VOCAB, RecordedJob, job_config, make_group, tiny_model, train
+from tests.trainer_fixtures import RecordedJob, job_config, make_group, make_row, make_rows, tiny_model, train
 
 NUM_SUPERVISED, NUM_ITERATIONS = 2, 4
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -20,24 +19,8 @@ def config_of(**sections):
     return job_config(warm_start=start, schedule=schedule, checkpoint={"every_iterations": 1}, **sections)
 
 
-def row(seed, learned=(False, False, True, True, False, True)):
-    generator = torch.Generator().manual_seed(seed)
-    return SupervisedRow(torch.randint(VOCAB, (len(learned),), generator=generator).tolist(), list(learned))
-
-
-def rows_of(iteration, num_rows=3):
-    groups = []
-    for index in range(num_rows):
-        learned = (False,) * (index + 1) + (True,) * (2 + iteration) if index else (False, True, False, True, True)
-        group = row(10 * iteration + index, learned).as_group(f"{iteration}-{index}")
-        group.iteration = group.policy_version = iteration
-        group.is_supervised = True
-        groups.append(group)
-    return groups
-
-
 def groups_of_job():
-    supervised = [group for iteration in range(NUM_SUPERVISED) for group in rows_of(iteration)]
+    supervised = [group for iteration in range(NUM_SUPERVISED) for group in make_rows(iteration)]
     generated = [
         make_group(f"{iteration}-{index}", 5, (3, 1, 4), version=iteration)
         for iteration in range(NUM_SUPERVISED, NUM_ITERATIONS)
@@ -66,10 +49,10 @@ def test_loss_and_step_are_those_of_cross_entropy(tmp_path):
     """One iteration against AdamW on a loop over the rows, in float32."""
     config = config_of(schedule={"num_iterations": 3}, start={"num_iterations": 1, "num_rows_per_iteration": 3})
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_iterations": 1})})
-    trained = train(config, rows_of(0), tmp_path)
+    trained = train(config, make_rows(0), tmp_path)
     model = tiny_model(dtype=torch.float32, attention="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    loss = cross_entropy(model, rows_of(0))
+    loss = cross_entropy(model, make_rows(0))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -140,7 +123,7 @@ def test_the_gate_ends_the_job_with_a_checkpoint(tmp_path):
 def test_held_out_rows_are_measured(tmp_path):
     held_out = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "every_iterations": 5}
     job = RecordedJob(config_of(start={"held_out": held_out}), groups_of_job())
-    rows = [row(seed, (False, True, True)) for seed in (50, 51)]
+    rows = [make_row(seed, (False, True, True)) for seed in (50, 51)]
     job.held_out_rows = lambda: rows
     cut = job.config.model_copy(
         update={"schedule": job.config.schedule.model_copy(update={"num_iterations": NUM_SUPERVISED})}
@@ -158,6 +141,6 @@ def test_generated_groups_and_rows_are_not_mixed_up(tmp_path):
     generated = [make_group(f"0-{index}", 5, (3,), version=0) for index in range(3)]
     with pytest.raises(JobFailed, match="group 0-0 is no row of examples"):
         train(config_of(), generated, tmp_path)
-    rows = [*rows_of(0, 4)]
+    rows = [*make_rows(0, 4)]
     with pytest.raises(JobFailed, match="group 0-0 is a row of examples"):
         train(job_config(), rows, tmp_path / "rl")
