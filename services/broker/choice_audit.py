@@ -17,7 +17,7 @@ async def check_choices(
     """Check all iterations that were opened. `outcomes`: of the groups that are kept, by their ids. Raises
     AuditViolation."""
     history = History(config, await ledger.iterations.outcomes_before(audit.job_id))
-    first, stop = config.first_generated, len(audit.iterations)
+    first, stop = audit.first_iteration, len(audit.iterations)
     async for number, text, recorded in read_choices(ledger, audit.job_id, first, stop):
         choice, opened = Choice.from_json(text), audit.iterations[number]
         is_logged = opened.choice == (payload_digest(text.encode()) if text else "")

@@ -58,6 +58,8 @@ class Publisher:
                 self._job.hold(held[version], None)
             if version == self.state.published_version:
                 self._publish(held[version])
+        if self._published is None and self._config.is_supervised(self.state.next_iteration):
+            self._publish(current)  # the published version went with another trainer, and rollouts ask for a model
 
     def wait_for_reader(self) -> None:
         """Wait until no checkpoint reads the state that the next step changes."""

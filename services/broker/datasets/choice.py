@@ -130,7 +130,7 @@ class LedgerChooser:
     async def _read(self, config: JobConfig, iteration: int) -> Chooser:
         if self._chooser is None:
             self._chooser = Chooser(config, await self._ledger.iterations.outcomes_before(self._job_id))
-            self._num_choices = self._num_outcomes = config.first_generated
+            self._num_choices = self._num_outcomes = config.first_iteration
         self._chooser.config = config  # a resume may have added iterations
         async for number, choice, _ in read_choices(self._ledger, self._job_id, self._num_choices, iteration):
             self._chooser.add_choice(number, Choice.from_json(choice))

@@ -54,9 +54,10 @@ def test_loss_and_step_are_those_of_cross_entropy(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     loss = cross_entropy(model, make_rows(0))
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert trained.job.reports[0]["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert trained.job.reports[0]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     for ours, reference in zip(trained.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=2e-5)
 
