@@ -29,9 +29,7 @@ class SftObjective(Objective):
             ("signal", self.signal != "reward"),
         ):
             if has_effect:
-                raise ValueError(
-                    f"objective.{name}: sft learns from examples, which have neither reward nor ratio; leave it out"
-                )
+                raise ValueError(f"objective.{name}: sft learns from examples, without rewards; leave it out")
         return self
 
     def has_signal(self, rewards: Tensor) -> bool:

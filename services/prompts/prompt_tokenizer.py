@@ -54,8 +54,8 @@ class PromptTokenizer:
         """
         if after is not None:
             before = self.tokenizer.decode([after], skip_special_tokens=False)
-            together = self.encode(before + rendered)
-            return together[1:] if together[:1] == [after] else self.encode(rendered)
+            alone, together = self.encode(before), self.encode(before + rendered)
+            return together[len(alone) :] if together[: len(alone)] == alone else self.encode(rendered)
         if ESCAPE in rendered:
             return self._control_tokens.encode(rendered, add_special_tokens=False)
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
