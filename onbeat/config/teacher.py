@@ -18,6 +18,8 @@ def problems_of_teacher(job: JobSections, sources: Sequence[tuple[str, DataConfi
             f"teacher: its gap is added to advantages, which objective {objective.type} does not have; use grpo, dapo, "
             "dr_grpo, rloo, gspo or cispo, or distill"
         )
+    if job.teacher.prompt_field is not None:
+        yield from problems_of_prompts(job, sources)
     if objective.needs_reward:
         return
     if objective.signal != "reward":
@@ -40,3 +42,18 @@ def problems_of_teacher(job: JobSections, sources: Sequence[tuple[str, DataConfi
     sets = job.evaluation.sets if job.evaluation is not None else []
     if job.evaluation is not None and (not sets or any(section.reward is None for section in sets)):
         yield "evaluation: held-out responses are scored by a reward; add [reward], or leave out [evaluation]"
+
+
+def problems_of_prompts(job: JobSections, sources: Sequence[tuple[str, DataConfig]]) -> Iterator[str]:
+    """Yield why the rows of a job have no prompts for its teacher."""
+    if job.environment is not None:
+        yield (
+            "teacher.prompt_field: the environment begins its conversations with the policy's prompt, and there is no "
+            "other one for the teacher; leave it out, or train without [environment]"
+        )
+    for field, source in sources:
+        if source.type == "reasoning_gym":
+            yield (
+                f"teacher.prompt_field: {field} has generated tasks, each with one prompt only; use rows that have a "
+                "second one, or leave it out"
+            )

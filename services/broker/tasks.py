@@ -10,7 +10,7 @@ from onbeat.contracts.rewards import RewardConfig
 from onbeat.contracts.seeds import seed_of
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.datasets.sources import move_error, places_in, read_places
 
@@ -100,8 +100,10 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
     """Build the part of a task that training and evaluation have in common."""
     rollout, environment = config.rollout, config.environment
     task = PromptTask(
-        messages=[Message(role=message.role, content=message.content) for message in item.messages],
+        messages=to_wire(item.messages),
         text=item.text,
+        teacher_messages=to_wire(item.teacher_messages),
+        teacher_text=item.teacher_text,
         max_response_tokens=rollout.max_response_tokens,
         deadline_s=rollout.group_deadline_s,
         stop=rollout.stop,
@@ -117,6 +119,10 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
             message.weight, message.part = reward.weight, reward.part
             task.rewards.append(message)
     return task
+
+
+def to_wire(messages: Sequence[ChatMessage]) -> list[Message]:
+    return [Message(role=message.role, content=message.content) for message in messages]
 
 
 def common_fields(section: EnvironmentConfig | RewardConfig) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class OpenIteration:
             size, num_samples = len(group.responses), self.config.rollout.num_samples_per_prompt
             if size != num_samples:
                 raise ValueError(f"group {group.group_id} has {size} responses, not {num_samples}")
+            teacher = self.config.teacher
+            has_field = teacher is not None and teacher.prompt_field is not None
+            if has_field != bool(group.teacher_prompt_token_ids):
+                number = "no second prompt" if has_field else "a second prompt"
+                raise ValueError(f"group {group.group_id} has {number} for the teacher, unlike teacher.prompt_field")
             if (largest := largest_token_id(group)) >= vocab_size:
                 raise ValueError(f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens")
         except ValueError as error:
@@ -91,7 +96,7 @@ class OpenIteration:
 
 
 def largest_token_id(group: RolloutGroup) -> int:
-    """Return the largest id of all tokens: of the prompt, sampled, and observed by an episode."""
+    """Return the largest id of all tokens: of the prompts, sampled, and observed by an episode."""
     sampled = [response.token_ids for response in group.responses]
     observed = [turn.observed_token_ids for response in group.responses for turn in response.turns]
-    return max(max(ids) for ids in (group.prompt_token_ids, *sampled, *observed) if ids)
+    return max(max(ids) for ids in (group.prompt_token_ids, group.teacher_prompt_token_ids, *sampled, *observed) if ids)

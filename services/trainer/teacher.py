@@ -75,6 +75,7 @@ class Teacher:
     @torch.no_grad()
     def read(self, batch: MicroBatch, temperature: float, prepared: Prepared | None = None) -> Reading:
         """Pass the batch through the teacher. `prepared`: its inputs, if they are not to be made from the batch."""
+        batch = batch if batch.for_teacher is None else batch.for_teacher
         is_known = self.is_known[batch.target_ids]
         if not self.is_complete:
             batch = replace(

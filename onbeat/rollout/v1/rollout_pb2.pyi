@@ -47,6 +47,8 @@ class PromptTask(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TEACHER_MESSAGES_FIELD_NUMBER: _builtins.int
+    TEACHER_TEXT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -79,6 +81,7 @@ class PromptTask(_message.Message):
     """no stop before so many tokens"""
     source: _builtins.str
     """name of the prompt's source; empty: the job has one only"""
+    teacher_text: _builtins.str
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -101,6 +104,10 @@ class PromptTask(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def teacher_messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """The prompt that the job's teacher reads in place of the policy's. Both empty: it reads the same."""
+
     def __init__(
         self,
         *,
@@ -127,10 +134,12 @@ class PromptTask(_message.Message):
         min_p: _builtins.float = ...,
         min_tokens: _builtins.int = ...,
         source: _builtins.str = ...,
+        teacher_messages: _abc.Iterable[Global___Message] | None = ...,
+        teacher_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "environment", b"environment", "reward", b"reward", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "source", b"source", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "source", b"source", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "teacher_messages", b"teacher_messages", "teacher_text", b"teacher_text", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -285,6 +294,7 @@ class RolloutGroup(_message.Message):
     FAILED_EPISODES_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TEACHER_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
@@ -318,6 +328,10 @@ class RolloutGroup(_message.Message):
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
         """for people: prompt_token_ids as text. Empty: not known"""
 
+    @_builtins.property
+    def teacher_prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: the teacher reads prompt_token_ids"""
+
     def __init__(
         self,
         *,
@@ -335,10 +349,11 @@ class RolloutGroup(_message.Message):
         failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
         source: _builtins.str = ...,
+        teacher_prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "teacher_prompt_token_ids", b"teacher_prompt_token_ids", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015

@@ -29,6 +29,7 @@ from services.broker.datasets.lengths import choose_rows, count_prompts
 from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
+TEACHER_FIELD = "teacher.prompt_field"
 BUNDLED = "bundled:"  # start of the path of a file that comes with Onbeat
 BUFFER_BYTES = 1 << 20  # size of a read from a column of a Parquet file
 MAX_BATCH_ROWS, BATCH_BYTES = 1_000, 32 << 20  # size of a batch of a Parquet file, as its row group estimates it
@@ -41,7 +42,7 @@ class FileDataset(PromptDataset):
 
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
-        self._data = data
+        self._data, self._teacher_field = data, spec.teacher_prompt_field
         self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         self._identity = file_identity(self._path)
         try:
@@ -99,7 +100,7 @@ class FileDataset(PromptDataset):
 
     def to_item(self, row: int) -> PromptItem:
         try:
-            return to_item(self._reader.row(row), row, self._data)
+            return to_item(self._reader.row(row), row, self._data, self._teacher_field)
         except DatasetError as error:
             where = f"{self._data.path}, {self._reader.place(row)}"
             raise DatasetError(error.field, f"{where} {error.message}") from error
@@ -162,9 +163,9 @@ def check_options(data: RowData) -> None:
             raise DatasetError("data.answer_pattern", f"is no regular expression: {error}") from error
 
 
-def to_item(row: Row, index: int, data: RowData) -> PromptItem:
+def to_item(row: Row, index: int, data: RowData, teacher_field: str | None = None) -> PromptItem:
     """Convert row `index` of the file. Raises DatasetError with a message that goes behind the name of the row."""
-    check_columns(row, data)
+    check_columns(row, data, teacher_field)
     prompt = pick(row, data.prompt_field, "data.prompt_field")
     answer = find_answer(row, data)
     metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
@@ -174,9 +175,20 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     if is_number(answer):
         context[IS_NUMBER] = True
     text = "" if messages else prompt
-    return PromptItem(
+    item = PromptItem(
         messages=messages, text=text, context=context, row=index, changes=list(changes_of_messages(prompt))
     )
+    return item if teacher_field is None else item.model_copy(update=find_teacher_prompt(row, teacher_field, data))
+
+
+def find_teacher_prompt(row: Row, name: str, data: RowData) -> dict[str, Any]:
+    """Return the row's prompt for the teacher, as fields of its item. Raises DatasetError."""
+    prompt = pick(row, name, TEACHER_FIELD)
+    try:
+        messages = to_messages(prompt, data)
+    except DatasetError as error:
+        raise DatasetError(TEACHER_FIELD, error.message) from error
+    return {"teacher_messages": messages, "teacher_text": "" if messages else prompt}
 
 
 def find_answer(row: Row, data: RowData) -> Any:

@@ -21,9 +21,9 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def check_columns(row: Mapping[str, Any], data: RowData) -> None:
+def check_columns(row: Mapping[str, Any], data: RowData, teacher_field: str | None = None) -> None:
     """Raise DatasetError for a column that looks like an input of the model, which gets the prompt alone."""
-    used = {data.prompt_field, data.answer_field, *data.metadata_only}
+    used = {data.prompt_field, data.answer_field, teacher_field, *data.metadata_only}
     inputs = INPUT_COLUMNS | COMPANIONS.get(data.prompt_field, set())
     for name in sorted(row.keys() & inputs - used):
         if not is_empty(row[name]):
