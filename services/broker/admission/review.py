@@ -25,11 +25,12 @@ from onbeat.contracts.rewards import (
     compares_with_answer,
 )
 from onbeat.contracts.suggestions import close_names, suggest
+from services.broker.admission.adapter import review_adapter_to_train
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.preview import Preview, preview_prompts
 from services.broker.admission.rewards import review_on_data
-from services.broker.admission.teacher import review_teacher
+from services.broker.admission.teacher import review_teacher, review_vocabulary
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
@@ -108,7 +109,13 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            complaints += model_complaints + await asyncio.to_thread(review_teacher, config, self._has_model_folders)
+            adapter_complaints = (
+                review_adapter_to_train(config, self._has_model_folders) if not model_complaints else []
+            )
+            teacher_complaints = await asyncio.to_thread(review_teacher, config, self._has_model_folders)
+            if not model_complaints + teacher_complaints and self._has_model_folders:
+                teacher_complaints = await review_vocabulary(config)
+            complaints += model_complaints + adapter_complaints + teacher_complaints
         if unusable:
             return complaints, Remarks()
         data_complaints, firsts, remarks = await self._review_data(config, checked)
