@@ -12,6 +12,7 @@ FOREIGN_PROGRAMS = {
     "python3": "of the system",
     "redis-server": "of Redis",
     "sha256sum": "of the system",
+    "vllm": "serves what was exported; tests/docs/test_recipes.py runs it",
     "tensorboard": "reads the files that a trainer writes",
 }
 
@@ -37,6 +38,9 @@ PARSED_ONLY = {
     "onbeat keys new": "tests/integration/broker/test_security.py runs it",
     "onbeat keys list": "the same",
 }
+
+# Pages whose commands are run one after the other, by a test of their own.
+STORIES = {"docs/recipes.md": "tests/docs/test_recipes.py"}
 
 # Blocks of TOML that are no part of a job: (page, first line).
 NOT_A_JOB: dict[tuple[str, str], str] = {
