@@ -87,6 +87,11 @@ def choosing_s(num_rows: int, share_seen: float = 0.25, num_tries: int = 5) -> f
     return statistics.median(tries)
 
 
+def late_of(run: dict[str, Any]) -> float:
+    """Return the mean of the last five held-out rewards of a run, which are less noisy than the last one."""
+    return statistics.fmean(reward for _, reward in run["held_out"][-5:])
+
+
 def summary_of(runs: Runs) -> dict[str, Any]:
     uniform = {order: statistics.median(run["uniform_frac"] for run in runs[order]) for order in ORDERS}
     pairs = list(zip(*(runs[order] for order in ORDERS), strict=True))
@@ -100,6 +105,7 @@ def summary_of(runs: Runs) -> dict[str, Any]:
         "uniform_ratio": uniform["difficulty"] / uniform["shuffled"],
         "speed_up": statistics.median(speed_ups) if speed_ups else None,
         "speed_ups": speed_ups,
+        "held_out_late": {order: statistics.fmean(map(late_of, runs[order])) for order in ORDERS},
         "opening_s": {order: statistics.median(run["opening_s"] for run in runs[order]) for order in ORDERS},
         "choosing_s_by_rows": {num_rows: choosing_s(num_rows) for num_rows in (400, 10_000, 1_000_000)},
         "target": TARGET,

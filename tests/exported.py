@@ -9,12 +9,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from onbeat.config import LoraConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.model.exported_files import exported_files
 from services.trainer.model.exported_weights import conversion
-from services.trainer.model.lora import published_tensors
+from services.trainer.model.lora import add_adapters, published_tensors
 from services.trainer.model.model import Passes, load_model, response_logprobs
 from services.trainer.passes.shrink import VOCAB_SIZE, random_model
 from tests.architectures import CPU, Row
@@ -57,10 +58,14 @@ def name_as_on_the_hub(weights: Path) -> None:
         save_file(named, weights, metadata={"format": "pt"})
 
 
-def train_and_export(source: Path, folder: Path) -> tuple[list[Path], torch.Tensor]:
+def train_and_export(
+    source: Path, folder: Path, lora: LoraConfig | None = None
+) -> tuple[list[Path], list[torch.Tensor]]:
     """Return the checkpoints at version 0 and after an update, as `CheckpointStore` writes them, and the logits of the
-    model that was trained."""
-    model = load_model(str(source), torch.float32, CPU, Passes("eager"))
+    model in training at both. `lora`: of the adapters that are trained."""
+    model, logits = load_model(str(source), torch.float32, CPU, Passes("eager")), []
+    if lora is not None:
+        add_adapters(model, lora, seed=0)
     files = exported_files(str(source), torch.float32)
     store = CheckpointStore(folder, keep=2)
     for version in (0, 1):
@@ -69,8 +74,9 @@ def train_and_export(source: Path, folder: Path) -> tuple[list[Path], torch.Tens
         state = TrainState("job", str(source), next_iteration=version, policy_version=version)
         store.save(state, published_tensors(model), {}, files, convert=conversion(model))
         store.wait()
-    with torch.no_grad():
-        return store.complete(), model(input_ids=PROMPT).logits
+        with torch.no_grad():
+            logits.append(model(input_ids=PROMPT).logits)
+    return store.complete(), logits
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """A stand-in for the Hugging Face hub, with the answers that its API gave: one model repository in memory."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import threading
@@ -11,7 +12,8 @@ from typing import Any
 
 
 class Hub(ThreadingHTTPServer):
-    """`files` are those of the newest commit, by name. `is_cut`: connections end in the middle of a commit."""
+    """`files` are those of the newest commit, by name. `is_cut`: connections end in the middle of a commit. `hold_at`:
+    number of a step, two for each request, before and after it takes effect: there it stops, and sets `is_held`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -20,6 +22,16 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str | None] = set()
         self.created: list[dict[str, Any]] = []
         self.is_cut = False
+        self.hold_at: int | None = None
+        self.num_steps = 0
+        self.is_held, self.is_released = threading.Event(), threading.Event()
+
+    def step(self) -> None:
+        """Count a step, and hold the connection if it is the one to hold at."""
+        self.num_steps += 1
+        if self.num_steps - 1 == self.hold_at:
+            self.is_held.set()
+            self.is_released.wait(60)
 
     @property
     def url(self) -> str:
@@ -30,6 +42,7 @@ class Answers(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
+        self.server.step()
         path = self.path.partition("?")[0]
         if "/tree/" in path:
             self.answer([self.entry(name) for name in sorted(self.server.files)])
@@ -37,6 +50,7 @@ class Answers(BaseHTTPRequestHandler):
             self.answer({"id": "org/adder", "sha": self.sha, "siblings": [{"rfilename": n} for n in self.server.files]})
 
     def do_POST(self) -> None:
+        self.server.step()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.tokens.add(self.headers.get("Authorization"))
         if self.path == "/api/repos/create":
@@ -83,12 +97,17 @@ class Answers(BaseHTTPRequestHandler):
         self.answer({"success": True, "commitOid": self.sha, "commitUrl": address})
 
     def answer(self, content: Any, status: int = 200) -> None:
+        self.server.step()
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # the client may have been killed
+            super().finish()
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

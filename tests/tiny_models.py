@@ -36,16 +36,16 @@ def write_untied_model(model_dir: Path) -> Path:
     return _write_model(model_dir, LlamaConfig, tie_word_embeddings=False, attention_bias=True)
 
 
-def write_qwen3_moe_model(model_dir: Path) -> Path:
-    """Write a mixture of experts, whose routers are beside them."""
+def write_qwen3_moe_model(model_dir: Path, has_hub_names: bool = False) -> Path:
+    """Write a mixture of experts, whose routers are beside them. `has_hub_names`: as on the hub, not as published."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return _write_model(model_dir, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
+    return _write_model(model_dir, Qwen3MoeConfig, has_hub_names, tie_word_embeddings=False, **experts)
 
 
-def write_mixtral_model(model_dir: Path) -> Path:
+def write_mixtral_model(model_dir: Path, has_hub_names: bool = False) -> Path:
     """Another mixture of experts, whose size (80) a kernel may have to pad."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 80}
-    return _write_model(model_dir, MixtralConfig, tie_word_embeddings=False, **experts)
+    return _write_model(model_dir, MixtralConfig, has_hub_names, tie_word_embeddings=False, **experts)
 
 
 def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int) -> Path:
@@ -79,7 +79,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _write_model(model_dir: Path, config_class: type[PreTrainedConfig], **options: Any) -> Path:
+def _write_model(
+    model_dir: Path, config_class: type[PreTrainedConfig], has_hub_names: bool = False, **options: Any
+) -> Path:
     tokenizer = build_tokenizer()
     sizes = {
         "vocab_size": VOCAB_SIZE,
@@ -101,8 +103,9 @@ def _write_model(model_dir: Path, config_class: type[PreTrainedConfig], **option
     # Sampling defaults that an engine must not take over from the model.
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True, top_k=2, top_p=0.5)
     model.save_pretrained(model_dir)
-    # Under the names that the trainer publishes: those of the hub hold each expert by itself.
-    published = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    save_file(published, model_dir / "model.safetensors", metadata={"format": "pt"})
+    if not has_hub_names:
+        # Under the names that the trainer publishes: those of the hub hold each expert by itself.
+        published = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        save_file(published, model_dir / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(model_dir)
     return model_dir

@@ -31,6 +31,7 @@ from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
 from services.trainer.session import begin, restore
 from services.trainer.stats import IterationStats
+from services.trainer.supervised import SupervisedRow
 from services.trainer.world import ALONE
 
 VOCAB = 61
@@ -98,6 +99,24 @@ def make_group(group_id="0-0", prompt_length=5, response_lengths=(3, 1, 4), vers
         prompt_token_ids=tokens(prompt_length),
         responses=responses,
     )
+
+
+def make_row(seed=0, learned=(False, False, True, True, False, True)):
+    """Make a row of examples with random tokens; `learned`: of each token."""
+    generator = torch.Generator().manual_seed(seed)
+    return SupervisedRow(torch.randint(VOCAB, (len(learned),), generator=generator).tolist(), list(learned))
+
+
+def make_rows(iteration, num_rows=3):
+    """Make the groups of a supervised iteration: the first one has two learned parts."""
+    groups = []
+    for index in range(num_rows):
+        learned = (False,) * (index + 1) + (True,) * (2 + iteration) if index else (False, True, False, True, True)
+        group = make_row(10 * iteration + index, learned).as_group(f"{iteration}-{index}")
+        group.iteration = group.policy_version = iteration
+        group.is_supervised = True
+        groups.append(group)
+    return groups
 
 
 def make_batch():

@@ -4,7 +4,6 @@ import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,9 +67,10 @@ def export(
     base_files = exporting.files_of_base(job.model.path)
     with ExitStack() as stack:
         name = f"{job_id}-{folder.name}{'-adapter' if is_adapter else ''}"
+        to_push = Path(name)
         if to is None and repository is not None:
-            name = f"{stack.enter_context(TemporaryDirectory(prefix='.onbeat-push-', dir='.'))}/{name}"
-        target = to or Path(name)
+            to_push = stack.enter_context(exporting.passing_folder(name)) / name
+        target = to or to_push
         audit_head = broker.ask(lambda client: read_audit_head(client, job_id))
         licence = exporting.licence_of_base(job.model.path, base_files)
         card = Export(number, job.model.dtype, is_adapter, audit_head, licence)

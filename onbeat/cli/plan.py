@@ -1,7 +1,7 @@
 """`onbeat plan`: what a job will need, before it runs."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,6 +9,9 @@ from onbeat.cli.options import App, AsJson, Job, Overrides
 from onbeat.cli.output import print_json
 from onbeat.cli.service import run_service
 from onbeat.contracts.memory_plan import MAX_NUM_SEQS, planned_dtype, rollout_request, trainer_request
+
+if TYPE_CHECKING:
+    from onbeat.config import JobConfig
 
 app = App("Estimate what a job will need before it runs.")
 GB = 1e9
@@ -40,23 +43,24 @@ def memory(
     from onbeat.process.extras import require_extra
 
     require_extra("trainer", user="a plan of the memory")
-    fields = JobConfig.from_file(job, overrides).model_dump(mode="json")
-    fields["model"]["dtype"] = planned_dtype(fields["model"]["dtype"], read_processor().bfloat16 == "native")
-    plan = plan_memory(fields, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    config = JobConfig.from_file(job, overrides)
+    config = config.with_dtype(planned_dtype(config.model.dtype, read_processor().bfloat16 == "native"))
+    plan = plan_memory(config, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
     if as_json:
         print_json(plan)
     else:
         typer.echo("\n".join(describe(plan, num_ranks, is_on_gpu)))
 
 
-def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
+def plan_memory(config: "JobConfig", prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
     """Plan the memory of trainer and rollout. Raises ValueError where the model cannot be planned."""
+    job = config.model_dump(mode="json")
     trainer = plan_of("trainer", trainer_request(job, prompt_tokens, num_ranks, is_on_gpu))
     names = {"host": "trainer", "device": "trainer's GPU"}
     plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
     if is_on_gpu:  # the engine has its own GPU, and vLLM takes a fixed share of it
         return plan
-    return plan | plan_of("rollout", rollout_request(job, trainer, max_num_seqs))
+    return plan | plan_of("rollout", rollout_request(job, trainer, bool(config.environments), max_num_seqs))
 
 
 def plan_of(service: str, request: dict[str, Any]) -> dict[str, Any]:

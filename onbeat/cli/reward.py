@@ -65,9 +65,7 @@ def try_reward(
         show_groups(broker, job_id, num_rows)
         return
     config = JobConfig.from_file(job, overrides)
-    if config.environment is not None:
-        remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
-        raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
+    refuse_episodes(config)
     check_services(config)
     require_extra("broker", user="the data of a job")
     items = read_rows(config, job.parent, broker.data_dir, num_rows)
@@ -88,6 +86,19 @@ def try_reward(
                     say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
     if any("reward" not in answer for _, answers in scores for answer in answers.values()):
         raise typer.Exit(1)
+
+
+def refuse_episodes(config: "JobConfig") -> None:
+    """Raise ValueError for a job of episodes alone; of other sources that an environment plays, say that they are left
+    out."""
+    played = [name for name, environment in config.environments_by_source.items() if environment is not None]
+    remedy = "run an iteration of it (--set schedule.num_iterations=1), or use --job"
+    if len(played) == len(config.sources):
+        raise ValueError(f"the reward of this job comes from its environment, which plays whole episodes: {remedy}")
+    for name in played:
+        say(
+            f"note: source {name} is left out, because its reward comes from an environment, which plays whole episodes"
+        )
 
 
 def check_services(config: "JobConfig") -> None:
@@ -161,13 +172,19 @@ def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: int) -> list[dict[str, Any]]:
-    """Return the first prompts of each source, with their contexts and titles, after a look at all rows as at a
-    submission.
+    """Return the first prompts of each source that rewards score, with their contexts and titles, after a look at all
+    rows as at a submission.
 
     Raises ValueError naming the field that is wrong.
     """
     root = resolve_data_dir(data_dir)
-    return [item for number in range(len(config.sources)) for item in read_source(config, number, folder, root, count)]
+    environments = config.environments_by_source.values()
+    return [
+        item
+        for number, environment in enumerate(environments)
+        if environment is None
+        for item in read_source(config, number, folder, root, count)
+    ]
 
 
 def read_source(config: "JobConfig", number: int, folder: Path, root: Path, count: int) -> list[dict[str, Any]]:

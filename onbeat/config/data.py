@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
+from onbeat.config.rollout import EnvironmentConfig
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.rewards import LIST, TABLE, OneOrSeveralRewards, form_of
 from onbeat.contracts.section import Float, PositiveInt, Section
@@ -69,7 +70,15 @@ class SourceData(TemplateArguments):
         "most: `rollout.max_response_tokens`",
     )
     reward: OneOrSeveralRewards | None = Field(
-        None, description="one or several rewards of this source, with several sources; default: those of the job"
+        None,
+        description="one or several rewards of this source, whose prompts are then answered in one turn, with several "
+        "sources; default: those of the job",
+    )
+    environment: EnvironmentConfig | None = Field(
+        None,
+        exclude_if=lambda environment: environment is None,
+        description="environment that plays this source's prompts, with several sources; default: that of the job, "
+        "unless the source has its own `reward`",
     )
     solved_at: Float | None = Field(
         None,
@@ -213,17 +222,6 @@ class HubData(RowData):
 DataConfig = Annotated[ReasoningGymData | FileData | HubData, Field(discriminator="type")]
 
 
-def refuse_environments(section: Any) -> Any:
-    """Refuse by name an environment of one source, and say why."""
-    for place, source in enumerate(section if isinstance(section, list) else ()):
-        if isinstance(source, dict) and "environment" in source:
-            raise ValueError(
-                f"data.{place}.environment: a rollout plays all prompts of a job in its one [environment], or answers "
-                "all in one turn; write [environment] for the whole job, or train this source in another job"
-            )
-    return section
-
-
 def check_sources(section: DataConfig | list[DataConfig]) -> DataConfig | list[DataConfig]:
     """Raise ValueError where sources could not be told apart, or could not take turns."""
     if not isinstance(section, list):
@@ -249,6 +247,5 @@ OneOrSeveralSources = Annotated[
     Annotated[DataConfig, Tag(TABLE)]
     | Annotated[list[DataConfig], Field(min_length=1, max_length=MAX_SOURCES), Tag(LIST)],
     Discriminator(form_of),
-    BeforeValidator(refuse_environments),
     AfterValidator(check_sources),
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from onbeat.config.data import DataConfig
+from onbeat.config.rollout import EnvironmentConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards, RewardConfig
 from onbeat.contracts.section import Float, Fraction, Int, PositiveInt, Section
 
@@ -22,7 +23,17 @@ class EvaluationSet(Section):
     num_prompts: PositiveInt | None = Field(
         None, le=10_000, description="number of prompts, from the first row on; default: `evaluation.num_prompts`"
     )
-    reward: OneOrSeveralRewards | None = Field(None, description="one or several rewards; default: those of the job")
+    reward: OneOrSeveralRewards | None = Field(
+        None,
+        description="one or several rewards of this set, whose prompts are then answered in one turn; default: those "
+        "of the job",
+    )
+    environment: EnvironmentConfig | None = Field(
+        None,
+        exclude_if=lambda environment: environment is None,
+        description="environment that plays this set's prompts; default: that of the job, unless the set has its own "
+        "`reward`",
+    )
     solved_at: Float | None = Field(
         None, description="reward from which a response counts as solved; default: that of the job"
     )
@@ -99,4 +110,5 @@ class HeldOutSet:
     data: DataConfig
     num_prompts: int
     rewards: list[RewardConfig]
+    environment: EnvironmentConfig | None
     solved_at: float

@@ -162,7 +162,8 @@ def homes_of(key: str) -> list[str]:
     """
     if key in FOREIGN_KEYS:
         return [FOREIGN_KEYS[key]]
-    homes = [f"{name}.{key}" for name in JobSections.model_fields if key in named_by([name], [])]
+    sections = (name for name in JobSections.model_fields if name != "warm_start")  # it repeats keys of others
+    homes = [f"{name}.{key}" for name in sections if key in named_by([name], [])]
     return homes + [f"{key} at the top level"] * (key in JobSections.model_fields)
 
 

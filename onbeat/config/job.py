@@ -11,17 +11,20 @@ from onbeat.config.data import KEYS_OF_SEVERAL, DataConfig
 from onbeat.config.evaluation import HeldOutSet
 from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
-from onbeat.config.rollout import MAX_PROMPTS, OVERLONG
+from onbeat.config.rollout import MAX_PROMPTS, OVERLONG, EnvironmentConfig
 from onbeat.config.schedule import BoundedSchedule
+from onbeat.config.scoring import environment_of, environments_of, problems_of_scoring, rewards_of
 from onbeat.config.sections import JobSections
 from onbeat.config.storage import RetentionConfig, TrackerConfig
 from onbeat.config.teacher import problems_of_teacher
 from onbeat.config.templates import moment_of
+from onbeat.config.warm_start import SFT, fill_sections_of_sft, problems_of_warm_start
 from onbeat.contracts.rewards import RewardConfig, rewards_in
 from onbeat.contracts.section import IS_ACCEPTED
 from onbeat.contracts.slots import Slots
 from onbeat.objectives.base.gdpo import problems_of_parts
 from onbeat.objectives.base.objective import PART
+from onbeat.objectives.sft import SftObjective
 
 DERIVED = (("gac", "mode"), ("retention", "rollout_iterations"))  # keys that `fill_defaults` fills in
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
@@ -39,6 +42,11 @@ class JobConfig(JobSections):
                 field = name if str(name).isidentifier() and len(name) <= 80 else "job"
                 raise ValueError(f"{field}: nested more than {MAX_DEPTH} levels deep; make it flatter")
         return job
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_sections(cls, job: Any) -> Any:
+        return fill_sections_of_sft(job)
 
     @field_validator("tracking")
     @classmethod
@@ -69,6 +77,8 @@ class JobConfig(JobSections):
         """Return whether this is the other job, perhaps extended since."""
         if other.rendering.now is None and self.rendering.now is not None:
             other = other.dated(self.rendering.now)
+        if other.num_supervised != self.num_supervised and other.warm_start is not None:
+            other = other.with_warm_start(self.num_supervised)
         ends = other.schedule.ends
         return self.schedule.ends[: len(ends)] == ends and self.with_ends(ends) == other
 
@@ -79,12 +89,12 @@ class JobConfig(JobSections):
         first: DataConfig = self.rendering.model_copy(update={"now": now})
         return self.model_copy(update={"data": [first, *self.data[1:]] if isinstance(self.data, list) else first})
 
-    @property
-    def sources(self) -> list[tuple[str, DataConfig]]:
-        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
-        if not isinstance(self.data, list):
-            return [("data", self.data)]
-        return [(f"data.{place}", source) for place, source in enumerate(self.data)]
+    def with_warm_start(self, num_iterations: int) -> "JobConfig":
+        """Return the job with a number in place of the epochs of its warm start, if it has given these."""
+        if self.warm_start is None or self.warm_start.epochs is None:
+            return self
+        counted = self.warm_start.model_copy(update={"num_iterations": num_iterations, "epochs": None})
+        return self.model_copy(update={"warm_start": counted})
 
     @property
     def rendering(self) -> DataConfig:
@@ -93,8 +103,8 @@ class JobConfig(JobSections):
 
     @property
     def has_system_prompt(self) -> bool:
-        """True if any of the sources has one."""
-        return any(source.system_prompt for _, source in self.sources)
+        """True if any of the sources whose prompts are answered in one turn has one."""
+        return any(source.system_prompt and environment_of(self, source) is None for _, source in self.sources)
 
     @property
     def chooses_prompts(self) -> bool:
@@ -113,11 +123,18 @@ class JobConfig(JobSections):
 
     @property
     def rewards_by_source(self) -> dict[str, list[RewardConfig]]:
-        """The rewards of each source by its name; a single source has the name ''."""
-        return {
-            source.name or "": self.rewards if source.reward is None else rewards_in(source.reward)
-            for _, source in self.sources
-        }
+        """The rewards of each source by its name, none where an environment plays; a single source has the name ''."""
+        return {source.name or "": rewards_of(self, source) for _, source in self.sources}
+
+    @property
+    def environments(self) -> list[tuple[str, EnvironmentConfig]]:
+        """Its environments by their fields, such as `environment` and `data.1.environment`."""
+        return environments_of(self)
+
+    @property
+    def environments_by_source(self) -> dict[str, EnvironmentConfig | None]:
+        """The environment of each source by its name; None where prompts are answered in one turn."""
+        return {source.name or "": environment_of(self, source) for _, source in self.sources}
 
     @property
     def solved_at_by_source(self) -> dict[str, float]:
@@ -129,8 +146,9 @@ class JobConfig(JobSections):
 
     @property
     def longest_response(self) -> int:
-        """The most tokens that one response may sample; those of an episode are sampled in several turns."""
-        max_turns = self.environment.max_turns if self.environment is not None else 1
+        """The most tokens that one response of any source may sample; an episode samples them in several turns."""
+        environments = self.environments_by_source.values()
+        max_turns = max(1 if environment is None else environment.max_turns for environment in environments)
         return max_turns * self.rollout.max_response_tokens
 
     @property
@@ -140,7 +158,7 @@ class JobConfig(JobSections):
         if evaluation is None:
             return []
         if evaluation.data is not None:
-            inherited = (evaluation.data, evaluation.num_prompts, self.rewards, self.solved_at)
+            inherited = (evaluation.data, evaluation.num_prompts, self.rewards, self.environment, self.solved_at)
             return [HeldOutSet("", "evaluation", *inherited)]
         return [
             HeldOutSet(
@@ -148,7 +166,8 @@ class JobConfig(JobSections):
                 field=f"evaluation.sets.{index}",
                 data=section.data,
                 num_prompts=section.num_prompts or evaluation.num_prompts,
-                rewards=self.rewards if section.reward is None else rewards_in(section.reward),
+                rewards=rewards_of(self, section),
+                environment=environment_of(self, section),
                 solved_at=self.solved_at if section.solved_at is None else section.solved_at,
             )
             for index, section in enumerate(evaluation.sets)
@@ -160,9 +179,54 @@ class JobConfig(JobSections):
         return self.fork.iteration if self.fork is not None else 0
 
     @property
+    def num_supervised(self) -> int:
+        """The number of supervised iterations, which are the first of the job."""
+        if self.objective.type == SFT:
+            return self.schedule.num_iterations
+        return (self.warm_start.num_iterations or 0) if self.warm_start is not None else 0
+
+    def is_supervised(self, iteration: int) -> bool:
+        return iteration < self.num_supervised
+
+    @property
+    def has_started_reference(self) -> bool:
+        """True if the reference policy is the one at the end of the warm start."""
+        kl = self.objective.kl
+        return 0 < self.num_supervised < self.schedule.num_iterations and kl.coef > 0 and kl.reference is None
+
+    @property
+    def has_rollouts(self) -> bool:
+        """False if the job generates nothing."""
+        return self.objective.type != SFT or self.evaluation is not None
+
+    def at(self, iteration: int) -> "JobConfig":
+        """Return the job as this iteration is trained: of a supervised one, without what is about responses."""
+        if not self.is_supervised(iteration):
+            return self
+        assert self.warm_start is not None
+        rollout: dict[str, Any] = {"num_prompts_per_iteration": self.warm_start.num_rows_per_iteration}
+        rollout |= {"num_samples_per_prompt": 1, "max_prompts_per_iteration": None, "temperature": 1.0}
+        rollout |= {"truncated": "score", "overlong_cache": None}
+        objective = self.objective if self.objective.type == SFT else SftObjective(type=SFT)
+        sections = {
+            "objective": objective,
+            "teacher": None,
+            "rollout": self.rollout.model_copy(update=rollout),
+            "training": self.training.model_copy(update={"num_updates_per_iteration": 1}),
+        }
+        return self.model_copy(update=sections)
+
+    @property
+    def first_generated(self) -> int:
+        """The first iteration of this job that rollouts generate."""
+        return max(self.first_iteration, self.num_supervised)
+
+    @property
     def decay_ends(self) -> list[int]:
-        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job."""
-        return [end * self.training.num_updates_per_iteration for end in self.schedule.ends]
+        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job. Those of
+        supervised iterations do not count."""
+        ends = [max(0, end - self.num_supervised) for end in self.schedule.ends]
+        return [end * self.training.num_updates_per_iteration for end in ends]
 
     @property
     def max_staleness(self) -> int:
@@ -221,17 +285,9 @@ class JobConfig(JobSections):
 
 def problems_of(job: JobConfig) -> Iterator[str]:
     """Yield what does not hold between the sections: the field, what is wrong with it, and a remedy."""
-    if job.reward is None and job.environment is None and job.objective.needs_reward:
-        yield "reward: missing; name one, or an [environment], which gives the reward itself"
-    if job.reward is not None and job.environment is not None:
-        yield "reward: the environment gives the reward; leave out [reward] or [environment]"
+    yield from problems_of_scoring(job)
     if job.model.adapter is not None and job.lora is None:
         yield "model.adapter: adapters are trained with [lora]; add that section with the adapter's rank and alpha"
-    sets = job.evaluation.sets if job.evaluation is not None else []
-    if job.environment is not None and any(section.reward is not None for section in sets):
-        yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
-    if job.environment is not None and any(source.reward is not None for _, source in job.sources):
-        yield "data: the environment gives the reward; leave out those of the sources"
     longest, min_tokens = job.rollout.max_response_tokens, job.evaluation.min_tokens if job.evaluation else 0
     if min_tokens > longest:
         yield (
@@ -241,7 +297,8 @@ def problems_of(job: JobConfig) -> Iterator[str]:
     yield from problems_of_sources(job)
     yield from problems_of_signal(job)
     yield from problems_of_long_responses(job)
-    yield from problems_of_teacher(job, job.sources)
+    yield from problems_of_teacher(job)
+    yield from problems_of_warm_start(job)
     objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
     if job.rollout.num_samples_per_prompt < 2 and objective.needs_reward:
         yield (
@@ -334,7 +391,12 @@ def problems_of_signal(job: JobConfig) -> Iterator[str]:
         if isinstance(signal, str) and signal.startswith(PART):
             where = f" of source {source.name}" if source.name else ""
             parts = [reward.part for reward in job.rewards_by_source[source.name or ""] if reward.part is not None]
-            if not parts:
+            if not parts and source.environment is not None:
+                yield (
+                    f"{key}: {signal} is a part of several rewards, and the environment{where} gives one; set "
+                    f"{field}.signal to solved or reward"
+                )
+            elif not parts:
                 yield (
                     f"{key}: {signal} is a part of several rewards, and the job has none under [[reward]]{where}; use "
                     "solved or reward, or write the rewards under [[reward]]"
@@ -369,7 +431,7 @@ def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
             "score"
         )
     cache = rollout.overlong_cache
-    if cache is not None and job.environment is not None:
+    if cache is not None and None not in job.environments_by_source.values():
         yield (
             "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
             "punish; leave it out, and let the environment's reward punish long episodes"

@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     overlong_cache: PositiveInt | None = Field(
         None,
         description="DAPO's punishment of long responses: over so many tokens before `max_response_tokens` the reward "
-        "falls linearly, by `overlong_penalty` at the limit; default: it does not",
+        "falls linearly, by `overlong_penalty` at the limit; default, and for episodes: it does not",
     )
     overlong_penalty: Float = Field(
         1.0, gt=0, le=1000, description="reward that a response loses at the limit, with `overlong_cache`"

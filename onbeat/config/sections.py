@@ -2,13 +2,14 @@
 
 from pydantic import Field
 
-from onbeat.config.data import OneOrSeveralSources
+from onbeat.config.data import DataConfig, OneOrSeveralSources
 from onbeat.config.evaluation import EvaluationConfig
 from onbeat.config.model import LoraConfig, ModelConfig
 from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
 from onbeat.config.schedule import ScheduleConfig
 from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
 from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
+from onbeat.config.warm_start import WarmStartConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards
 from onbeat.contracts.section import Float, Int, Section
 from onbeat.objectives import AnyObjective
@@ -40,8 +41,8 @@ class JobSections(Section):
     data: OneOrSeveralSources = Field(description="one or several sources of prompts")
     reward: OneOrSeveralRewards | None = Field(
         None,
-        description="one or several rewards that score responses; needed unless there is an environment, or the "
-        "objective is distill",
+        description="one or several rewards that score responses; needed unless there is an environment, all sources "
+        "have their own, or the objective is distill or sft",
     )
     environment: EnvironmentConfig | None = Field(
         None, description="environment that runs episodes of several turns; default: responses of one turn"
@@ -53,6 +54,11 @@ class JobSections(Section):
         exclude_if=lambda teacher: teacher is None,
         description="frozen model that the policy learns from: besides its rewards, or alone with the objective "
         "distill",
+    )
+    warm_start: WarmStartConfig | None = Field(
+        None,
+        exclude_if=lambda warm_start: warm_start is None,
+        description="supervised iterations before the others; with the objective sft all iterations are such",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     gac: GacConfig = GacConfig()
@@ -67,3 +73,10 @@ class JobSections(Section):
     tracking: list[TrackerConfig] = Field(
         default_factory=list, max_length=3, description="trackers besides TensorBoard, at most one of each type"
     )
+
+    @property
+    def sources(self) -> list[tuple[str, DataConfig]]:
+        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
+        if not isinstance(self.data, list):
+            return [("data", self.data)]
+        return [(f"data.{place}", source) for place, source in enumerate(self.data)]

@@ -21,16 +21,14 @@ FILE = "chat_template.jinja in its folder, or model.chat_template_file of the jo
 
 
 def template_problem(render: Render, template: str, *, has_environment: bool, has_system_prompt: bool) -> str:
-    """Return why the model's template cannot show a job's prompts, or its environment's conversations, and what to do;
-    '' if it can. `template`: its name in the message."""
-    if has_environment:
-        if problem := problem_of(render, CONVERSATION):
-            return (
-                f"{template} {problem}; episodes need that: give the model a template that does ({FILE}), or set "
-                "data.as_chat = false for an environment that sends token ids only"
-            )
-        return ""
-    if problem := problem_of(render, [QUESTION]):
+    """Return why the model's template cannot show a job's prompts, or its environments' conversations, and what to do;
+    '' if it can. `template`: its name in the message. `has_system_prompt`: of prompts that are answered in one turn."""
+    if has_environment and (problem := problem_of(render, CONVERSATION)):
+        return (
+            f"{template} {problem}; episodes need that: give the model a template that does ({FILE}), or set "
+            "data.as_chat = false for an environment that sends token ids only"
+        )
+    if not has_environment and (problem := problem_of(render, [QUESTION])):
         return (
             f"{template} {problem}; give the model a template that does ({FILE}), or set data.as_chat = false for "
             "prompts that are rendered already"

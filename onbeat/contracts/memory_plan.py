@@ -16,15 +16,16 @@ def trainer_request(job: Fields, prompt_tokens: int, num_ranks: int = 1, is_on_g
     return {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
 
 
-def rollout_request(job: Fields, trainer: Fields, max_num_seqs: int = MAX_NUM_SEQS) -> Fields:
-    """Return the question about a rollout on a CPU. `trainer`: the trainer's answer."""
+def rollout_request(job: Fields, trainer: Fields, has_episodes: bool, max_num_seqs: int = MAX_NUM_SEQS) -> Fields:
+    """Return the question about a rollout on a CPU. `trainer`: the trainer's answer. `has_episodes`: an environment
+    plays some of the job's prompts."""
     return {
         "model": trainer["model"],
         "num_parameters": trainer["num_parameters"],
         "dtype": job["model"]["dtype"],
         "max_model_len": job["model"]["max_context_tokens"],
         "max_num_seqs": max_num_seqs,
-        "has_episodes": job["environment"] is not None,
+        "has_episodes": has_episodes,
         "cache_gib": CACHE_GIB,
     }
 

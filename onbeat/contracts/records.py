@@ -83,6 +83,7 @@ class IterationRecord(Record):
     state: IterationState
     policy_version: int
     num_groups: int
+    is_supervised: bool = Field(False, exclude_if=lambda is_set: not is_set)  # rows of examples, no groups
     num_accepted: int = 0
     num_replaced: int = 0  # accepted, but without signal, so that another prompt came in its place
     num_not_replaced: int = 0  # the same, but no prompt was left: so many groups with signal are missing

@@ -53,22 +53,40 @@ def whole_folder(target: Path) -> Iterator[Path]:
     if target.exists():
         raise OnbeatError(f"{target} exists already; give another folder with --to, an export overwrites nothing")
     draft = target.with_name(f".{target.name}.partial")
-    draft.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(draft, os.O_RDONLY)
+    with own_folder(draft, f"another export is writing {target}; wait for it, or give another --to"):
+        yield draft
+        for path in [*draft.rglob("*"), draft]:
+            sync(path)
+        draft.rename(target)
+        sync(target.parent)
+
+
+@contextmanager
+def passing_folder(name: str) -> Iterator[Path]:
+    """Give a folder for the length of the block, with the same name each time: what a killed process has left in it is
+    removed by the next one. Raises OnbeatError."""
+    folder = Path(f".onbeat-push-{name}")
+    with own_folder(folder, f"another push of {name} is running in this folder; wait for it"):
+        yield folder
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def own_folder(folder: Path, busy: str) -> Iterator[None]:
+    """Make a folder that is empty, and no other process's; an error in the block removes it. Raises OnbeatError, with
+    the sentence `busy` while another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OnbeatError(f"another export is writing {target}; wait for it, or give another --to") from error
+            raise OnbeatError(busy) from error
         try:
-            empty(draft)
-            yield draft
-            for path in [*draft.rglob("*"), draft]:
-                sync(path)
-            draft.rename(target)
-            sync(target.parent)
+            empty(folder)
+            yield
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
     finally:
         os.close(descriptor)

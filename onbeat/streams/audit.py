@@ -8,7 +8,9 @@ hash that Redis scripts have; configuration, groups and weights are in the lines
     teacher    digest of the frozen model that the job learns from, before its first commit
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups, digest of the choice of its prompts if outcomes decide
+    rows       iteration, number of rows, digest of the rows     a supervised iteration was opened with these examples
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
+               (of a row no versions, and the trainer that tokenised it)
     replaced   iteration, group id, group id of the next spare prompt   the accepted group has no signal
                (in a job of several sources the next one of the same source, which gets the next group id)
     committed  iteration, version, is_published, digest of the weights, used_digest
@@ -46,6 +48,7 @@ class Iteration:
     replaced: dict[str, str] = field(default_factory=dict)  # accepted groups that do not count -> those in their place
     num_failed: int = 0  # accepted groups without responses
     weights_digest: str = ""  # digest of the version that it made
+    is_supervised: bool = False  # true if the groups are rows of examples, which no policy generated
 
 
 @dataclass
@@ -113,13 +116,19 @@ class Audit:
         require(number - int(version) <= self.max_staleness, f"versions may be {self.max_staleness} older at most")
         self.iterations.append(Iteration(int(version), int(num_groups), choice))
 
+    def _rows(self, iteration: str, num_rows: str, _digest: str) -> None:
+        number = int(iteration)
+        require(number == len(self.iterations), f"the next iteration to open is {len(self.iterations)}")
+        require(number == self.next_iteration, f"the next iteration to commit is {self.next_iteration}")
+        self.iterations.append(Iteration(number, int(num_rows), is_supervised=True))
+
     def _accepted(
         self, iteration: str, group_id: str, versions: str, _worker: str, stream_entry: str, digest: str, failure: str
     ) -> None:
         opened = self.iterations[int(iteration)]
         require(group_id not in opened.digests, "the group was accepted before")
         require(len(opened.digests) < opened.num_groups, f"the iteration has {opened.num_groups} groups only")
-        wanted = "" if failure else str(opened.version)
+        wanted = "" if failure or opened.is_supervised else str(opened.version)
         require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
         opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
         opened.num_failed += bool(failure)
@@ -153,6 +162,7 @@ RULES: dict[str, Callable[..., None]] = {
     "teacher": Audit._teacher,
     "published": Audit._published,
     "opened": Audit._opened,
+    "rows": Audit._rows,
     "accepted": Audit._accepted,
     "replaced": Audit._replaced,
     "committed": Audit._committed,

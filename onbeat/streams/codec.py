@@ -119,7 +119,8 @@ def check_content(group: RolloutGroup) -> None:
     if not group.responses or not group.prompt_token_ids:
         raise ValueError(f"{name}: has no prompt or no responses")
     for index, response in enumerate(group.responses):
-        if problem := problem_of(response) or problem_of_turns(response, len(group.prompt_token_ids)):
+        problem = problem_of_row(response) if group.is_supervised else problem_of(response)
+        if problem := problem or problem_of_turns(response, len(group.prompt_token_ids)):
             raise ValueError(f"{name}, response {index}: {problem}")
 
 
@@ -140,6 +141,14 @@ def problem_of(response: Response) -> str:
             return f"version spans leave a gap or overlap at token {end}"
         end = span.end
     return "" if end == num_tokens else f"version spans cover {end} of {num_tokens} tokens"
+
+
+def problem_of_row(response: Response) -> str:
+    """Return the problem with the response of a row of examples, or ''."""
+    if not response.token_ids:
+        return "no token of the row is learned"
+    has_more = response.rollout_logprobs or response.version_spans or not response.has_no_reward
+    return "a row has no logprobs, no versions and no reward" if has_more else ""
 
 
 def problem_of_turns(response: Response, num_prompt: int) -> str:

@@ -78,11 +78,15 @@ class JobKeys:
     open_evaluations = Key()  # set: the numbers of evaluations that have not ended
     notices = Key()  # set: notices to the operator that a broker has sent; only with ONBEAT_NOTIFY_*
     outcomes_before = Key()  # hash: `rows`, what a fork knows of its parent's rows, as JSON
+    held_out_rows = Key()  # hash: `rows`, on which a job with supervised iterations measures its loss, as JSON
     traces = Key()  # hash: the first iteration left to export as a trace; expires a day after a broker last looked
 
     # These are for each iteration.
     iteration = NumberedKey()  # hash: state, policy version, counts, times, metrics
-    groups = NumberedKey()  # hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`
+    # Hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`; `row`: of a supervised iteration
+    # until its tokens are recorded.
+    groups = NumberedKey()
+    rows = NumberedKey()  # hash: group id -> conversation as JSON, until the trainer has recorded its tokens
     busy = NumberedKey()  # hash: worker id -> seconds with a response in flight
     # List: group id (in a job of several sources the source), PromptTask and so on, in order: spare prompts while the
     # iteration is open.

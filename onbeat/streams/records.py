@@ -45,7 +45,7 @@ def iteration_record(
     generating_since = max(record.opened_at, ready_at or 0.0)
     if record.first_accepted_at is not None:
         record.first_group_s = record.first_accepted_at - generating_since
-    if record.drained_at is not None:
+    if record.drained_at is not None and not record.is_supervised:
         record.generate_s = record.drained_at - generating_since
     if record.committed_at is not None:
         record.wall_s = max(1e-6, record.committed_at - previous_commit_at)
@@ -179,24 +179,27 @@ async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list
     config = json.loads(job["config"])
     section, schedule = config.get("evaluation"), config["schedule"]
     ends = [*schedule.get("earlier_ends", []), int(job["num_iterations"])]
+    num_supervised = (config.get("warm_start") or {}).get("num_iterations") or 0
     records, evaluation = [], first_iteration(job)
     while section and evaluation < int(job.get("next_evaluation", "0")):
         if evaluation > after and (fields := await ledger.evaluations.fields(job_id, evaluation)):
             records.append(evaluation_record(fields))  # one that was not opened before an earlier end is left out
         end = next((end for end in ends if evaluation < end), ends[-1])
-        evaluation = following_evaluation(evaluation, section["every_iterations"], end)
+        evaluation = following_evaluation(evaluation, section["every_iterations"], end, num_supervised)
     return records
 
 
-def following_evaluation(evaluation: int, every: int, num_iterations: int) -> int:
-    """Return the number of the next evaluation; after the last one a number beyond the job.
+def following_evaluation(evaluation: int, every: int, num_iterations: int, num_supervised: int = 0) -> int:
+    """Return the number of the next evaluation; after the last one a number beyond the job. The end of a warm start is
+    evaluated, too.
 
     >>> [following_evaluation(e, every=4, num_iterations=10) for e in (0, 4, 8, 10)]
     [4, 8, 10, 11]
     """
     if evaluation >= num_iterations:
         return num_iterations + 1
-    return min((evaluation // every + 1) * every, num_iterations)
+    following = min((evaluation // every + 1) * every, num_iterations)
+    return min(following, num_supervised) if evaluation < num_supervised else following
 
 
 def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tuple[int, float]]]:

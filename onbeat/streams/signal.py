@@ -21,7 +21,8 @@ from onbeat.contracts.response_stats import is_solved
 from onbeat.objectives.base.objective import PART, is_signal
 from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
 
-TEACHER, DISTILL = "teacher", "distill"  # the rule of objectives without rewards, and the one of Onbeat's that is such
+TEACHER = "teacher"  # the rule of objectives without rewards
+WITHOUT_REWARDS = ("distill", "sft")  # Onbeat's objectives with that rule
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Signal:
         by_source = {source["name"]: source["solved_at"] for source in sources if source.get("solved_at") is not None}
         rule = rule if isinstance(rule, str) and is_signal(rule) else "reward"
         rules = {source["name"]: source["signal"] for source in sources if source.get("signal") is not None}
-        rule = TEACHER if objective.get("type") == DISTILL else rule
+        rule = TEACHER if objective.get("type") in WITHOUT_REWARDS else rule
         return cls(rule, config.get("solved_at", 1.0), by_source, rules)
 
     def rule_of(self, source: str) -> str:
@@ -55,7 +56,7 @@ class Signal:
     def is_in(self, group: RolloutGroup) -> bool:
         """Return whether the group has signal; False if it failed."""
         rule = self.rule_of(group.source)
-        if rule == TEACHER:
+        if rule == TEACHER or group.is_supervised:
             return bool(group.responses)
         if rule == "reward":
             return do_rewards_differ(group)

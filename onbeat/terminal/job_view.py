@@ -110,8 +110,12 @@ def rows(progress: JobProgress, width: int, is_broker_lost: bool) -> Iterator[Ro
     yield Row("trainer", progress.trainer_doing)
     current = progress.current
     if current is not None:
-        groups = f"{current.num_accepted} of {current.num_groups} groups"
-        yield Row("generated", f"{groups} of iteration {current.iteration} on version {current.policy_version}")
+        unit = "rows" if current.is_supervised else "groups"
+        groups = f"{current.num_accepted} of {current.num_groups} {unit}"
+        yield Row(
+            "tokenised" if current.is_supervised else "generated",
+            f"{groups} of iteration {current.iteration} on version {current.policy_version}",
+        )
 
 
 def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
@@ -122,6 +126,9 @@ def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
         deviation = f"  std {last.reward_std:.2f}" if last.reward_std is not None else ""
         curve = sparkline(rewards, spark_width)
         yield Row("reward", f"{rewards[-1]:.3f}  {curve}{deviation}  best {max(rewards):.3f}")
+    losses = [loss for record in progress.committed if (loss := record.metrics.get("sft/loss")) is not None]
+    if losses:
+        yield Row("examples", f"loss {losses[-1]:.3f}  {sparkline(losses, spark_width)}")
     scored = progress.scored
     if scored:
         curve = sparkline([record.reward_mean for record in scored if record.reward_mean is not None], spark_width)
@@ -209,10 +216,12 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
     parts = [
         f"iteration {record.iteration + 1}/{progress.job.num_iterations}",
         f"version {record.policy_version}",
-        f"reward {number(record.reward_mean, '.3f')}",
+        f"loss of examples {number(record.metrics.get('sft/loss'), '.3f')}"
+        if record.is_supervised
+        else f"reward {number(record.reward_mean, '.3f')}",
         f"{number(num_tokens(record) / record.wall_s if record.wall_s else None, '.0f')} tokens/s",
         f"{number(record.wall_s, '.1f')} s",
-        f"rollouts idle {number(record.rollout_idle_frac, '.0%')}",
+        *([] if record.is_supervised else [f"rollouts idle {number(record.rollout_idle_frac, '.0%')}"]),
         f"trainer idle {number(record.trainer_idle_frac, '.0%')}",
         f"{number(record.tpspd, '.1f')} tokens/s per device",
     ]

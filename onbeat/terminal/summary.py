@@ -75,7 +75,11 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "job", report["job_id"]
     yield "iterations", str(totals["iterations"])
     rewards = [record["reward_mean"] for record in report["iterations"] if record["reward_mean"] is not None]
-    yield "reward", reward_text(rewards)
+    losses = [record["metrics"]["sft/loss"] for record in report["iterations"] if "sft/loss" in record["metrics"]]
+    if losses:
+        yield "examples", f"loss {losses[0]:.3f} (first) -> {losses[-1]:.3f} (last)  {sparkline(losses)}"
+    if rewards or not losses:
+        yield "reward", reward_text(rewards)
     held_out = [record["reward_mean"] for record in report["evaluations"] if record["reward_mean"] is not None]
     if held_out:
         yield "held out", f"{held_out[0]:.3f} (first) -> {held_out[-1]:.3f} (last)  {sparkline(held_out)}"

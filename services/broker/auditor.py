@@ -150,7 +150,7 @@ async def check_contents(ledger: Ledger, audit: Audit, config: str) -> int:
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             group = check_content(audit, group_id, payload, max_groups, signal)
             checked[group_id] = Content(group.source, signal.is_in(group))
-            if validated is not None and chooses:
+            if validated is not None and chooses and not group.is_supervised:
                 outcomes[group_id] = Outcome.of_group(validated, group)
     num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
@@ -172,6 +172,11 @@ def check_content(audit: Audit, group_id: str, payload: bytes, max_groups: int |
         raise AuditViolation(str(error)) from error
     require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
     opened = audit.iterations[group.iteration]
+    kind = "a row of examples" if group.is_supervised else "no row of examples"
+    require(group.is_supervised == opened.is_supervised or group.HasField("failure"), f"group {group_id} is {kind}")
+    if opened.is_supervised:
+        require(not span_versions(group), f"group {group_id} has tokens of a policy, and its iteration is supervised")
+        return group
     if group_id in opened.replaced:
         is_by_reward = signal.rule_of(group.source) == "reward"
         words = "its rewards differ" if is_by_reward else f"it has signal ({signal.key_of(group.source)})"

@@ -68,7 +68,8 @@ class Evaluator:
     async def _open(self, config: JobConfig, evaluation: int, version: int) -> None:
         assert config.evaluation is not None
         assert self._reading is not None
-        following = following_evaluation(evaluation, config.evaluation.every_iterations, config.schedule.num_iterations)
+        every, num_iterations = config.evaluation.every_iterations, config.schedule.num_iterations
+        following = following_evaluation(evaluation, every, num_iterations, config.num_supervised)
         try:
             tasks = build_evaluation_tasks(config, evaluation, self._reading.result())
         except DatasetError as error:

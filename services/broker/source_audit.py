@@ -21,7 +21,7 @@ class Content:
 def check_sources(config: JobConfig, audit: Audit, contents: Mapping[str, Content]) -> None:
     """Check all iterations whose groups are kept. Raises AuditViolation."""
     for number, opened in enumerate(audit.iterations[audit.first_iteration :], start=audit.first_iteration):
-        if opened.digests.keys() <= contents.keys():
+        if not opened.is_supervised and opened.digests.keys() <= contents.keys():
             names = [config.sources[place.source][1].name or "" for place in places_in(config, number)]
             check_iteration(names, config.rollout.num_prompts_per_iteration, number, opened, contents)
 

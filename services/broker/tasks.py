@@ -10,7 +10,7 @@ from onbeat.contracts.rewards import RewardConfig
 from onbeat.contracts.seeds import seed_of
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.datasets.sources import move_error, places_in, read_places
 
@@ -28,9 +28,9 @@ async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProce
 def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> list[PromptTask]:
     tasks = []
     longest = {source.name or "": source.max_response_tokens for _, source in config.sources}
-    rewards = config.rewards_by_source
+    rewards, environments = config.rewards_by_source, config.environments_by_source
     for index, item in enumerate(items):
-        task = build_task(config, item, rewards[item.source])
+        task = build_task(config, item, rewards[item.source], environments[item.source])
         task.max_response_tokens = longest[item.source] or config.rollout.max_response_tokens
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
@@ -82,7 +82,7 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
     tasks = []
     places = [(held_out, place) for held_out in config.held_out for place in range(held_out.num_prompts)]
     for index, (item, (held_out, place)) in enumerate(zip(items, places, strict=True)):
-        task = build_task(config, item, held_out.rewards)
+        task = build_task(config, item, held_out.rewards, held_out.environment)
         task.group_id, task.iteration, task.is_evaluation = f"eval-{evaluation}-{index}", evaluation, True
         task.num_samples = config.evaluation.num_samples_per_prompt
         fill_sampling(task, config.evaluation)
@@ -96,12 +96,16 @@ def fill_sampling(task: PromptTask, evaluation: EvaluationConfig) -> None:
     task.top_k, task.min_tokens = evaluation.top_k or 0, evaluation.min_tokens
 
 
-def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConfig]) -> PromptTask:
+def build_task(
+    config: JobConfig, item: PromptItem, rewards: Sequence[RewardConfig], environment: EnvironmentConfig | None
+) -> PromptTask:
     """Build the part of a task that training and evaluation have in common."""
-    rollout, environment = config.rollout, config.environment
+    rollout = config.rollout
     task = PromptTask(
-        messages=[Message(role=message.role, content=message.content) for message in item.messages],
+        messages=to_wire(item.messages),
         text=item.text,
+        teacher_messages=to_wire(item.teacher_messages),
+        teacher_text=item.teacher_text,
         max_response_tokens=rollout.max_response_tokens,
         deadline_s=rollout.group_deadline_s,
         stop=rollout.stop,
@@ -109,6 +113,8 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
         reward_context_json=json.dumps(item.context),
         environment=Environment(max_turns=environment.max_turns, **common_fields(environment)) if environment else None,
     )
+    if environment is not None and environment != config.environment:
+        task.environment.max_attempts = environment.max_attempts
     for reward in rewards:
         message = Reward(max_attempts=reward.max_attempts, **common_fields(reward))
         if reward.part is None:
@@ -117,6 +123,10 @@ def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConf
             message.weight, message.part = reward.weight, reward.part
             task.rewards.append(message)
     return task
+
+
+def to_wire(messages: Sequence[ChatMessage]) -> list[Message]:
+    return [Message(role=message.role, content=message.content) for message in messages]
 
 
 def common_fields(section: EnvironmentConfig | RewardConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from services.broker.doctor.explain import explain_work
 from services.broker.engine_failures import why_not_loaded
 from services.broker.evaluations import Evaluator
 from services.broker.prompts import JobPrompts
+from services.broker.rows import read_held_out_rows, read_rows
 from services.broker.tasks import longest_first
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def read_config(fields: Fields) -> JobConfig | None:
 
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
-        self._ledger, self._job_id = ledger, job_id
+        self._ledger, self._process, self._job_id = ledger, process, job_id
         self._config: JobConfig | None = None  # also None: it is of another version of Onbeat
         self._config_text: tuple[str | None, ...] = ()
         self._prompts = JobPrompts(ledger, process, job_id)
@@ -84,7 +85,7 @@ class JobWatcher:
         if (config := self._config) is None:
             return False
         if state is JobState.PENDING:
-            self._prompts.prepare(config, int(fields["num_opened"]))
+            self._prompts.prepare(config, max(int(fields["num_opened"]), config.first_generated))
             self._evaluator.prepare(config)
             deadline_s = config.schedule.start_deadline_s
             if time.monotonic() - self._began > min(ARRIVAL_S, deadline_s):
@@ -111,6 +112,8 @@ class JobWatcher:
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
             return
+        if config.is_supervised(iteration):
+            return await self._open_rows(config, fields, iteration)
         self._prompts.prepare(config, iteration)
         if version < max(0, iteration - config.max_staleness):
             return
@@ -133,6 +136,21 @@ class JobWatcher:
         logger.info("job %s: iteration %d is open on version %d", self._job_id, iteration, version)
         await record_sharing(self._ledger, fields)
         self._prompts.prepare(config, iteration + 1)
+
+    async def _open_rows(self, config: JobConfig, fields: Fields, iteration: int) -> None:
+        """Open a supervised iteration once the one before is committed, and prepare the first prompts meanwhile."""
+        self._prompts.prepare(config, max(iteration, config.first_generated))
+        if int(fields["next_iteration"]) < iteration or "policy_version" not in fields:
+            return
+        try:
+            rows = await read_rows(config, iteration, self._process)
+            is_first = iteration == config.first_iteration
+            held_out = await read_held_out_rows(config, self._process) if is_first else []
+        except DatasetError as error:
+            reason = f"iteration {iteration} has no rows: {error}"
+            return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
+        reason = await self._ledger.iterations.open_rows(self._job_id, iteration, rows, held_out)
+        logger.info("job %s: iteration %d: %s", self._job_id, iteration, reason or f"open with {len(rows)} rows")
 
     # ---- ending --------------------------------------------------------------------------------------------------
 

@@ -47,11 +47,33 @@ class PromptTokenizer:
         prompt, conversation = self.render(messages), self.render(messages, is_prompt=False)
         return unguarded(prompt.removeprefix(conversation)) if prompt.startswith(conversation) else ""
 
-    def encode(self, rendered: str) -> list[int]:
-        """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs."""
+    def encode(self, rendered: str, after: int | None = None) -> list[int]:
+        """Tokenise what `render` returned, or a piece of that. Raises TypeError for halves of surrogate pairs.
+
+        `after`: the token before the piece, as some tokenizers treat the beginning of a text differently.
+        """
+        if after is not None:
+            before = self.tokenizer.decode([after], skip_special_tokens=False)
+            alone, together = self.encode(before), self.encode(before + rendered)
+            return together[len(alone) :] if together[: len(alone)] == alone else self.encode(rendered)
         if ESCAPE in rendered:
             return self._control_tokens.encode(rendered, add_special_tokens=False)
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def guarded(self, text: str) -> str:
+        """Return a piece for `encode` in which nothing is a control token."""
+        guarded: str = self._control_tokens.guard(text)
+        return guarded
+
+    def plain_text(self, text: str) -> str:
+        """Return text that is no conversation as a piece for `encode`: guarded, if the job says so."""
+        return self.guarded(text) if self._is_text_plain else text
+
+    def mark_at(self, end: str) -> str:
+        """Return the added token right behind an answer, such as `<|im_end|>`, from the text behind it; '' if there is
+        none."""
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return max((text for text in added if end.lstrip().startswith(text)), key=len, default="")
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         return self.encode(self.render(messages))
@@ -59,7 +81,7 @@ class PromptTokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Tokenise a prompt that is no conversation, with the tokens that the tokenizer puts before a text, but not an
         end of sequence behind it, nor a beginning in front of one that the text has."""
-        guarded = self._control_tokens.guard(text) if self._is_text_plain else text
+        guarded = self.plain_text(text)
         if guarded != text:
             token_ids = self._control_tokens.encode(guarded, add_special_tokens=True)
         else:

@@ -77,7 +77,7 @@ async def supervise(settings: Settings) -> int:
             settings.engine,
             max_model_len=config.model.max_context_tokens,
             max_num_seqs=settings.max_num_seqs,
-            has_episodes=config.environment is not None,
+            has_episodes=bool(config.environments),
             dtype=config.model.dtype,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_gib=settings.kv_cache_gib,

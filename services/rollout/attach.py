@@ -26,11 +26,12 @@ from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
 from services.rollout.end_of_turn import add_end_of_turn
 from services.rollout.engines.failure import describe_cause
 from services.rollout.engines.registry import stop_engine, wait_for_engine
+from services.rollout.episodes.contract import Program
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
 from services.rollout.generation import Generation
 from services.rollout.player import Player
-from services.rollout.producer import GroupFiller, GroupProducer
+from services.rollout.producer import FillerByTask, GroupFiller, GroupProducer
 from services.rollout.prompt_decoder import PromptDecoder
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
@@ -165,23 +166,27 @@ class Attachment:
     async def _create_filler(
         self, cleanup: AsyncExitStack, generation: Generation, encoder: PromptEncoder
     ) -> GroupFiller:
-        """Create what fills the job's groups. With an environment, serve sessions to it; raises ImportError where a web
+        """Create what fills the job's groups. With environments, serve sessions to them; raises ImportError where a web
         server is missing."""
-        settings = self._settings
-        if (environment := self._config.environment) is None:
-            rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
-            cleanup.push_async_callback(rewards.close)
-            max_attempts = next((reward.max_attempts for reward in self._config.rewards), 1)
-            return Responder(generation, encoder, rewards, max_attempts)
+        settings, config = self._settings, self._config
+        rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
+        cleanup.push_async_callback(rewards.close)
+        max_attempts = next((reward.max_attempts for reward in config.rewards), 1)
+        responder = Responder(generation, encoder, rewards, max_attempts)
+        if not config.environments:
+            return responder
         from services.rollout.environments import EnvironmentProcesses
         from services.rollout.episodes.server import SessionServer
 
-        environments = EnvironmentProcesses(settings.environment_processes, environment.memory_limit_mb)
+        programs = {Program.of_config(environment) for _, environment in config.environments}
+        environments = EnvironmentProcesses(settings.environment_processes, programs)
         server = SessionServer()
         cleanup.push_async_callback(environments.close)
         await server.start()
         cleanup.push_async_callback(server.stop)
-        return Player(generation, EpisodeRunner(encoder, environments, server, environment.max_attempts))
+        max_attempts = config.environment.max_attempts if config.environment is not None else 1
+        player = Player(generation, EpisodeRunner(encoder, environments, server, max_attempts))
+        return FillerByTask(responder, player)
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""

@@ -14,10 +14,9 @@ def end_of_turn(encoder: PromptEncoder) -> int | None:
     tokenizer = encoder.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         return None
-    end = (ChatTemplate(encoder.prompts).end_of_answer([PROBE], []) or "").lstrip()
-    special: dict[str, int] = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-    marks = [content for content in special if end.startswith(content)]
-    return special[max(marks, key=len)] if marks else None
+    mark = encoder.prompts.mark_at(ChatTemplate(encoder.prompts).end_of_answer([PROBE], []) or "")
+    token_id: int | None = tokenizer.convert_tokens_to_ids(mark) if mark else None
+    return token_id
 
 
 def add_end_of_turn(encoder: PromptEncoder, data: TemplateArguments, model_dir: Path) -> str:

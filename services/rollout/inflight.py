@@ -88,7 +88,9 @@ def num_claimable(
     being scored hold no place in the engine, but no more than twice its capacity may pile up.
 
     Episodes that wait for their environment hold no place either. Their groups are bounded by `num_playable`: so many
-    can be played at a time; None for jobs without episodes. The flights come in the order of their claims.
+    can be played at a time; None for jobs without episodes. In a job that has prompts of one turn, too, any of the next
+    ones may need an environment, so that none is claimed until one more can be played. The flights come in the order of
+    their claims.
     """
     sizes = {False: training, True: evaluation or training}
     largest = max(size.num_samples for size in sizes.values())
@@ -98,7 +100,8 @@ def num_claimable(
     num_tolerable = (2 * (capacity // largest + 1) * largest - num_places(flights)) // largest
     share_left = min(shares.values())
     if num_playable is not None:
-        num_free = min(num_free, num_playable - len(generating))
+        num_played = sum(flight.claim.task.HasField("environment") for flight in generating)
+        num_free = min(num_free, num_playable - num_played)
     if generating:
         newest = generating[-1].claim.task
         num_newest = sum(is_together(flight.claim.task, newest) for flight in generating)

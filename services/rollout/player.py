@@ -1,4 +1,4 @@
-"""Groups of a job with an environment: their responses are episodes, played side by side on one policy version."""
+"""Groups that an environment plays: their responses are episodes, played side by side on one policy version."""
 
 import time
 

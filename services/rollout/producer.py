@@ -35,6 +35,18 @@ class GroupFiller(Protocol):
         """Return how many groups can be played in environments at a time; None for a job without episodes."""
 
 
+class FillerByTask:
+    """The filler of a job of which an environment plays some prompts, or all."""
+
+    def __init__(self, responder: GroupFiller, player: GroupFiller) -> None:
+        self._responder, self._player = responder, player
+        self.num_playable = player.num_playable
+
+    async def fill(self, flight: Flight, group: RolloutGroup, deadline: float) -> None:
+        filler = self._player if flight.claim.task.HasField("environment") else self._responder
+        await filler.fill(flight, group, deadline)
+
+
 class GroupProducer:
     def __init__(self, filler: GroupFiller, decoder: PromptDecoder, busy: BusyMeter, limits: RolloutConfig) -> None:
         self._filler = filler

@@ -65,6 +65,17 @@ class PromptEncoder:
             )
         return token_ids
 
+    def encode_for_teacher(self, task: PromptTask) -> list[int]:
+        """Tokenise the teacher's prompt; [] where it reads the policy's. Raises GroupFailed as `encode` does."""
+        if not task.teacher_messages and not task.teacher_text:
+            return []
+        longest = task.max_response_tokens
+        second = PromptTask(messages=task.teacher_messages, text=task.teacher_text, max_response_tokens=longest)
+        try:
+            return self.encode(second)
+        except GroupFailed as error:
+            raise GroupFailed(error.kind, f"the teacher's prompt (teacher.prompt_field): {error}") from error
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens, without the special ones."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)

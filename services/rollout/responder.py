@@ -1,4 +1,4 @@
-"""Groups of a job with rewards: one response to each sample of the prompt, and the scores of these responses."""
+"""Groups that rewards score: one response to each sample of the prompt, and the scores of these responses."""
 
 import asyncio
 import json
@@ -37,6 +37,7 @@ class Responder:
             self._rewards.source(request.name, request.options)  # a missing service fails before anything is generated
         prompt_token_ids = self._encoder.encode(task)
         group.prompt_token_ids.extend(prompt_token_ids)
+        group.teacher_prompt_token_ids.extend(self._encoder.encode_for_teacher(task))
         responses = await self._generate(flight, prompt_token_ids, group.timings)
         texts = [response.text for response in responses]
         ending = self._encoder.ending(task)

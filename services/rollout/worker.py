@@ -143,6 +143,8 @@ class Worker:
                 continue
             config = self._read_config(fields)
             failure = self._engine_failures.get(job_id)
+            if isinstance(config, JobConfig) and not config.has_rollouts:
+                continue
             if isinstance(config, JobConfig) and (failure is None or failure.epoch != fields["epoch"]):
                 is_paused = fields["state"] == JobState.PAUSED
                 candidates.append(Candidate(job_id, config, is_paused, fields["epoch"]))

@@ -50,7 +50,10 @@ class GradientSum:
         for group in groups:
             self._opened.verify(group, vocab_size)
             has_passes = is_trained(group, self._config)
-            self._stats.add_group(group, has_passes, counted_responses(group, self._config))
+            if self._opened.is_supervised:
+                self._stats.add_row(group)
+            else:
+                self._stats.add_group(group, has_passes, counted_responses(group, self._config))
             if has_passes:
                 trained.append(group)
             elif group.responses and self._config.objective.has_advantages:
@@ -115,11 +118,14 @@ class GradientSum:
     def _add_row(self, row: list[Part], weight: float = 1.0) -> None:
         """Compute all policies on the same packed row, then the objective and its gradient."""
         batch = pack(row, self._device, config=self._config)
-        probed = self._probed_logprobs(batch)
-        temperature = self._config.rollout.temperature
-        logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)
+        if self._opened.is_supervised:
+            behaviour_logprobs = None
+            logprobs, entropy = self._policy.logprobs_of_rows(batch)
+        else:
+            probed = self._probed_logprobs(batch)
+            logprobs, entropy = self._policy.logprobs(batch, self._config.rollout.temperature, self._opened.old_version)
+            behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
         loss = self._config.objective.loss(batch, logprobs, self._scale)
-        behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
         self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
         if not torch.isfinite(loss.loss_sum):
             loss_sum = loss.loss_sum.item()
@@ -129,6 +135,9 @@ class GradientSum:
     def _pass_idle_row(self) -> None:
         """Take part in the collectives of ranks that have one more row, without adding to the gradient."""
         batch = idle_batch(self._device)
+        if self._opened.is_supervised:
+            (self._policy.logprobs_of_rows(batch)[0].trainer * 0.0).sum().backward()
+            return
         self._probed_logprobs(batch)
         logprobs, _ = self._policy.logprobs(batch, 1.0, self._opened.old_version)
         (logprobs.trainer * 0.0).sum().backward()

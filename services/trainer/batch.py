@@ -1,8 +1,8 @@
 """The step from groups on the stream to one packed micro-batch of tensors."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,7 @@ class MicroBatch(Responses):
     layout: PackedLayout
     target_ids: torch.Tensor  # [N] int64, the response tokens: those that the policy sampled
     group_ids: list[str]
+    for_teacher: "MicroBatch | None" = None  # the same responses after the teacher's own prompts, if it has those
 
 
 def pack(
@@ -49,26 +50,14 @@ def pack(
     `config`: of the job, whose objective says what responses are compared by; None: by their rewards.
     """
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
-    prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
-    inputs = [*prefix]
-    responses: list[Response] = []
-    shape = []
-    for part in parts:
-        here = [part.group.responses[member] for member in part.members]
-        num_prompt = len(part.group.prompt_token_ids)
-        inputs += part.group.prompt_token_ids[len(prefix) :]
-        trees = []
-        for response in here:
-            tokens, tree = lay_out(response, num_prompt)
-            inputs += tokens
-            trees.append(tree)
-        responses += here
-        shape.append((num_prompt, trees))
+    responses = [part.group.responses[member] for part in parts for member in part.members]
+    prompts = [list(part.group.prompt_token_ids) for part in parts]
+    token_ids, layout = lay_out_row(parts, prompts, is_prefix_shared, device)
     targets = [token for response in responses for token in response.token_ids]
     rollout_logprobs = [logprob for response in responses for logprob in response.rollout_logprobs]
-    return MicroBatch(
-        token_ids=torch.tensor(inputs, device=device),
-        layout=build_layout(shape, device, len(prefix)),
+    batch = MicroBatch(
+        token_ids=token_ids,
+        layout=layout,
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
@@ -79,6 +68,29 @@ def pack(
         members=[torch.tensor(part.members, device=device) for part in parts],
         group_ids=[part.group.group_id for part in parts],
     )
+    prompts = [list(part.group.teacher_prompt_token_ids) for part in parts]
+    if not any(prompts):
+        return batch
+    token_ids, layout = lay_out_row(parts, prompts, is_prefix_shared, device)
+    return replace(batch, for_teacher=replace(batch, token_ids=token_ids, layout=layout))
+
+
+def lay_out_row(
+    parts: Sequence[Part], prompts: Sequence[list[int]], is_prefix_shared: bool, device: torch.device
+) -> tuple[torch.Tensor, PackedLayout]:
+    """Return the input tokens [T] of the responses of these parts after these prompts, and their places."""
+    prefix = common_prefix(prompts) if is_prefix_shared else []
+    inputs = [*prefix]
+    shape = []
+    for part, prompt in zip(parts, prompts, strict=True):
+        inputs += prompt[len(prefix) :]
+        trees = []
+        for member in part.members:
+            tokens, tree = lay_out(part.group.responses[member], len(part.group.prompt_token_ids))
+            inputs += tokens
+            trees.append(tree)
+        shape.append((len(prompt), trees))
+    return torch.tensor(inputs, device=device), build_layout(shape, device, len(prefix))
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
@@ -126,17 +138,21 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     A group larger than the budget is split, and each part repeats the prompt. A preference pair or a KL term in the
     reward ties responses together: such a group is never split, and may exceed the budget.
     """
-    budget = config.training.max_tokens_per_micro_batch
+    parts = (part for group in groups for part in parts_of(group, config))
+    return fill_rows(parts, config.training.max_tokens_per_micro_batch)
+
+
+def fill_rows(parts: Iterable[Part], budget: int) -> list[list[Part]]:
+    """Distribute parts over rows of at most `budget` places, in order; a larger part is a row by itself."""
     packed: list[list[Part]] = []
     room = 0
-    for group in groups:
-        for part in parts_of(group, config):
-            places = num_places(group, part.members)
-            if not packed or places > room:
-                packed.append([])
-                room = budget
-            packed[-1].append(part)
-            room -= places
+    for part in parts:
+        places = num_places(part.group, part.members)
+        if not packed or places > room:
+            packed.append([])
+            room = budget
+        packed[-1].append(part)
+        room -= places
     return packed
 
 
@@ -203,7 +219,10 @@ def cost(group: RolloutGroup, config: JobConfig) -> int:
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:
-    """Count the places of the packed row for the prompt and those responses (default: all) without a shared prefix."""
+    """Count the places of the packed row for the prompt and those responses (default: all) without a shared prefix. Of
+    two prompts, the policy's and the teacher's, the longer one counts."""
     members = range(len(group.responses)) if members is None else members
     num_prompt = len(group.prompt_token_ids)
-    return num_prompt + sum(num_response_places(group.responses[member], num_prompt) for member in members)
+    return max(num_prompt, len(group.teacher_prompt_token_ids)) + sum(
+        num_response_places(group.responses[member], num_prompt) for member in members
+    )

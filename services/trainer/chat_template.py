@@ -15,7 +15,7 @@ OPEN_TAG = re.compile(r"(<[\w:|]*(?:think|thought|reason|reflect|scratchpad)[\w|
 
 def check_chat_template(source: str, config: JobConfig) -> str:
     """Return what users should know of the model's template, or ''. Raise ValueError when it cannot show the job's
-    prompts, or its environment's conversations."""
+    prompts, or its environments' conversations."""
     if not getattr(config.rendering, "as_chat", True):
         return ""
     tokenizer = load_tokenizer(source, config.model.chat_template)
@@ -24,7 +24,7 @@ def check_chat_template(source: str, config: JobConfig) -> str:
     if problem := template_problem(
         prompts.render,
         f"the chat template of {config.model.path}" if config.model.chat_template is None else "model.chat_template",
-        has_environment=config.environment is not None,
+        has_environment=bool(config.environments),
         has_system_prompt=config.has_system_prompt,
     ):
         raise ValueError(problem)

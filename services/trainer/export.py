@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
+from onbeat.config.adapter import WEIGHTS_FILE
 from onbeat.contracts.section import IS_ACCEPTED
 from services.prompts.tokenizer import load_tokenizer
-from services.trainer.model.adapter_folder import WEIGHTS_FILE, write_adapter
+from services.trainer.model.adapter_folder import write_adapter
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.model import DTYPES, loading
 from services.trainer.model.tensor_files import read_tensors

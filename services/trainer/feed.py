@@ -36,7 +36,7 @@ class GroupFeed:
 
     def __init__(self, job: TrainingJob, config: JobConfig, num_replicas: int = 1) -> None:
         self._job, self._config, self._num_replicas = job, config, num_replicas
-        self._is_dynamic = config.rollout.max_prompts_per_iteration is not None
+        self._now = config  # the job as the iteration at hand is trained
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: dict[str, RolloutGroup] = {}  # groups by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
@@ -45,6 +45,7 @@ class GroupFeed:
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
         dynamic sampling those that were dispatched to replace others."""
+        self._now = self._config.at(iteration)
         self._known = {group_id: number for group_id, number in self._known.items() if number >= iteration}
         self._waiting = {group_id: group for group_id, group in self._waiting.items() if group.iteration >= iteration}
         self._quiet_since = time.monotonic()
@@ -75,6 +76,10 @@ class GroupFeed:
                 yield self._begin(iteration, granted)
             self._quiet_since = time.monotonic()
 
+    @property
+    def _is_dynamic(self) -> bool:
+        return self._now.rollout.max_prompts_per_iteration is not None
+
     def _replacing(self, iteration: int) -> set[str]:
         """Return the groups that dynamic sampling may have added to. A group that is accepted has been replaced in the
         same move, if at all: so once all groups are taken and none is new, there will be none."""
@@ -100,7 +105,7 @@ class GroupFeed:
         self._receive(timeout_s=0.001)
         while True:
             ready = [group for group_id, group in self._waiting.items() if group_id in left]
-            costs = accumulate(cost(group, self._config) for group in ready)
+            costs = accumulate(cost(group, self._now) for group in ready)
             is_enough = len(ready) == len(left) or any(total >= budget for total in costs)
             moment_s = GATHER_S if ready and self._num_replicas == 1 else 0.001
             if is_enough or not self._receive(moment_s):
@@ -116,7 +121,7 @@ class GroupFeed:
         budget = self._config.training.max_tokens_per_micro_batch
         batch: list[str] = []
         for group in ready:
-            budget -= cost(group, self._config)
+            budget -= cost(group, self._now)
             if budget < 0 and batch:
                 break
             batch.append(group.group_id)
@@ -160,14 +165,15 @@ class LockstepFeed:
                 for group in groups:
                     self._world.broadcast_bytes(group.SerializeToString())
                 self._world.broadcast_bytes(b"")  # the micro-batch is complete
-                yield self._share(groups)
+                yield self._share(groups, iteration)
             self._world.broadcast_bytes(b"")  # an empty one: there are no more
             return
         while groups := list(map(decode_group, iter(lambda: self._world.broadcast_bytes(None), b""))):
-            yield self._share(groups)
+            yield self._share(groups, iteration)
 
-    def _share(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        shares = deal([cost(group, self._config) for group in groups], self._world.size)
+    def _share(self, groups: list[RolloutGroup], iteration: int) -> list[RolloutGroup]:
+        config = self._config.at(iteration)
+        shares = deal([cost(group, config) for group in groups], self._world.size)
         return [groups[index] for index in shares[self._world.rank]]
 
 

@@ -42,7 +42,13 @@ class OpenIteration:
     @property
     def place_of_step(self) -> int:
         """The place of the next update's step in the job's schedule, from 1."""
-        return self.index * self.config.training.num_updates_per_iteration + self.num_updates_done + 1
+        if self.is_supervised:
+            return self.index + 1
+        return (
+            (self.index - self.config.num_supervised) * self.config.training.num_updates_per_iteration
+            + self.num_updates_done
+            + 1
+        )
 
     @property
     def has_behaviour_logprobs(self) -> bool:
@@ -51,9 +57,16 @@ class OpenIteration:
         return is_on_policy or self.behaviour_version == self.old_version
 
     @property
+    def is_supervised(self) -> bool:
+        """True if its groups are rows of examples, which no engine generated."""
+        return self.config.is_supervised(self.index)
+
+    @property
     def is_probed(self) -> bool:
         """True if the update to come compares the engines with the trainer; the same on every rank."""
-        age = self.index - self.config.first_iteration
+        if self.is_supervised:
+            return False
+        age = self.index - self.config.first_generated
         return self.num_updates_done == 0 and age <= NUM_PROBED + self.config.max_staleness
 
     def check_mismatch(self, mismatch: float, first: float) -> None:
@@ -73,17 +86,30 @@ class OpenIteration:
             if self.config.rollout.on_group_failure == "fail":
                 raise JobFailed(f"group {group.group_id}: {group.failure.kind}: {group.failure.message}")
             return
+        if group.is_supervised != self.is_supervised:
+            raise JobFailed(f"group {group.group_id} is {'a' if group.is_supervised else 'no'} row of examples")
+        if self.is_supervised:
+            self._check_tokens(group, vocab_size, num_samples=1)
+            return
         wanted, versions = self.behaviour_version, span_versions(group)
         assert wanted is not None, "an iteration with groups is open"
         newest, oldest = self.current_version, self.current_version - self.config.max_staleness
         if versions != [wanted] or not oldest <= wanted <= newest:
             allowed = f"one version, {oldest} to {newest}"
             raise JobFailed(f"group {group.group_id} has tokens of versions {versions}, wanted {wanted} ({allowed})")
+        self._check_tokens(group, vocab_size, self.config.rollout.num_samples_per_prompt)
+
+    def _check_tokens(self, group: RolloutGroup, vocab_size: int, num_samples: int) -> None:
         try:
             check_logprobs(group)
-            size, num_samples = len(group.responses), self.config.rollout.num_samples_per_prompt
+            size = len(group.responses)
             if size != num_samples:
                 raise ValueError(f"group {group.group_id} has {size} responses, not {num_samples}")
+            teacher = self.config.teacher
+            has_field = teacher is not None and teacher.prompt_field is not None
+            if has_field != bool(group.teacher_prompt_token_ids):
+                number = "no second prompt" if has_field else "a second prompt"
+                raise ValueError(f"group {group.group_id} has {number} for the teacher, unlike teacher.prompt_field")
             if (largest := largest_token_id(group)) >= vocab_size:
                 raise ValueError(f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens")
         except ValueError as error:
@@ -91,7 +117,7 @@ class OpenIteration:
 
 
 def largest_token_id(group: RolloutGroup) -> int:
-    """Return the largest id of all tokens: of the prompt, sampled, and observed by an episode."""
+    """Return the largest id of all tokens: of the prompts, sampled, and observed by an episode."""
     sampled = [response.token_ids for response in group.responses]
     observed = [turn.observed_token_ids for response in group.responses for turn in response.turns]
-    return max(max(ids) for ids in (group.prompt_token_ids, *sampled, *observed) if ids)
+    return max(max(ids) for ids in (group.prompt_token_ids, group.teacher_prompt_token_ids, *sampled, *observed) if ids)

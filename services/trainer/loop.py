@@ -34,15 +34,17 @@ from services.trainer.accumulate import GradientSum
 from services.trainer.batch import compared, does_count
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.feed import create_feed
-from services.trainer.gac import GacAction
+from services.trainer.gac import GacAction, GacDecision
 from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped, TrainingJob
 from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, check_signal
+from services.trainer.warm_start import WarmStart
 
 COMPILING_DEVICES = ("cuda",)
+KEEP_ALL = GacDecision(GacAction.NONE, None)  # consecutive gradients of examples may be aligned
 
 
 class TrainLoop:
@@ -52,16 +54,18 @@ class TrainLoop:
         self._job, self._config, self._policy, self._world = job, config, policy, policy.world
         self._publisher = Publisher(job, config, policy, state, checkpoints)
         self._feed = create_feed(job, config, policy.world, policy.is_sharded)
-        self._opened = OpenIteration(config, state.next_iteration, state.policy_version)
+        self._warm_start = WarmStart(job, config, policy, self._publisher.leave)
+        self._opened = OpenIteration(config.at(state.next_iteration), state.next_iteration, state.policy_version)
 
     def run(self) -> None:
         self._warm_up()
         try:
             self._publisher.start()
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
+                self._warm_start.before(state)
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
-            self._job.wait_for_evaluation()
+            self._job.wait_for_evaluation(self._config.schedule.num_iterations)
             while self._job.check() is JobState.PAUSED:  # paused in its last iteration: wait until it is resumed
                 time.sleep(0.5)
             self._world.all_gather_bytes(b"")  # the other ranks lose the job once rank 0 has ended it
@@ -85,26 +89,31 @@ class TrainLoop:
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        by_source = self._config.rewards_by_source.values()
+        config = self._config.at(iteration)
+        by_source = config.rewards_by_source.values()
         summed = {reward.part for rewards in by_source for reward in rewards if reward.part is not None}
         responses = ResponseStats(
-            solved_at=self._config.solved_at,
-            by_source=self._config.solved_at_by_source,
+            solved_at=config.solved_at,
+            by_source=config.solved_at_by_source,
             summed_parts=sorted(summed),
         )
-        stats = IterationStats(current_version, responses=responses, signal=Signal.of(self._config))
-        self._opened = OpenIteration(self._config, iteration, current_version)
+        stats = IterationStats(current_version, responses=responses, signal=Signal.of(config))
+        stats.is_supervised = config.is_supervised(iteration)
+        self._opened = OpenIteration(config, iteration, current_version)
+        if stats.is_supervised and self._world.is_main:
+            self._job.record_rows(iteration)
         updates: list[Iterable[list[RolloutGroup]]] = [
-            self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
+            self._feed.micro_batches(iteration, group_ids) for group_ids in shares(config, iteration)
         ]
         scale = 1.0
-        if self._config.objective.waits_for_iteration:
+        if config.objective.waits_for_iteration:
             updates = [list(micro_batches) for micro_batches in updates]
             arrived = [group for update in updates for groups in update for group in groups]
             scale = self._iteration_scale([group for group in arrived if does_count(group, self._config)])
         num_arrived = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
         if num_arrived == 0:
             raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
+        self._warm_start.measure(stats, iteration)
         snapshot = self._publisher.finish_version(iteration, stats)
         is_published = self._publisher.publish(snapshot, stats)
         self._publisher.commit(snapshot, stats, is_published)
@@ -135,19 +144,22 @@ class TrainLoop:
         tally = stats.tally
         if tally.num_arrived == 0:  # all groups of the update failed
             return
-        num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
-        divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
+        config = self._opened.config
+        num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, config.longest_response
+        divisor = config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
         self._publisher.wait_for_reader()
-        decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
+        gradients = optimizer.rescale(max(1, divisor))
+        decision = KEEP_ALL if stats.is_supervised else self._policy.control.apply(gradients)
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)
         if decision.action is GacAction.SKIP:
             optimizer.drop_gradients()
             return
-        if self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1:
+        if self._opened.num_updates_done == config.training.num_updates_per_iteration - 1:
             self._publisher.begin_version()
-        stats.values["train/learning_rate"] = optimizer.begin_step(self._opened.place_of_step)
+        fixed = config.warm_start.learning_rate if stats.is_supervised and config.warm_start is not None else None
+        stats.values["train/learning_rate"] = optimizer.begin_step(self._opened.place_of_step, fixed)
         for bucket in optimizer.buckets:
             self._publisher.keep(bucket.names)
             optimizer.step_bucket(bucket)
@@ -178,7 +190,7 @@ class TrainLoop:
         state = self._publisher.state
         if num_tokens == 0:  # all groups of the update failed
             return
-        if self._opened.index == self._config.first_iteration:
+        if self._opened.index == self._config.first_generated:
             self._publisher.state = replace(state, first_mismatch=gap / num_tokens)
         elif state.first_mismatch is not None:
             self._opened.check_mismatch(gap / num_tokens, state.first_mismatch)

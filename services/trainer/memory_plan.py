@@ -90,7 +90,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
         "weights": (frozen * item + trained * (item if shared == 1 else MASTER_BYTES)) // shared,
         "optimizer": trained * (MOMENTS_BYTES + MASTER_BYTES * has_masters_beside) // shared,
     }
-    if config.objective.needs_reference and config.lora is None:
+    if config.objective.needs_reference and (config.lora is None or config.has_started_reference):
         held["reference model"] = whole * item // shared
     if sizes.num_teacher:
         held["teacher"] = sizes.num_teacher * item // shared
@@ -262,7 +262,7 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
     rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
     size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
     longest = config.longest_response
-    if config.environment is not None and config.model.max_context_tokens:
+    if config.model.max_context_tokens and any(config.environments_by_source.values()):
         longest = min(longest, config.model.max_context_tokens - prompt_tokens)
     response_places = max(1, longest - 1)
     places = prompt_tokens + size * response_places

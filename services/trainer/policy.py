@@ -2,7 +2,8 @@
 
     model       in training
     old         frozen: the denominator of the importance ratio, at the weights of an earlier version
-    reference   frozen: the target of the KL term; under LoRA the model without its adapters
+    reference   frozen: the target of the KL term; under LoRA the model without its adapters; after a warm start the
+                policy at its end
     teacher     frozen: another model with the same tokens (`teacher.py`)
 
 Each is left out where the algebra makes it redundant: old while it equals the policy, reference without a KL term.
@@ -80,6 +81,7 @@ class Policy:
     world: World = ALONE  # the ranks that train it
     is_sharded: bool = False
     teacher: Teacher | None = None
+    started: OldPolicy | None = None  # the reference that takes on the weights at the end of the warm start
     files: dict[str, bytes] = field(default_factory=dict)  # files of the model's folder, beside its weights
 
     @classmethod
@@ -98,16 +100,24 @@ class Policy:
         dtype = next(model.parameters()).dtype
         old = frozen_base(model) if has_old_policies(config) else None
         reference = None
-        if config.objective.needs_reference:
+        started = frozen_base(model) if config.has_started_reference else None
+        if config.objective.needs_reference and started is None:
             reference = model if config.lora else frozen_base(model)
         if is_sharded:
-            for part in (model, old, None if reference is model else reference):
+            for part in (model, old, started, None if reference is model else reference):
                 if part is not None:
                     shard(part, world, dtype, stored)
         num_updates = config.training.num_updates_per_iteration
         optimizer = MasterAdamW(model, config.optimizer, config.decay_ends, num_updates)
         control = GradientControl(config.gac, world)
-        return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, world, is_sharded)
+        policy = cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, world, is_sharded)
+        policy.started = None if started is None else OldPolicy(started, is_sharded)
+        return policy
+
+    @property
+    def held(self) -> dict[int, Snapshot]:
+        """The snapshots of earlier versions that passes need, by version: a checkpoint has them, too."""
+        return self.old.snapshots | (self.started.snapshots if self.started is not None else {})
 
     def published(self, skip: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and weights in the compute dtype; all ranks of a sharded model must iterate over all of them."""
@@ -135,7 +145,13 @@ class Policy:
         """Return all policies' logprobs, with the teacher's lesson, and the entropy [N]. If `old_version` is None, old
         is the policy itself."""
         old = None if old_version is None else self.old.at(old_version)
-        return tri_model_logprobs(self.model, old, self.reference, batch, temperature, self.teacher)
+        reference = self.reference if self.started is None else self.started.at(min(self.started.snapshots))
+        return tri_model_logprobs(self.model, old, reference, batch, temperature, self.teacher)
+
+    def logprobs_of_rows(self, batch: MicroBatch) -> tuple[Logprobs, torch.Tensor]:
+        """Return the policy's logprobs of examples, which no other policy is compared with, and the entropy [N]."""
+        logprobs, entropy = response_logprobs(self.model, batch, 1.0)
+        return Logprobs(trainer=logprobs, old=logprobs.detach(), ref=None), entropy
 
     @torch.no_grad()
     def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:
@@ -186,4 +202,5 @@ def has_old_policies(config: JobConfig) -> bool:
 def is_served_in_place(config: JobConfig) -> bool:
     """Return whether rollouts may pull the parameters themselves, where these are whole and in host memory: no version
     is needed longer than until the step that makes the next one, and no other step changes it."""
-    return config.lora is None and num_served(config) == 1 and config.training.num_updates_per_iteration == 1
+    has_one_version = num_served(config) == 1 and config.num_supervised == 0
+    return config.lora is None and has_one_version and config.training.num_updates_per_iteration == 1

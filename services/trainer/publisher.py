@@ -58,6 +58,8 @@ class Publisher:
                 self._job.hold(held[version], None)
             if version == self.state.published_version:
                 self._publish(held[version])
+        if self._published is None and self._config.is_supervised(self.state.next_iteration):
+            self._publish(current)  # the published version went with another trainer, and rollouts ask for a model
 
     def wait_for_reader(self) -> None:
         """Wait until no checkpoint reads the state that the next step changes."""
@@ -145,6 +147,9 @@ class Publisher:
         """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the
         versions that are to be evaluated."""
         schedule, evaluation = self._config.schedule, self._config.evaluation
+        if self._config.is_supervised(self.state.next_iteration):  # the next iteration needs no engine
+            is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
+            return is_evaluated or self.state.next_iteration in schedule.ends
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
@@ -175,6 +180,8 @@ class Publisher:
             if len(set(self._world.all_gather_bytes(digest))) > 1:
                 raise JobFailed(f"the trainer's replicas hold different weights of version {version}; start them again")
         self._newest = snapshot
+        if self._policy.started is not None and version == self._config.num_supervised:
+            self._policy.started.hold(snapshot, oldest_wanted=0)
         if has_old_policies(self._config):
             self._policy.old.hold(snapshot, self.state.next_iteration - self._config.max_staleness)
         return snapshot
@@ -206,6 +213,11 @@ class Publisher:
 
 def log_iteration(commit: Commit, is_new: bool) -> None:
     report = commit.metrics
+    if (loss := report.get("sft/loss")) is not None:
+        text = "iteration %d: loss of examples %.4f, grad norm %.3g, learned %d tokens in %.2f s%s"
+        times = (report["train/grad_norm"], report["train/trained_tokens"], report["train_s"])
+        logger.info(text, commit.iteration, loss, *times, "" if is_new else " (replayed)")
+        return
     logger.info(
         "iteration %d: reward %.3f, grad norm %.3g, mismatch %.4f, trained %d tokens in %.2f s%s",
         commit.iteration,

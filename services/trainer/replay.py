@@ -37,6 +37,7 @@ from services.trainer.model.bundled import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
+from services.trainer.supervised import SupervisedRow
 from services.trainer.teacher import check_record, load_teacher
 from services.trainer.world import World
 
@@ -94,7 +95,13 @@ class RecordedJob:
     def _ignore(self, *args: Any, **options: Any) -> None:
         pass
 
-    hold = withdraw = publish = checkpointed = wait_for_evaluation = emit = _ignore
+    def wait_for_evaluation(self, evaluation: int) -> dict[str, float]:
+        return {}
+
+    def held_out_rows(self) -> list[SupervisedRow]:
+        return []
+
+    hold = withdraw = publish = checkpointed = emit = record_rows = _ignore
 
 
 class NoCheckpoints(CheckpointStore):
@@ -158,7 +165,10 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     state = state or begin(settings.data_dir, job_id, config, policy)
     groups, micro_batches, digests = asyncio.run(record(state.next_iteration))
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1, "stop_without_signal": None})
-    shortened = config.model_copy(update={"schedule": until_then})
+    start = config.warm_start
+    if start is not None:  # no gate and no measurement belong to a replay
+        start = start.model_copy(update={"min_pass_at_k": None, "held_out": None})
+    shortened = config.model_copy(update={"schedule": until_then, "warm_start": start})
     job = RecordedJob(groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:
         TrainLoop(job, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1)).run()

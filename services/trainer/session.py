@@ -25,6 +25,7 @@ from services.trainer.model.lora import reach
 from services.trainer.model.model import model_files
 from services.trainer.model.whole import left_out, named
 from services.trainer.policy import Policy, load_policy
+from services.trainer.rows import RowRecorder
 from services.trainer.settings import Settings
 from services.trainer.stop_check import check_stops
 from services.trainer.teacher import check_record, load_teacher
@@ -81,6 +82,8 @@ def run_job(settings: Settings, job: JobSession, world: World, tracking: Trackin
     if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):
         logger.warning("job %s: %s", job.job_id, problem)
         job.emit("job.warning", problem)
+    if config.num_supervised and world.is_main:
+        job.rows = RowRecorder.create(job.lease, config, source, policy.model, settings.trainer_id)
     state = restored or begin(settings.data_dir, job.job_id, config, policy)
     files = model_files(source, policy.compute_dtype, config.model.chat_template)
     job.serve_weights(files, settings, policy.holders)
@@ -157,7 +160,9 @@ def restore(
         for version, tensors in checkpoints.policies(state.next_iteration).items():
             published = policy.published_shard()
             kept = ((name, tensor) for name, tensor in tensors if name in published)
-            policy.old.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
+            is_start = policy.started is not None and version == config.num_supervised
+            holder = policy.started if is_start and policy.started is not None else policy.old
+            holder.hold(take_snapshot(version, kept, published, policy.holders), oldest_wanted=0)
     return state
 
 

@@ -60,6 +60,7 @@ class IterationStats:
     advantages: Advantages = field(default_factory=dict)
     responses: ResponseStats = field(default_factory=ResponseStats)
     signal: Signal = field(default_factory=Signal)
+    is_supervised: bool = False  # true if the groups are rows of examples
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -114,6 +115,23 @@ class IterationStats:
             self._add("truncated", is_truncated(response))
             oldest = min(span.policy_version for span in response.version_spans)
             self._raise("staleness_max", self.policy_version - oldest)
+
+    def add_row(self, group: RolloutGroup) -> None:
+        """Count a row of examples, which is a group of one response or, if it was too long, of none."""
+        assert group.group_id not in self.digests, f"group {group.group_id} is used twice"
+        self.digests[group.group_id] = group_digest(group)
+        if group.HasField("failure"):
+            self._add("sft/dropped_rows", 1)
+            self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
+        for response in group.responses:
+            num_learned = len(response.token_ids)
+            num_observed = sum(len(turn.observed_token_ids) for turn in response.turns)
+            self._add("sft/rows", 1)
+            self._add("response_tokens", num_learned)
+            self._add("prompt_tokens", len(group.prompt_token_ids) + num_observed)
+            self.tally.num_arrived += 1
+            self.tally.num_responses += 1
+            self.tally.num_tokens += num_learned
 
     def _add_unsolved(self, group: RolloutGroup) -> None:
         """Count a group whose rewards differ although no response is solved, and the parts that differ in it."""
@@ -201,7 +219,9 @@ class IterationStats:
 
     @property
     def has_signal(self) -> bool:
-        """True if any group has signal."""
+        """True if any group has signal, or is a row of examples."""
+        if self.is_supervised:
+            return True
         num_groups = len(self.digests) - self.sums.get("rollout/failed_groups", 0.0)
         return self.sums.get("rollout/uniform_groups", 0.0) < num_groups
 
@@ -216,6 +236,8 @@ class IterationStats:
 
     def report(self, num_replicas: int = 1, parts: Sequence[str] = ()) -> dict[str, float]:
         """Return the metrics. `parts`: those of the reward that the job has curves of."""
+        if self.is_supervised:
+            return self._report_rows(num_replicas)
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
         responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
         compared = max(1.0, sums.pop("compared_tokens", 0.0))
@@ -244,6 +266,16 @@ class IterationStats:
         if "train/mismatch" in report:
             report["mismatch_mean"] = report.pop("train/mismatch")
         return {"staleness_max": 0.0} | report | self.maxima | self.values
+
+    def _report_rows(self, num_replicas: int) -> dict[str, float]:
+        """Return the metrics of a supervised iteration: nothing about rewards, engines and other policies."""
+        report: dict[str, float] = {"num_training_devices": num_replicas, "train/trained_tokens": 0.0}
+        for name, total in self.sums.items():
+            if name == "token/loss":
+                report["sft/loss"] = total / max(1.0, self.sums["train/trained_tokens"])
+            elif not name.startswith("token/"):
+                report[name] = total / num_replicas if name.endswith("_s") else total
+        return report | self.maxima | self.values
 
     @property
     def num_rewarded(self) -> float:

@@ -42,9 +42,9 @@ from services.trainer.model.whole import check_source
 from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.shrink import num_parameters
 from services.trainer.passes.trial import architecture_name
+from services.trainer.vocabularies import Vocabulary, shared_ids, vocabulary_of
 from services.trainer.world import World
 
-Vocabulary = dict[int, str]  # tokens by their ids
 GB = 1e9
 STAND_INS = ("unk_token_id", "pad_token_id", "eos_token_id")
 
@@ -75,6 +75,7 @@ class Teacher:
     @torch.no_grad()
     def read(self, batch: MicroBatch, temperature: float, prepared: Prepared | None = None) -> Reading:
         """Pass the batch through the teacher. `prepared`: its inputs, if they are not to be made from the batch."""
+        batch = batch if batch.for_teacher is None else batch.for_teacher
         is_known = self.is_known[batch.target_ids]
         if not self.is_complete:
             batch = replace(
@@ -152,28 +153,12 @@ def naming(field: str) -> Iterator[None]:
 # ---- what a teacher is refused for -----------------------------------------------------------------------------------
 
 
-def vocabulary_of(source: str) -> Vocabulary:
-    """Return the tokens of a model by their ids. Raises ValueError where its tokenizer cannot be loaded."""
-    try:
-        return {token_id: token for token, token_id in load_tokenizer(source).get_vocab().items()}
-    except OSError as error:
-        raise ValueError(f"the tokenizer of {source} cannot be loaded: {error}") from error
-
-
 def known_tokens(student: Vocabulary, teacher: Vocabulary, num_rows: int, num_teacher_rows: int) -> torch.Tensor:
     """Return which of the policy's ids [V] the teacher has as the same tokens. Rows without a token may differ.
 
     Raises ValueError if a shared id is another token.
     """
-    shared = sorted(student.keys() & teacher.keys())
-    different = [token_id for token_id in shared if student[token_id] != teacher[token_id]]
-    if different:
-        first = different[0]
-        raise ValueError(
-            f"it has another vocabulary than the model: {len(different)} of {len(shared)} shared ids are other tokens, "
-            f"such as {first}, which is {teacher[first]!r} there and {student[first]!r} in the model; take a teacher "
-            "with the model's tokenizer"
-        )
+    shared = shared_ids(student, teacher)
     is_known = torch.zeros(num_rows, dtype=torch.bool)
     is_known[[token_id for token_id in shared if token_id < min(num_rows, num_teacher_rows)]] = True
     return is_known

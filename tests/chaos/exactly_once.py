@@ -32,7 +32,8 @@ def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> list[
     groups, micro_batches, num_left = asyncio.run(read_streams(stack, job_id, config.schedule.num_iterations))
     assert num_left == 0, f"{num_left} prompts or groups were never acknowledged"
     for record in stack.client.jobs.iterations(job_id):
-        iteration, num_groups = record.iteration, config.rollout.num_prompts_per_iteration + record.num_replaced
+        iteration = record.iteration
+        num_groups = config.at(iteration).rollout.num_prompts_per_iteration + record.num_replaced
         expected = [f"{iteration}-{index}" for index in range(num_groups)]
         assert sorted(g.group_id for g in groups if g.iteration == iteration) == sorted(expected)
         assert sorted(i for batch in micro_batches[iteration] for i in batch) == sorted(expected)

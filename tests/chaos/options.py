@@ -30,6 +30,8 @@ SOURCES = [
     SAY | {"weight": 2, "max_response_tokens": 6},
     {"type": "jsonl", "path": "prompts.jsonl", "name": "rank", "reward": {"name": "opinions"}, "solved_at": 1},
 ]
+GAME = {"name": "guess_number", "options": {"max_guesses": 3}, "max_turns": 3}
+PLAYED = [SAY | {"order": "in_order"}, SAY | {"order": "in_order", "name": "game", "environment": GAME}]
 
 Group = RolloutGroup
 Sign = Callable[[JobConfig, list[Group], list[IterationRecord]], bool]
@@ -64,6 +66,12 @@ def has_sources(config: JobConfig, groups: list[Group], _: list[IterationRecord]
     signal, longest = Signal.of(config), {"say": 6, "rank": config.rollout.max_response_tokens}
     lengths = [len(response.token_ids) <= longest[group.source] for group in groups for response in group.responses]
     return all(lengths) and {group.source for group in groups if signal.is_in(group)} == {"say", "rank"}
+
+
+def is_played(config: JobConfig, groups: list[Group], _: list[IterationRecord]) -> bool:
+    """Return whether the responses of one source are episodes, and those of the other are not."""
+    kinds = {(group.source, bool(response.turns)) for group in groups for response in group.responses}
+    return kinds == {("say", False), ("game", True)}
 
 
 def is_chosen(config: JobConfig, groups: list[Group], records: list[IterationRecord]) -> bool:
@@ -101,6 +109,7 @@ OPTIONS = {
     ),
     "mask": Options({"reward": LETTER, "rollout": MASK}, (is_partly_cut,)),
     "sources": Options({"data": SOURCES, "reward": LETTER}, (has_sources, is_chosen)),
+    "environments": Options({"data": PLAYED, "reward": LETTER}, (is_played,)),
     "all": Options(
         SOLVED | {"data": SOURCES, "reward": PARTS, "rollout": SPARE | MASK},
         (differs_in_vain, is_replaced, abstains, is_partly_cut, has_sources, is_chosen),

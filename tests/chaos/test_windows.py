@@ -24,7 +24,7 @@ from onbeat.local.supervisor import ServiceSpec
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from tests.chaos.die_at import Orders
 from tests.chaos.exactly_once import accepted_at, check_exactly_once
-from tests.chaos.options import OPTIONS, check_signs, install_opinions
+from tests.chaos.options import GAME, OPTIONS, check_signs, install_opinions
 from tests.e2e.stack import RunningStack, running, tiny_job
 from tests.waiting import wait_until
 
@@ -32,7 +32,6 @@ TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0
 SMALL = {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 2, "max_response_tokens": 8}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}
 EVERY = {"every_iterations": 1}
-GAME = {"name": "guess_number", "options": {"max_guesses": 3}, "max_turns": 3}
 EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt": 1}
 
 
@@ -45,6 +44,12 @@ class Window:
     def __str__(self) -> str:
         return f"{self.name}-{self.point}"
 
+
+WARM = {  # two supervised iterations and two of RL
+    "warm_start": {"num_rows_per_iteration": 3, "num_iterations": 2, "learning_rate": 1e-3},
+    "schedule": {"num_iterations": 4},
+}
+KL = {"type": "grpo", "kl": {"coef": 0.1}}
 
 # Each job has two deaths: of a trainer, and of a broker or a rollout. With the sections of the job, and the name of its
 # options in options.py.
@@ -102,7 +107,7 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
     (
         Window("trainer:checkpoint-not-acknowledged", "appear.after"),
         Window("rollout:playing", "Episode.chat.after", nth=2),
-        {"checkpoint": EVERY, "environment": GAME},
+        {"checkpoint": EVERY, "options": "environments"},
     ),
     (
         Window("trainer:checkpoint-not-acknowledged", "TrainerSide.checkpointed.before"),
@@ -113,6 +118,26 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
         Window("trainer:finished-not-succeeded", "Jobs.move.before"),
         Window("rollout:submitted-not-answered", "RolloutSide.submit.after"),
         {"options": "sources"},
+    ),
+    (
+        Window("trainer:rows-read-not-recorded", "TrainerSide.record_rows.before"),
+        Window("broker:due-not-opened", "Iterations.open_rows.before", nth=2),
+        WARM,
+    ),
+    (
+        Window("trainer:rows-recorded-not-trained", "TrainerSide.record_rows.after", nth=2),
+        Window("broker:opened-not-answered", "Iterations.open_rows.after"),
+        WARM | {"checkpoint": EVERY},
+    ),
+    (  # death in the last step of the warm start
+        Window("trainer:stepped-not-published", "TrainLoop.step.after", nth=2),
+        Window("rollout:claimed-not-started", "RolloutSide.claim.after"),
+        WARM | {"objective": KL},
+    ),
+    (  # death between the warm start and RL
+        Window("trainer:committed-not-checkpointed", "TrainerSide.commit.after", nth=2),
+        Window("rollout:generated-not-submitted", "RolloutSide.submit.before"),
+        WARM | {"objective": KL, "checkpoint": EVERY},
     ),
     (
         Window("trainer:taken-not-recorded", "TrainerSide.take.after", nth=3),
@@ -134,6 +159,9 @@ class ChaosStack:
         job = tiny_job(self.folder, **(shape | {"rollout": SMALL | shape["rollout"]}))
         if "evaluation" in sections:
             job["evaluation"] = sections["evaluation"] | {"data": job["data"]}
+        if "warm_start" in sections:
+            examples = {"type": "jsonl", "path": job["data"]["path"], "response_field": "answer"}
+            job["warm_start"] = sections["warm_start"] | {"data": examples}
         answers = []
 
         def is_created() -> bool:

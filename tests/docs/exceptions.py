@@ -38,6 +38,9 @@ PARSED_ONLY = {
     "onbeat keys list": "the same",
 }
 
+# Pages whose commands are run one after the other, by a test of their own.
+STORIES = {"docs/recipes.md": "tests/docs/test_recipes.py"}
+
 # Blocks of TOML that are no part of a job: (page, first line).
 NOT_A_JOB: dict[tuple[str, str], str] = {
     ("docs/rewards.md", "# its pyproject.toml"): "test_rewards_and_engines.py installs it",

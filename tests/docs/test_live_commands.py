@@ -11,7 +11,7 @@ from onbeat.cli import main
 from onbeat.contracts.states import JobState
 from tests.docs.checks import parse_onbeat, shown_files
 from tests.docs.conftest import Workplace
-from tests.docs.exceptions import PARSED_ONLY
+from tests.docs.exceptions import PARSED_ONLY, STORIES
 from tests.docs.pages import page_names
 from tests.docs.shell import Command
 from tests.docs.test_commands import commands_of_page, path_of
@@ -24,7 +24,7 @@ JOB = re.compile(r"\$?\{?JOB\}?|job-[0-9a-f]{12}")
 def live_commands() -> list[Command]:
     """Each once; where it is the same on several pages, of the first."""
     commands = {}
-    for page in page_names():
+    for page in [name for name in page_names() if name not in STORIES]:
         for command in commands_of_page(page):
             if command.program == "onbeat" and (path := path_of(command)) and path not in PARSED_ONLY:
                 words = [

@@ -53,7 +53,10 @@ def problems_of_parts(
     if advantages_from == "reward":
         return
     if num_rewards < 2:
-        yield f"{field} needs several rewards, whose parts it compares; write each under [[reward]], or use 'reward'"
+        yield (
+            f"{field} needs several rewards for every prompt, whose parts it compares; write each under [[reward]], "
+            "where no environment plays, or use 'reward'"
+        )
     if advantages_from == "scaled_parts" and mode != "sync":
         yield (
             f"{field} needs statistics of the whole iteration and cannot run in {mode}; use 'parts', or "

@@ -34,7 +34,7 @@ def sum_by_response(values: Tensor, response_lengths: Tensor) -> Tensor:
 class Responses:
     """N tokens of R responses, in response order, and the groups that they belong to."""
 
-    rollout_logprobs: Tensor  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32; [0] for examples, which are no samples
     response_lengths: Tensor  # [R] int64, tokens
     group_rewards: list[Tensor]  # [G] float32 of each group, all of its responses; NaN: no reward (opinions.py)
     members: list[Tensor]  # [M] int64 of each group: which of its responses are here; together R

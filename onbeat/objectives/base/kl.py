@@ -30,6 +30,13 @@ class KlConfig(Section):
         "loss", description="place of the divergence: in the token loss, or subtracted from rewards before advantages"
     )
 
+    reference: Literal["base"] | None = Field(
+        None,
+        exclude_if=lambda reference: reference is None,
+        description="model that the divergence is from. base: the one that the job was given; default: the same, or "
+        "the one that its warm start has made",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def choose_estimator(cls, value: Any) -> Any:

@@ -24,6 +24,13 @@ class TeacherConfig(Section):
         min_length=1,
         description="model that the policy learns from, as in `model.path`; its tokens must be those of the model",
     )
+    prompt_field: str | None = Field(
+        None,
+        min_length=1,
+        exclude_if=lambda name: name is None,
+        description="field of a row with the prompt that the teacher reads in place of the policy's, such as one with "
+        "a hint or the answer; in the form of `data.prompt_field`; default: the policy's prompt",
+    )
     coef: Float = Field(
         1.0,
         gt=0,

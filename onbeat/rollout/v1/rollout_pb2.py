@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/rollout/v1/rollout.proto\x12\x11onbeat.rollout.v1\"\xdc\x04\n\nPromptTask\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12,\n\x08messages\x18\x04 \x03(\x0b\x32\x1a.onbeat.rollout.v1.Message\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x0bnum_samples\x18\x06 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x07 \x01(\r\x12\x13\n\x0btemperature\x18\x08 \x01(\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12)\n\x06reward\x18\x0b \x01(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x1b\n\x13reward_context_json\x18\x0c \x01(\t\x12\x15\n\ris_evaluation\x18\r \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0e \x01(\x04H\x00\x88\x01\x01\x12\x33\n\x0b\x65nvironment\x18\x0f \x01(\x0b\x32\x1e.onbeat.rollout.v1.Environment\x12*\n\x07rewards\x18\x10 \x03(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x0c\n\x04stop\x18\x14 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x15 \x03(\rB\x02\x10\x01\x12\x12\n\x05top_p\x18\x16 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x17 \x01(\r\x12\r\n\x05min_p\x18\x18 \x01(\x01\x12\x12\n\nmin_tokens\x18\x19 \x01(\r\x12\x0e\n\x06source\x18\x1a \x01(\tB\x0b\n\t_data_rowB\x08\n\x06_top_p\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8c\x01\n\x06Reward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x04 \x01(\r\x12\x0e\n\x06weight\x18\x05 \x01(\x01\x12\x0c\n\x04part\x18\x06 \x01(\t\x12\x14\n\x0cmax_attempts\x18\x07 \x01(\r\"p\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x05 \x01(\r\"\xa5\x04\n\x0cRolloutGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0bprompt_text\x18\x05 \x01(\t\x12.\n\tresponses\x18\x06 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Response\x12\x30\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1f.onbeat.rollout.v1.GroupFailure\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.onbeat.rollout.v1.Timings\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x15\n\ris_evaluation\x18\n \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12L\n\x0f\x66\x61iled_episodes\x18\x0c \x03(\x0b\x32\x33.onbeat.rollout.v1.RolloutGroup.FailedEpisodesEntry\x12\x33\n\x0cprompt_parts\x18\r \x03(\x0b\x32\x1d.onbeat.rollout.v1.PromptPart\x12\x0e\n\x06source\x18\x0e \x01(\t\x1a\x35\n\x13\x46\x61iledEpisodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x0b\n\t_data_row\"D\n\nPromptPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x12\n\nis_special\x18\x02 \x01(\x08\x12\x14\n\x0cnum_left_out\x18\x03 \x01(\r\"\xfd\x02\n\x08Response\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1c\n\x10rollout_logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x35\n\rversion_spans\x18\x03 \x03(\x0b\x32\x1e.onbeat.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x42\n\x0creward_parts\x18\x06 \x03(\x0b\x32,.onbeat.rollout.v1.Response.RewardPartsEntry\x12\x0c\n\x04text\x18\x07 \x01(\t\x12\x19\n\rtoken_lengths\x18\x08 \x03(\rB\x02\x10\x01\x12&\n\x05turns\x18\t \x03(\x0b\x32\x17.onbeat.rollout.v1.Turn\x12\x15\n\rhas_no_reward\x18\n \x01(\x08\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xde\x02\n\x04Turn\x12\x13\n\x06parent\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nnum_shared\x18\x02 \x01(\r\x12\x1e\n\x12observed_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x13\n\x0bnum_sampled\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x16\n\x0enum_characters\x18\x06 \x01(\r\x12\x15\n\rmessages_json\x18\x07 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x08 \x01(\t\x12\x13\n\x06reward\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08waited_s\x18\n \x01(\x01\x12\x12\n\ngenerate_s\x18\x0b \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x0c \x01(\r\x12\x35\n\x0eobserved_parts\x18\r \x03(\x0b\x32\x1d.onbeat.rollout.v1.PromptPartB\t\n\x07_parentB\t\n\x07_reward\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"-\n\x0cGroupFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"u\n\x07Timings\x12\x12\n\ngenerate_s\x18\x01 \x01(\x01\x12\x0f\n\x07score_s\x18\x02 \x01(\x01\x12\x15\n\rworker_busy_s\x18\x03 \x01(\x01\x12.\n\tin_engine\x18\x04 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Interval\"*\n\x08Interval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/rollout/v1/rollout.proto\x12\x11onbeat.rollout.v1\"\xa8\x05\n\nPromptTask\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12,\n\x08messages\x18\x04 \x03(\x0b\x32\x1a.onbeat.rollout.v1.Message\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x0bnum_samples\x18\x06 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x07 \x01(\r\x12\x13\n\x0btemperature\x18\x08 \x01(\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12)\n\x06reward\x18\x0b \x01(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x1b\n\x13reward_context_json\x18\x0c \x01(\t\x12\x15\n\ris_evaluation\x18\r \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0e \x01(\x04H\x00\x88\x01\x01\x12\x33\n\x0b\x65nvironment\x18\x0f \x01(\x0b\x32\x1e.onbeat.rollout.v1.Environment\x12*\n\x07rewards\x18\x10 \x03(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x0c\n\x04stop\x18\x14 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x15 \x03(\rB\x02\x10\x01\x12\x12\n\x05top_p\x18\x16 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x17 \x01(\r\x12\r\n\x05min_p\x18\x18 \x01(\x01\x12\x12\n\nmin_tokens\x18\x19 \x01(\r\x12\x0e\n\x06source\x18\x1a \x01(\t\x12\x34\n\x10teacher_messages\x18\x1e \x03(\x0b\x32\x1a.onbeat.rollout.v1.Message\x12\x14\n\x0cteacher_text\x18\x1f \x01(\tB\x0b\n\t_data_rowB\x08\n\x06_top_p\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8c\x01\n\x06Reward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x04 \x01(\r\x12\x0e\n\x06weight\x18\x05 \x01(\x01\x12\x0c\n\x04part\x18\x06 \x01(\t\x12\x14\n\x0cmax_attempts\x18\x07 \x01(\r\"\x86\x01\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x05 \x01(\r\x12\x14\n\x0cmax_attempts\x18\x06 \x01(\r\"\xe2\x04\n\x0cRolloutGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0bprompt_text\x18\x05 \x01(\t\x12.\n\tresponses\x18\x06 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Response\x12\x30\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1f.onbeat.rollout.v1.GroupFailure\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.onbeat.rollout.v1.Timings\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x15\n\ris_evaluation\x18\n \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12L\n\x0f\x66\x61iled_episodes\x18\x0c \x03(\x0b\x32\x33.onbeat.rollout.v1.RolloutGroup.FailedEpisodesEntry\x12\x33\n\x0cprompt_parts\x18\r \x03(\x0b\x32\x1d.onbeat.rollout.v1.PromptPart\x12\x0e\n\x06source\x18\x0e \x01(\t\x12\x15\n\ris_supervised\x18\x0f \x01(\x08\x12$\n\x18teacher_prompt_token_ids\x18\x14 \x03(\rB\x02\x10\x01\x1a\x35\n\x13\x46\x61iledEpisodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x0b\n\t_data_row\"D\n\nPromptPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x12\n\nis_special\x18\x02 \x01(\x08\x12\x14\n\x0cnum_left_out\x18\x03 \x01(\r\"\xfd\x02\n\x08Response\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1c\n\x10rollout_logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x35\n\rversion_spans\x18\x03 \x03(\x0b\x32\x1e.onbeat.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x42\n\x0creward_parts\x18\x06 \x03(\x0b\x32,.onbeat.rollout.v1.Response.RewardPartsEntry\x12\x0c\n\x04text\x18\x07 \x01(\t\x12\x19\n\rtoken_lengths\x18\x08 \x03(\rB\x02\x10\x01\x12&\n\x05turns\x18\t \x03(\x0b\x32\x17.onbeat.rollout.v1.Turn\x12\x15\n\rhas_no_reward\x18\n \x01(\x08\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xde\x02\n\x04Turn\x12\x13\n\x06parent\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nnum_shared\x18\x02 \x01(\r\x12\x1e\n\x12observed_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x13\n\x0bnum_sampled\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x16\n\x0enum_characters\x18\x06 \x01(\r\x12\x15\n\rmessages_json\x18\x07 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x08 \x01(\t\x12\x13\n\x06reward\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08waited_s\x18\n \x01(\x01\x12\x12\n\ngenerate_s\x18\x0b \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x0c \x01(\r\x12\x35\n\x0eobserved_parts\x18\r \x03(\x0b\x32\x1d.onbeat.rollout.v1.PromptPartB\t\n\x07_parentB\t\n\x07_reward\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"-\n\x0cGroupFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"u\n\x07Timings\x12\x12\n\ngenerate_s\x18\x01 \x01(\x01\x12\x0f\n\x07score_s\x18\x02 \x01(\x01\x12\x15\n\rworker_busy_s\x18\x03 \x01(\x01\x12.\n\tin_engine\x18\x04 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Interval\"*\n\x08Interval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,6 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTGROUP_FAILEDEPISODESENTRY']._serialized_options = b'8\001'
   _globals['_ROLLOUTGROUP'].fields_by_name['prompt_token_ids']._loaded_options = None
   _globals['_ROLLOUTGROUP'].fields_by_name['prompt_token_ids']._serialized_options = b'\020\001'
+  _globals['_ROLLOUTGROUP'].fields_by_name['teacher_prompt_token_ids']._loaded_options = None
+  _globals['_ROLLOUTGROUP'].fields_by_name['teacher_prompt_token_ids']._serialized_options = b'\020\001'
   _globals['_RESPONSE_REWARDPARTSENTRY']._loaded_options = None
   _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_RESPONSE'].fields_by_name['token_ids']._loaded_options = None
@@ -48,31 +50,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TURN'].fields_by_name['observed_token_ids']._loaded_options = None
   _globals['_TURN'].fields_by_name['observed_token_ids']._serialized_options = b'\020\001'
   _globals['_PROMPTTASK']._serialized_start=55
-  _globals['_PROMPTTASK']._serialized_end=659
-  _globals['_MESSAGE']._serialized_start=661
-  _globals['_MESSAGE']._serialized_end=701
-  _globals['_REWARD']._serialized_start=704
-  _globals['_REWARD']._serialized_end=844
-  _globals['_ENVIRONMENT']._serialized_start=846
-  _globals['_ENVIRONMENT']._serialized_end=958
-  _globals['_ROLLOUTGROUP']._serialized_start=961
-  _globals['_ROLLOUTGROUP']._serialized_end=1510
-  _globals['_ROLLOUTGROUP_FAILEDEPISODESENTRY']._serialized_start=1444
-  _globals['_ROLLOUTGROUP_FAILEDEPISODESENTRY']._serialized_end=1497
-  _globals['_PROMPTPART']._serialized_start=1512
-  _globals['_PROMPTPART']._serialized_end=1580
-  _globals['_RESPONSE']._serialized_start=1583
-  _globals['_RESPONSE']._serialized_end=1964
-  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_start=1914
-  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_end=1964
-  _globals['_TURN']._serialized_start=1967
-  _globals['_TURN']._serialized_end=2317
-  _globals['_VERSIONSPAN']._serialized_start=2319
-  _globals['_VERSIONSPAN']._serialized_end=2384
-  _globals['_GROUPFAILURE']._serialized_start=2386
-  _globals['_GROUPFAILURE']._serialized_end=2431
-  _globals['_TIMINGS']._serialized_start=2433
-  _globals['_TIMINGS']._serialized_end=2550
-  _globals['_INTERVAL']._serialized_start=2552
-  _globals['_INTERVAL']._serialized_end=2594
+  _globals['_PROMPTTASK']._serialized_end=735
+  _globals['_MESSAGE']._serialized_start=737
+  _globals['_MESSAGE']._serialized_end=777
+  _globals['_REWARD']._serialized_start=780
+  _globals['_REWARD']._serialized_end=920
+  _globals['_ENVIRONMENT']._serialized_start=923
+  _globals['_ENVIRONMENT']._serialized_end=1057
+  _globals['_ROLLOUTGROUP']._serialized_start=1060
+  _globals['_ROLLOUTGROUP']._serialized_end=1670
+  _globals['_ROLLOUTGROUP_FAILEDEPISODESENTRY']._serialized_start=1604
+  _globals['_ROLLOUTGROUP_FAILEDEPISODESENTRY']._serialized_end=1657
+  _globals['_PROMPTPART']._serialized_start=1672
+  _globals['_PROMPTPART']._serialized_end=1740
+  _globals['_RESPONSE']._serialized_start=1743
+  _globals['_RESPONSE']._serialized_end=2124
+  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_start=2074
+  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_end=2124
+  _globals['_TURN']._serialized_start=2127
+  _globals['_TURN']._serialized_end=2477
+  _globals['_VERSIONSPAN']._serialized_start=2479
+  _globals['_VERSIONSPAN']._serialized_end=2544
+  _globals['_GROUPFAILURE']._serialized_start=2546
+  _globals['_GROUPFAILURE']._serialized_end=2591
+  _globals['_TIMINGS']._serialized_start=2593
+  _globals['_TIMINGS']._serialized_end=2710
+  _globals['_INTERVAL']._serialized_start=2712
+  _globals['_INTERVAL']._serialized_end=2754
 # @@protoc_insertion_point(module_scope)

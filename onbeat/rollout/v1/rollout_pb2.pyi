@@ -47,6 +47,8 @@ class PromptTask(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TEACHER_MESSAGES_FIELD_NUMBER: _builtins.int
+    TEACHER_TEXT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -79,6 +81,7 @@ class PromptTask(_message.Message):
     """no stop before so many tokens"""
     source: _builtins.str
     """name of the prompt's source; empty: the job has one only"""
+    teacher_text: _builtins.str
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -101,6 +104,10 @@ class PromptTask(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def teacher_messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """The prompt that the job's teacher reads in place of the policy's. Both empty: it reads the same."""
+
     def __init__(
         self,
         *,
@@ -127,10 +134,12 @@ class PromptTask(_message.Message):
         min_p: _builtins.float = ...,
         min_tokens: _builtins.int = ...,
         source: _builtins.str = ...,
+        teacher_messages: _abc.Iterable[Global___Message] | None = ...,
+        teacher_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "environment", b"environment", "reward", b"reward", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "source", b"source", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "_top_p", b"_top_p", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "source", b"source", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "teacher_messages", b"teacher_messages", "teacher_text", b"teacher_text", "temperature", b"temperature", "text", b"text", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -220,6 +229,7 @@ class Environment(_message.Message):
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_MB_FIELD_NUMBER: _builtins.int
+    MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     options_json: _builtins.str
     max_turns: _builtins.int
@@ -228,6 +238,8 @@ class Environment(_message.Message):
     """hard limit for one episode, from its start to its reward"""
     memory_limit_mb: _builtins.int
     """hard limit for the process that runs it"""
+    max_attempts: _builtins.int
+    """tries of one episode; 0: as the job's own environment says"""
     def __init__(
         self,
         *,
@@ -236,10 +248,11 @@ class Environment(_message.Message):
         max_turns: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         memory_limit_mb: _builtins.int = ...,
+        max_attempts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_turns", b"max_turns", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_attempts", b"max_attempts", "max_turns", b"max_turns", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +298,8 @@ class RolloutGroup(_message.Message):
     FAILED_EPISODES_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    IS_SUPERVISED_FIELD_NUMBER: _builtins.int
+    TEACHER_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
@@ -296,6 +311,10 @@ class RolloutGroup(_message.Message):
     """of the task"""
     source: _builtins.str
     """of the task"""
+    is_supervised: _builtins.bool
+    """One row of examples, which nobody generated: the learned tokens are those of its one response, which has no
+    rollout_logprobs, no version_spans and no reward. A conversation with more than one learned part has `turns`.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[Lp]"""
@@ -318,6 +337,10 @@ class RolloutGroup(_message.Message):
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
         """for people: prompt_token_ids as text. Empty: not known"""
 
+    @_builtins.property
+    def teacher_prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: the teacher reads prompt_token_ids"""
+
     def __init__(
         self,
         *,
@@ -335,10 +358,12 @@ class RolloutGroup(_message.Message):
         failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
         source: _builtins.str = ...,
+        is_supervised: _builtins.bool = ...,
+        teacher_prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "is_supervised", b"is_supervised", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "source", b"source", "teacher_prompt_token_ids", b"teacher_prompt_token_ids", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -580,7 +605,7 @@ class GroupFailure(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """never empty: "prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" """
+    """never empty: "prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" | "row_too_long" """
     message: _builtins.str
     def __init__(
         self,

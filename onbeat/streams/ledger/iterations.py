@@ -43,6 +43,29 @@ class Iterations(LedgerPart):
         reason: bytes = await self._run("open_iteration", job, more_keys, *args)
         return reason.decode()
 
+    async def open_rows(self, job_id: str, iteration: int, rows: Sequence[str], held_out: Sequence[str] = ()) -> str:
+        """Open a supervised iteration with these rows (JSON). Return '' or the reason why it was not opened.
+
+        `held_out`: rows that the job keeps to measure its loss on; given with its first iteration.
+        """
+        job = JobKeys(job_id)
+        pairs = [item for index, row in enumerate(rows) for item in (f"{iteration}-{index}", row)]
+        digest = payload_digest("\n".join(rows).encode())
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.rows(iteration), job.held_out_rows]
+        kept = json.dumps(list(held_out)) if held_out else ""
+        reason: bytes = await self._run("open_rows", job, more_keys, iteration, digest, kept, *pairs)
+        return reason.decode()
+
+    async def rows(self, job_id: str, iteration: int) -> dict[str, str]:
+        """Return group id -> conversation (JSON) of an open supervised iteration; empty before it is open, and once its
+        tokens are recorded."""
+        return await self._texts(JobKeys(job_id).rows(iteration))
+
+    async def held_out_rows(self, job_id: str) -> list[str]:
+        """Return the rows (JSON) on which the job measures its loss."""
+        rows: list[str] = json.loads((await self.redis.hget(JobKeys(job_id).held_out_rows, "rows")) or "[]")
+        return rows
+
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return the iteration hash as text; empty when it was never opened."""
         return await self._texts(JobKeys(job_id).iteration(iteration))

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from onbeat.contracts.errors import JobFailed, LeaseLost, StreamLost
 from onbeat.contracts.states import JobState
-from onbeat.streams.codec import RolloutGroup, decode_group
+from onbeat.streams.codec import RolloutGroup, check_group, decode_group, encode_group, payload_digest
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
 from onbeat.streams.ledger.scripts import LedgerPart
@@ -53,6 +53,21 @@ class TrainerSide(LedgerPart):
     async def record_teacher(self, job_id: str, epoch: str, digest: str) -> str:
         """Record the digest of the job's teacher, once; return the recorded one. Raise LeaseLost."""
         return str((await self._run_as_owner("record_teacher", JobKeys(job_id), [], epoch, digest)).decode())
+
+    async def record_rows(
+        self, job_id: str, epoch: str, iteration: int, trainer: str, groups: Sequence[RolloutGroup]
+    ) -> None:
+        """Record the tokens of all rows of a supervised iteration, unless they are recorded. Raise LeaseLost, and
+        ValueError when a group breaks its promises."""
+        words: list[Any] = []
+        for group in groups:
+            check_group(group)
+            payload = encode_group(group)
+            failure = group.failure.kind if group.HasField("failure") else ""
+            words += [group.group_id, payload, payload_digest(payload), failure]
+        job = JobKeys(job_id)
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.rows(iteration), job.rollouts]
+        await self._run_as_owner("record_rows", job, more_keys, epoch, iteration, trainer, *words)
 
     async def take(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
         """Return the next accepted groups in completion order; empty when none came in time."""

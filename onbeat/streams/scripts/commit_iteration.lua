@@ -19,7 +19,7 @@ end
 if redis.call('HGET', unit, 'state') ~= 'DRAINED' then return 'open' end
 if is_published == '1' then
   redis.call('HSET', job, 'policy_version', version, 'weights_digest', digest)
-elseif tonumber(field('policy_version')) < next_iteration - tonumber(field('max_staleness')) then
+elseif redis.call('HEXISTS', unit, 'is_supervised') == 0 and tonumber(field('policy_version')) < next_iteration - tonumber(field('max_staleness')) then
   return 'unbounded'
 end
 local time = now()

@@ -28,7 +28,7 @@ async def describe_memory(config: JobConfig, prompt_tokens: int | None) -> str:
     job["model"]["dtype"] = planned_dtype(config.model.dtype, read_processor().bfloat16 == "native")
     try:
         trainer = await ask("trainer", trainer_request(job, prompt_tokens or USUAL_PROMPT_TOKENS))
-        rollout = await ask("rollout", rollout_request(job, trainer))
+        rollout = await ask("rollout", rollout_request(job, trainer, bool(config.environments)))
     except ChildDied as error:
         return f"memory is not predicted: {error.last_words or error}"
     except TimeoutError:

@@ -15,6 +15,7 @@ MAX_HEADER_BYTES = 32 << 20  # header of a model's file; longer ones are left to
 MAX_JSON_BYTES = 16 << 20  # size of a configuration or an index
 
 Complaint = tuple[str, str]  # field, message with a remedy
+Shape = tuple[int, ...]
 
 
 class WrongFiles(Exception):
@@ -37,7 +38,7 @@ class Header:
     """The tensors that a safetensors file names. `is_read`: false of a header that is too long to be read here."""
 
     problem: str = ""  # bytes that the file lacks, in words
-    names: set[str] = field(default_factory=set)
+    shapes: dict[str, Shape] = field(default_factory=dict)
     packed: list[str] = field(default_factory=list)  # names of tensors with numbers of 8 bits or less
     embedded: set[int] = field(default_factory=set)  # numbers of tokens in embeddings
     is_read: bool = True
@@ -81,7 +82,7 @@ def check_weights(folder: Path) -> set[int]:
     embedded: set[int] = set()
     for name, tensors in index.items():
         header = checked_header(folder / name)
-        if header.is_read and (absent := sorted(tensors - header.names)):
+        if header.is_read and (absent := sorted(tensors - header.shapes.keys())):
             raise WrongFiles(
                 f"{folder}/{INDEX} says that {name} holds {absent[0]}, and it does not; copy or download both again"
             )
@@ -130,7 +131,7 @@ def checked_header(path: Path) -> Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the names in a safetensors file, and what is missing from it.
+    """Read the names and shapes in a safetensors file, and what is missing from it.
 
     The file has 8 bytes of length, a JSON header, and the tensors that it names.
     """
@@ -147,9 +148,10 @@ def read_header(path: Path) -> Header:
         tensors.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in tensors.values()]
         missing = 8 + header_bytes + max(ends, default=0) - size
-        embedded = {int(entry["shape"][0]) for name, entry in tensors.items() if name.endswith(EMBEDDINGS)}
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
+        embedded = {shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS)}
         packed = sorted(name for name, entry in tensors.items() if PACKED_DTYPE.match(entry.get("dtype", "")))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return Header("its header is no header of safetensors")
     problem = f"{missing} bytes are missing at its end" if missing > 0 else ""
-    return Header(problem, set(tensors), packed, embedded)
+    return Header(problem, shapes, packed, embedded)

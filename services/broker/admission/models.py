@@ -43,14 +43,12 @@ def is_folder_path(path: str) -> bool:
 
 def review_hub_model(path: str) -> list[Complaint]:
     """Complain about a model that is neither in the cache nor on a hub that answers."""
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    if any(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")):
+    if cached_folder(path) is not None:
         return []
     remedy = "download it where there is a hub and give its folder, or take bundled:smollm2-135m-instruct"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return wrong_model(f"{path} is not in this machine's cache, and HF_HUB_OFFLINE is set; {remedy}")
-    hub, token = os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), own_token(home)
+    hub, token = os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), own_token(hub_home())
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = httpx.get(f"{hub}/api/models/{path}", headers=headers, timeout=HUB_S, follow_redirects=True)
@@ -60,6 +58,23 @@ def review_hub_model(path: str) -> list[Complaint]:
     if answer.status_code in (401, 403, 404):
         return wrong_model(f"{hub} has no model {path}, or not for this HF_TOKEN; correct the id, or give a folder")
     return []  # a hub that is busy answers the trainer later
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a model that can be seen from here, if there is one: its own, or that of a hub's cache."""
+    return Path(path).expanduser() if is_folder_path(path) else cached_folder(path)
+
+
+def cached_folder(path: str) -> Path | None:
+    """Return the newest folder of a hub's model in this machine's cache."""
+    cache = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub")
+    configs = cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")
+    newest = max(configs, key=lambda config: config.parent.stat().st_mtime, default=None)
+    return None if newest is None else newest.parent
+
+
+def hub_home() -> Path:
+    return Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
 
 
 def own_token(home: Path) -> str:
@@ -149,7 +164,7 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
     if not isinstance(tokenizer, dict) or tokenizer.get("chat_template"):
         return []
     user, plain = "episodes need", "an environment that sends token ids only"
-    if config.environment is None:
+    if not config.environments:
         user, plain = "data.as_chat = true needs", "a model that continues plain text"
     message = (
         f"{folder} has no chat template, which {user}; put chat_template.jinja into it, or set data.as_chat = false"

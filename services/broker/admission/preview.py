@@ -25,7 +25,7 @@ RENDER_S = 60.0  # time for starting Python, loading the tokenizer and all promp
 RENDER_MEMORY_MB = 8192
 OWN_ANSWER, EMPTY = "own answer", "empty"
 NO_TRANSFORMERS = "the package transformers is not installed where the broker runs"
-OF_ENVIRONMENT = "rewards are not tried: they come from the job's environment, which plays whole episodes"
+OF_ENVIRONMENT = "rewards are not tried{where}: they come from an environment, which plays whole episodes"
 OF_SERVICE = "rewards http and judge are not tried: they ask a service that the rollouts know by name"
 
 Case = tuple[dict[str, Any], list[str], int]  # context of a prompt, responses to it, place of the one that is meant
@@ -69,8 +69,9 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
         given = {EMPTY: ""} if answer is None else {OWN_ANSWER: str(answer), EMPTY: ""}
         cases += [(number, name, (context, list(given.values()), place)) for place, name in enumerate(given)]
     trials: list[list[Trial]] = [[] for _ in items]
-    if config.environment is not None:
-        notes.append(OF_ENVIRONMENT)
+    for source, environment in config.environments_by_source.items():
+        if environment is not None:
+            notes.append(OF_ENVIRONMENT.format(where=f" for source {source}" if source else ""))
     for source, rewards in config.rewards_by_source.items():
         chosen = [case for case in cases if items[case[0]].source == source]
         for reward in rewards if chosen else ():

@@ -13,6 +13,7 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import TemplateArguments
+from onbeat.config.warm_start import SFT
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -25,11 +26,12 @@ from onbeat.contracts.rewards import (
     compares_with_answer,
 )
 from onbeat.contracts.suggestions import close_names, suggest
+from services.broker.admission.adapter import review_adapter_to_train
 from services.broker.admission.model_files import Complaint
 from services.broker.admission.models import is_folder_path, review_model
 from services.broker.admission.preview import Preview, preview_prompts
 from services.broker.admission.rewards import review_on_data
-from services.broker.admission.teacher import review_teacher
+from services.broker.admission.teacher import review_teacher, review_vocabulary
 from services.broker.admission.tokenizer import review_tokenizer
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, Section, Survey
 from services.broker.datasets.process import DatasetPool, DatasetProcess, hold
@@ -44,6 +46,7 @@ REWARD_OPTIONS = {
     "reasoning_gym": ("answer_pattern",),
 }
 
+EXAMPLES = "warm_start.data"  # the field of the file with examples
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
@@ -90,7 +93,7 @@ class Admission:
 
     async def _examine(self, config: JobConfig) -> tuple[list[Complaint], Remarks]:
         unusable = review_numbers(config) + review_free_values(config)
-        complaints = unusable + review_environment(config) + review_held_out_judges(config)
+        complaints = unusable + review_environments(config) + review_held_out_judges(config)
         uses, checked = reward_uses(config), []
         to_try: list[tuple[RewardUse, int]] = []  # rewards with the number of capture groups in their patterns
         for use in uses:
@@ -108,7 +111,13 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            complaints += model_complaints + await asyncio.to_thread(review_teacher, config, self._has_model_folders)
+            adapter_complaints = (
+                review_adapter_to_train(config, self._has_model_folders) if not model_complaints else []
+            )
+            teacher_complaints = await asyncio.to_thread(review_teacher, config, self._has_model_folders)
+            if not model_complaints + teacher_complaints and self._has_model_folders:
+                teacher_complaints = await review_vocabulary(config)
+            complaints += model_complaints + adapter_complaints + teacher_complaints
         if unusable:
             return complaints, Remarks()
         data_complaints, firsts, remarks = await self._review_data(config, checked)
@@ -167,7 +176,7 @@ class Admission:
             except DatasetError as error:
                 complaints.append((error.field, error.message))
         firsts: dict[str, PromptItem] = {}
-        for number, (field, _) in enumerate(config.sources):
+        for number, (field, _) in enumerate(config.sources if config.objective.type != SFT else []):
             try:
                 (firsts[field],), note = await self._process.read(DatasetSpec.of_job(config, number), 0, 1)
             except DatasetError as error:
@@ -218,8 +227,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
     prompts, which not all data can have."""
     complaints = []
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
-    if config.environment is not None:
-        options["environment.options"] = config.environment.options
+    options |= {f"{field}.options": environment.options for field, environment in config.environments}
     training = [field for field, _ in config.sources]
     for field, data in [
         *config.sources,
@@ -230,7 +238,7 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
             if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
                 message = f"{training[0]}.{name} is for all prompts of the job; leave this out"
                 complaints.append((f"{field}.{name}", message))
-        if data.template_options and config.environment is None and not getattr(data, "as_chat", True):
+        if data.template_options and not config.environments and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
             complaints.append((f"{field}.control_tokens", "needs as_chat = false; in messages they are always text"))
@@ -252,29 +260,39 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
 def reward_uses(config: JobConfig) -> list[RewardUse]:
     """Return each reward of the job by its field, with the data that it scores."""
     sets = config.evaluation.sets if config.evaluation is not None else []
-    shared = [(field, source) for field, source in config.sources if source.reward is None]
+    environments = config.environments_by_source
+    shared = [
+        (field, source)
+        for field, source in config.sources
+        if source.reward is None and environments[source.name or ""] is None
+    ]
     uses = []
     for field, source in config.sources:
         if source.reward is not None:
             uses += uses_in(f"{field}.reward", source.reward, [(field, source)])
     for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
         place = (f"{held_out.field}.data", held_out.data)
-        if section is None:
-            shared.append(place)
-        else:
+        if section is not None:
             uses += uses_in(f"{held_out.field}.reward", section, [place])
+        elif held_out.environment is None:
+            shared.append(place)
     return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
 
 
 def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     """Return the data sets of the job with the rewards that score each, those for training first."""
     specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.sources)}
+    if config.warm_start is not None:
+        examples = {EXAMPLES: DatasetSpec.of_examples(config)}
+        specs = examples if config.objective.type == SFT else specs | examples
+        if (held_out_rows := DatasetSpec.of_held_out_examples(config)) is not None:
+            specs["warm_start.held_out.data"] = held_out_rows
     specs |= {
         f"{held_out.field}.data": DatasetSpec.of_evaluation(held_out, config.seed) for held_out in config.held_out
     }
     rewards: dict[str, dict[str, RewardConfig]] = {field: {} for field in specs}
     for use in uses:
-        for field, _ in use.data:
+        for field in rewards.keys() & {field for field, _ in use.data}:  # a job with sft alone has no prompts
             rewards[field][use.field] = use.reward
     return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
 
@@ -292,12 +310,13 @@ def uses_in(
     return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]
 
 
-def review_environment(config: JobConfig) -> list[Complaint]:
+def review_environments(config: JobConfig) -> list[Complaint]:
     installed = entry_points(group=ENVIRONMENTS).names
-    if config.environment is None or (name := config.environment.name) in installed:
-        return []
-    hint = suggest(close_names(name, installed), installed)
-    return [("environment.name", f"no environment {name!r} is installed; {hint}")]
+    unknown = [(field, section.name) for field, section in config.environments if section.name not in installed]
+    return [
+        (f"{field}.name", f"no environment {name!r} is installed; {suggest(close_names(name, installed), installed)}")
+        for field, name in unknown
+    ]
 
 
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:

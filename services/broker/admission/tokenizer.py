@@ -21,7 +21,7 @@ async def review_tokenizer(config: JobConfig) -> list[Complaint]:
     request = {
         "model": config.model.path,
         "as_chat": getattr(config.rendering, "as_chat", True),
-        "has_environment": config.environment is not None,
+        "has_environment": bool(config.environments),
         "has_system_prompt": config.has_system_prompt,
         "chat_template": config.model.chat_template,
         "options": config.rendering.template_options,

@@ -35,6 +35,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from services.broker.admission.quota import ANYBODY
 from services.broker.admission.resume import resume_over
+from services.broker.admission.warm_start import count_epochs
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.api.review import review
@@ -117,6 +118,7 @@ async def create_job(
     await broker.quota.check(submitter)
     config = config.dated(moment_of(time.time()))
     remarks = await review(broker, config)
+    config = count_epochs(config, remarks.rows)
     wanted = config.model_dump(mode="json")
     numbers = (config.schedule.num_iterations, config.max_staleness)
     outcomes = await inherited_outcomes(ledger, config)
@@ -129,7 +131,9 @@ async def create_job(
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
     """Check a job as `POST /v1/jobs` does, without creating it. The answer is 200 if it would be accepted."""
-    remarks = await review(broker, config.dated(moment_of(time.time())))
+    config = config.dated(moment_of(time.time()))
+    remarks = await review(broker, config)
+    count_epochs(config, remarks.rows)
     return Validation(notes=remarks.notes, rows=remarks.rows)
 
 

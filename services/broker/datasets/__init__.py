@@ -33,6 +33,15 @@ def is_secret(path: PurePath) -> bool:
     return bool(path.parts) and path.parts[0].casefold() in SECRET_NAMES
 
 
+def moved_field(field: str, section: str) -> str:
+    """Return the field to blame where the section `data` is another one of the job, such as `data.1`.
+
+    >>> moved_field("data.path", "data.1"), moved_field("teacher.prompt_field", "data.1")
+    ('data.1.path', 'teacher.prompt_field')
+    """
+    return section + field.removeprefix("data") if field.partition(".")[0] == "data" else field
+
+
 class ChatMessage(BaseModel):
     role: str
     content: str
@@ -43,6 +52,8 @@ class PromptItem(BaseModel):
 
     messages: list[ChatMessage] = []
     text: str = ""
+    teacher_messages: list[ChatMessage] = []  # prompt of the teacher, in place of both; none: the same
+    teacher_text: str = ""
     context: dict[str, Any]
     row: int | None = None  # the same each time the data repeat this prompt; None: they never do
     source: str = ""  # name of its source, where a job has several
@@ -60,6 +71,8 @@ class DatasetSpec(BaseModel):
     model_path: str = ""  # model of the tokenizer, where prompts are counted
     chat_template: str | None = None  # the job's own, where prompts are counted
     is_held_out: bool = False  # no row may come twice
+    is_examples: bool = False  # rows are conversations with their answers
+    teacher_prompt_field: str | None = None  # field with the teacher's prompt; None: it reads the policy's
 
     @classmethod
     def of_job(cls, config: JobConfig, source: int = 0) -> "DatasetSpec":
@@ -83,7 +96,23 @@ class DatasetSpec(BaseModel):
             num_items=num_items,
             model_path=model_path,
             chat_template=config.model.chat_template if is_counted else None,
+            teacher_prompt_field=config.teacher.prompt_field if config.teacher is not None else None,
         )
+
+    @classmethod
+    def of_examples(cls, config: JobConfig) -> "DatasetSpec":
+        """Return the spec of the job's file of examples."""
+        assert config.warm_start is not None
+        num_items = config.num_supervised * config.warm_start.num_rows_per_iteration
+        return cls(data=config.warm_start.data.rows, seed=config.seed, num_items=num_items, is_examples=True)
+
+    @classmethod
+    def of_held_out_examples(cls, config: JobConfig) -> "DatasetSpec | None":
+        """Return the spec of the rows on which the loss is measured, in the order of their file; None without."""
+        if config.warm_start is None or (held_out := config.warm_start.held_out) is None:
+            return None
+        data = held_out.data.rows.model_copy(update={"order": "in_order"})
+        return cls(data=data, seed=config.seed, num_items=held_out.num_rows, is_held_out=True, is_examples=True)
 
     def of_level(self, level: int) -> "DatasetSpec":
         """Return the spec of one level of a generated task."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from onbeat.config import ReasoningGymData
 from onbeat.process.confine import MEBIBYTE, lower_limits
-from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, Section
+from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, Section, moved_field
 
 MAX_OPEN = 24  # datasets kept open; the levels of a generated task are some each
 SHARE_OF_TIME = 0.5  # share of a survey; opening the data takes some time, too
@@ -125,7 +125,7 @@ def answer_survey(request: SurveyRequest, data_dir: Path, open_datasets: dict[st
         try:
             dataset = find_dataset(section.spec, data_dir, open_datasets)
         except DatasetError as error:
-            complaints.append((section.field + error.field.removeprefix("data"), error.message))
+            complaints.append((moved_field(error.field, section.field), error.message))
             continue
         if isinstance(dataset, FileDataset):
             sections.append((section, dataset))

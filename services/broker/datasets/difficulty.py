@@ -4,12 +4,18 @@ Of row i, s and n are the solved responses and all with a reward, decayed: at ea
 and the visit's numbers are added. With a prior of a solved responses and a unsolved ones,
 
     p_i = (s + a) / (n + 2a)           the solved share
-    1 - p_i^G - (1 - p_i)^G            the expected signal: the probability that a group of G responses is mixed
+    1 - p_i^G - (1 - p_i)^G            the probability that a group of G responses is mixed, while the policy stays
 
-Rows that no iteration had are expected to be mixed as often as the rows were that iterations had for the first time.
+It does not stay: a row that was mixed is often solved at its next visit. So the expected signal is what came true.
+Visits are counted by the p_i before them, in tenths. Of v visits m were mixed; both fade with each iteration:
+
+    (m + 1 - p_i^G - (1 - p_i)^G) / (v + 1)
+
+First visits are counted for themselves, with (m + 1/2) / (v + 1) for rows that no iteration had.
+
 Each prompt that is not to explore takes the row with the highest expected signal; one that explores takes a row that no
 iteration had, then the one not seen for longest. A row rests for an eighth of an epoch after each visit. Levels of a
-generated task are chosen in the same way, but do not rest, are explored in turn, and begin with the first.
+generated task are chosen by the probability alone, do not rest, are explored in turn, and begin with the first.
 
 All of it is a pure function of the recorded outcomes, the recorded choices, the job and the number of the iteration.
 Powers are products in a fixed order, so that every machine comes to the same choice.
@@ -28,7 +34,8 @@ from onbeat.config.data import DifficultyConfig
 from onbeat.streams.outcomes import Outcome
 from services.broker.datasets.files import epoch_order
 
-FIRST_DECAY = 0.8  # factor per iteration of the counts of first visits: the policy changes
+FADING = 0.9  # factor per iteration of the counted visits: the policy changes
+UNKNOWN = -1  # instead of the tenth of a solved share, of rows that no iteration had
 REST = 8  # a row rests for 1/REST of an epoch after a visit
 SIGNAL, UNSEEN, OLDEST, EXPLORED = "signal", "unseen", "oldest", "explored"  # why a row or level was chosen
 
@@ -74,29 +81,40 @@ class Row:
 
 
 @dataclass
+class Visits:
+    """Visits of rows with nearly the same solved share, and those of them whose groups were mixed."""
+
+    made: float = 0.0
+    mixed: float = 0.0
+
+
+NO_VISITS = Visits()
+
+
+@dataclass
 class Knowledge:
     """The ledger's knowledge about the rows of one source. Outcomes are added iteration by iteration."""
 
     settings: DifficultyConfig
     rows: dict[int, Row] = field(default_factory=dict)
-    num_first: float = 0.0  # decayed number of first visits with a reward
-    num_first_mixed: float = 0.0
+    visits: dict[int, Visits] = field(default_factory=dict)  # tenth of the solved share before the visit, or UNKNOWN
 
     def add_outcomes(self, iteration: int, outcomes: Iterable[Outcome]) -> None:
         """Add an iteration's outcomes; several of one row are one visit, so that their order does not matter."""
-        visits: dict[int, list[int]] = {}
+        sums: dict[int, list[int]] = {}
         for outcome in outcomes:
-            visit = visits.setdefault(outcome.row, [0, 0])
-            visit[0] += outcome.num_solved
-            visit[1] += outcome.num_rewarded
-        self.num_first *= FIRST_DECAY
-        self.num_first_mixed *= FIRST_DECAY
-        for number, (num_solved, num_rewarded) in visits.items():
+            row_sums = sums.setdefault(outcome.row, [0, 0])
+            row_sums[0] += outcome.num_solved
+            row_sums[1] += outcome.num_rewarded
+        for visits in self.visits.values():
+            visits.made *= FADING
+            visits.mixed *= FADING
+        for number, (num_solved, num_rewarded) in sums.items():
             row = self.rows.setdefault(number, Row())
-            if num_rewarded and not row.is_known:
-                self.num_first += 1
-                self.num_first_mixed += 0 < num_solved < num_rewarded
             if num_rewarded:
+                visits = self.visits.setdefault(tenth(self.solved_share(number)), Visits())
+                visits.made += 1
+                visits.mixed += 0 < num_solved < num_rewarded
                 row.solved = self.settings.decay * row.solved + num_solved
                 row.rewarded = self.settings.decay * row.rewarded + num_rewarded
             row.seen_in = max(row.seen_in, iteration)
@@ -111,14 +129,11 @@ class Knowledge:
         row, prior = self.rows.get(number), self.settings.prior
         return None if row is None or not row.is_known else (row.solved + prior) / (row.rewarded + 2 * prior)
 
-    def expected_signal(self, number: int, num_samples: int) -> float:
-        """Return the probability that a group of a row that an iteration had is mixed; 0 if all its groups failed."""
-        share = self.solved_share(number)
-        return 0.0 if share is None else mixed_probability(share, num_samples)
-
-    def expected_of_unseen(self) -> float:
-        prior = self.settings.prior
-        return (self.num_first_mixed + prior) / (self.num_first + 2 * prior)
+    def expected_signal(self, share: float | None, num_samples: int) -> float:
+        """Return the expected signal of a row with this solved share; None: of one that no iteration had."""
+        visits = self.visits.get(tenth(share), NO_VISITS)
+        first_guess = 0.5 if share is None else mixed_probability(share, num_samples)
+        return (visits.mixed + first_guess) / (visits.made + 1)
 
     def is_in_band(self, number: int) -> bool:
         share, (low, high) = self.solved_share(number), self.settings.band
@@ -126,13 +141,20 @@ class Knowledge:
 
     def to_json(self) -> str:
         rows = {str(number): [row.solved, row.rewarded, row.seen_in] for number, row in self.rows.items()}
-        return json.dumps({"rows": rows, "first": [self.num_first, self.num_first_mixed]})
+        visits = {str(share): [visits.made, visits.mixed] for share, visits in self.visits.items()}
+        return json.dumps({"rows": rows, "visits": visits})
 
     @classmethod
     def from_json(cls, settings: DifficultyConfig, text: str) -> "Knowledge":
         stored = json.loads(text)
         rows = {int(number): Row(*values) for number, values in stored["rows"].items()}
-        return cls(settings, rows, *stored["first"])
+        visits = {int(share): Visits(*values) for share, values in stored.get("visits", {}).items()}
+        return cls(settings, rows, visits)
+
+
+def tenth(share: float | None) -> int:
+    """Return the number that visits of rows with this solved share are counted by."""
+    return UNKNOWN if share is None else round(10 * share)
 
 
 def mixed_probability(share: float, num_samples: int) -> float:
@@ -187,7 +209,9 @@ def choose_once(
     rest = max(1, len(candidates) // (REST * len(prompts)))
     rested = [number for number in seen if iteration - knowledge.rows[number].seen_in > rest]
     signals = {
-        number: knowledge.expected_signal(number, num_samples) for number in rested if knowledge.is_in_band(number)
+        number: knowledge.expected_signal(knowledge.solved_share(number), num_samples)
+        for number in rested
+        if knowledge.is_in_band(number)
     }
 
     def scramble(number: int) -> int:
@@ -202,7 +226,7 @@ def choose_once(
         UNSEEN: Queue(number for number in unseen if number not in knowledge.rows),
         OLDEST: Queue(oldest),
     }
-    expected_of_unseen, taken = knowledge.expected_of_unseen(), set[int]()
+    expected_of_unseen, taken = knowledge.expected_signal(None, num_samples), set[int]()
     picks = []
     for prompt in prompts:
         order = (UNSEEN, OLDEST, SIGNAL) if explores(prompt, knowledge.settings.explore) else (SIGNAL, UNSEEN, OLDEST)
@@ -217,8 +241,7 @@ def choose_once(
         assert number is not None
         taken.add(number)
         share = knowledge.solved_share(number)
-        expected = expected_of_unseen if share is None else mixed_probability(share, num_samples)
-        picks.append(Pick(number, why, share, expected))
+        picks.append(Pick(number, why, share, knowledge.expected_signal(share, num_samples)))
     return picks
 
 

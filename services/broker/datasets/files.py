@@ -24,11 +24,13 @@ from onbeat.config.data import KEYS_OF_SEVERAL
 from onbeat.config.explain import MAX_SHOWN
 from onbeat.contracts.answers import IS_NUMBER, is_number, number_text
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, PromptItem, is_secret
+from services.broker.datasets.examples import to_example
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
-from services.broker.datasets.messages import changes_of_messages, check_columns, to_messages
+from services.broker.datasets.messages import changes_of_messages, check_columns, pick, to_messages
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
+TEACHER_FIELD = "teacher.prompt_field"
 BUNDLED = "bundled:"  # start of the path of a file that comes with Onbeat
 BUFFER_BYTES = 1 << 20  # size of a read from a column of a Parquet file
 MAX_BATCH_ROWS, BATCH_BYTES = 1_000, 32 << 20  # size of a batch of a Parquet file, as its row group estimates it
@@ -42,6 +44,8 @@ class FileDataset(PromptDataset):
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
         self._data = data
+        to_prompt = functools.partial(to_item, teacher_field=spec.teacher_prompt_field)
+        self._to_item = to_example if spec.is_examples else to_prompt
         self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         self._identity = file_identity(self._path)
         try:
@@ -51,7 +55,8 @@ class FileDataset(PromptDataset):
             if num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             if spec.is_held_out and num_rows < spec.num_items:
-                message = f"{data.path} has {num_rows} rows, and evaluation.num_prompts is {spec.num_items}"
+                key = "warm_start.held_out.num_rows" if spec.is_examples else "evaluation.num_prompts"
+                message = f"{data.path} has {num_rows} rows, and {key} is {spec.num_items}"
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
             self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
             if spec.model_path:
@@ -99,7 +104,7 @@ class FileDataset(PromptDataset):
 
     def to_item(self, row: int) -> PromptItem:
         try:
-            return to_item(self._reader.row(row), row, self._data)
+            return self._to_item(self._reader.row(row), row, self._data)
         except DatasetError as error:
             where = f"{self._data.path}, {self._reader.place(row)}"
             raise DatasetError(error.field, f"{where} {error.message}") from error
@@ -162,9 +167,9 @@ def check_options(data: RowData) -> None:
             raise DatasetError("data.answer_pattern", f"is no regular expression: {error}") from error
 
 
-def to_item(row: Row, index: int, data: RowData) -> PromptItem:
+def to_item(row: Row, index: int, data: RowData, teacher_field: str | None = None) -> PromptItem:
     """Convert row `index` of the file. Raises DatasetError with a message that goes behind the name of the row."""
-    check_columns(row, data)
+    check_columns(row, data, teacher_field)
     prompt = pick(row, data.prompt_field, "data.prompt_field")
     answer = find_answer(row, data)
     metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
@@ -174,9 +179,20 @@ def to_item(row: Row, index: int, data: RowData) -> PromptItem:
     if is_number(answer):
         context[IS_NUMBER] = True
     text = "" if messages else prompt
-    return PromptItem(
+    item = PromptItem(
         messages=messages, text=text, context=context, row=index, changes=list(changes_of_messages(prompt))
     )
+    return item if teacher_field is None else item.model_copy(update=find_teacher_prompt(row, teacher_field, data))
+
+
+def find_teacher_prompt(row: Row, name: str, data: RowData) -> dict[str, Any]:
+    """Return the row's prompt for the teacher, as fields of its item. Raises DatasetError."""
+    prompt = pick(row, name, TEACHER_FIELD)
+    try:
+        messages = to_messages(prompt, data)
+    except DatasetError as error:
+        raise DatasetError(TEACHER_FIELD, error.message) from error
+    return {"teacher_messages": messages, "teacher_text": "" if messages else prompt}
 
 
 def find_answer(row: Row, data: RowData) -> Any:
@@ -192,22 +208,6 @@ def find_answer(row: Row, data: RowData) -> Any:
         message = f"has no match of {data.answer_pattern!r} in its answer, which ends with {shown}"
         raise DatasetError("data.answer_pattern", message)
     return (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
-
-
-def pick(row: Row, name: str, field: str) -> Any:
-    """Return the value of a field: by its own name, or by a path of names with dots between them."""
-    value: Any = row.get(name)
-    if value is None:
-        value = row
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-    if value is None and name in row:
-        raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
-    if value is None:
-        there = ", ".join(sorted(row)) or "nothing"
-        hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
-        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
-    return value
 
 
 def to_answer(answer: Any) -> Any:

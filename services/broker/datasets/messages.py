@@ -21,14 +21,30 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def check_columns(row: Mapping[str, Any], data: RowData) -> None:
+def check_columns(row: Mapping[str, Any], data: RowData, teacher_field: str | None = None) -> None:
     """Raise DatasetError for a column that looks like an input of the model, which gets the prompt alone."""
-    used = {data.prompt_field, data.answer_field, *data.metadata_only}
+    used = {data.prompt_field, data.answer_field, teacher_field, *data.metadata_only}
     inputs = INPUT_COLUMNS | COMPANIONS.get(data.prompt_field, set())
     for name in sorted(row.keys() & inputs - used):
         if not is_empty(row[name]):
             message = f"has something in {name!r}, which the model would not see; take the column out, or name it in "
             raise DatasetError("data.metadata_only", f"{message}data.metadata_only if it is for the reward alone")
+
+
+def pick(row: Mapping[str, Any], name: str, field: str) -> Any:
+    """Return the value of a field: by its own name, or by a path of names with dots between them."""
+    value: Any = row.get(name)
+    if value is None:
+        value = row
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+    if value is None and name in row:
+        raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
+    if value is None:
+        there = ", ".join(sorted(row)) or "nothing"
+        hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
+        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
+    return value
 
 
 def to_messages(prompt: Any, data: RowData) -> list[ChatMessage]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig, ReasoningGymData
-from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, moved_field
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 
 SOURCE_BITS = 40  # bits of a row's number below the place of its source, which together name a prompt of the job
@@ -88,7 +88,7 @@ async def read_source(
 
 def move_error(error: DatasetError, field: str) -> DatasetError:
     """Return an error of `data` as one of another field of the job with such a section, such as `data.1`."""
-    return DatasetError(field + error.field.removeprefix("data"), error.message)
+    return DatasetError(moved_field(error.field, field), error.message)
 
 
 def name_source(config: JobConfig, error: DatasetError) -> DatasetError:

@@ -14,7 +14,7 @@ from onbeat.config.explain import MAX_SHOWN
 from onbeat.contracts.answers import GAPS, IS_NUMBER, MINUS, read_number
 from onbeat.contracts.records import RowCounts
 from onbeat.contracts.rewards import RewardConfig, compares_with_answer
-from services.broker.datasets import DatasetError, PromptItem, Section, Survey
+from services.broker.datasets import DatasetError, PromptItem, Section, Survey, moved_field
 from services.broker.datasets.files import FileDataset
 
 MARK = "#### "  # mark of the answer at the end of a solution, as in GSM8K
@@ -166,7 +166,7 @@ def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
     num_refused = sum(rows.refused.values())
     for blamed, message in list(rows.refused)[:1]:
         more = f" ({num_refused} of {num_looked} rows are refused)" if num_refused > 1 else ""
-        result.complaints.append((rows.section.field + blamed.removeprefix("data"), message + more))
+        result.complaints.append((moved_field(blamed, rows.section.field), message + more))
     result.counts.append(count_rows(rows, num_looked, num_rows))
     path, place = result.counts[-1].path, rows.dataset.place
     if num_looked < num_rows:

@@ -251,7 +251,7 @@ def explain_opening(s: Situation) -> list[Finding]:
         return [s.find(sentence, waits_for=s.owner, **about)]
     if s.iterations:
         return []
-    wanted = max(0, iteration - s.config.max_staleness)
+    wanted = 0 if s.config.is_supervised(iteration) else max(0, iteration - s.config.max_staleness)
     if published == "none" or int(published) < wanted:
         sentence = f"iteration {iteration} is not open: it needs policy version {wanted}, and trainer {s.owner} has "
         return [s.find(f"{sentence}published {published}", waits_for=s.owner, **about)]
@@ -276,6 +276,9 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
         duty = "has to train and commit them" if unit in s.iterations else "has to score them"
         sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {duty}"
         return s.find(sentence, who=unit.name, waits_for=user, since_s=since_s)
+    if fields.get("is_supervised"):
+        sentence, since_s = f"{start}; {s.owner} has to tokenise the rows", max(0.0, s.now - float(fields["opened_at"]))
+        return s.find(sentence, who=unit.name, waits_for=s.owner, since_s=since_s)
     counts = {remark: int(fields.get(f"num_{remark}", "0")) for remark in REMARKS}
     remarks = [f"{number} {REMARKS[remark]}" for remark, number in counts.items() if number]
     parts = [start, *describe_leases(s, unit), *remarks]
@@ -367,7 +370,8 @@ def explain_deadline(s: Situation) -> list[Finding]:
 
 
 def missing_rollouts(s: Situation) -> list[Finding]:
-    if any(worker.is_alive(s.now) or worker.is_starting(s.now) for worker in s.workers.values()):
+    is_needed = s.evaluations or not s.config.is_supervised(int(s.fields["next_iteration"]))
+    if not is_needed or any(worker.is_alive(s.now) or worker.is_starting(s.now) for worker in s.workers.values()):
         return []
     pool = s.config.pool
     sentence = f"no rollout is alive: none in pool {pool} was seen in the last {SILENT_S:.0f} s; start a rollout: "

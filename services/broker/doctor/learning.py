@@ -94,8 +94,9 @@ class Course:
 
     @property
     def main_part(self) -> str | None:
-        """The part with the largest weight, as metrics call it: the outcome. None unless there are several rewards."""
-        if any(source.reward is not None for _, source in self.config.sources):
+        """The part with the largest weight, as metrics call it: the outcome. None unless all prompts have the same
+        rewards, and several."""
+        if any(source.reward is not None or source.environment is not None for _, source in self.config.sources):
             return None
         rewards = [reward for reward in self.config.rewards if reward.part is not None]
         largest = max(rewards, key=lambda reward: abs(reward.weight), default=None)
@@ -122,7 +123,8 @@ async def explain_learning(ledger: Ledger, fields: Fields) -> list[Finding]:
         config = JobConfig.of_job(fields)
     except ValidationError:
         return []
-    start, done = first_iteration(fields), int(fields["next_iteration"])
+    start = max(first_iteration(fields), config.num_supervised)  # nothing generates before
+    done = int(fields["next_iteration"])
     job_id = fields["id"]
     if done - start < MIN_ITERATIONS:
         return look_at_young(job_id, config, await read_iterations(ledger, job_id, start - 1, MIN_ITERATIONS))

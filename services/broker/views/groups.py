@@ -82,6 +82,9 @@ def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = (), c
 
 
 def tokens_of(response: Response) -> list[Token]:
+    """Return the engine's data for every token; none for a row of examples, which no engine generated."""
+    if not response.rollout_logprobs:
+        return []
     texts: list[str | None] = [None] * len(response.token_ids)
     if response.token_lengths:
         text, start = response.text, 0

@@ -4,10 +4,12 @@ The process of an environment gets a task and one session (a URL and a key) per 
 failure per episode. It never sees tokens.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from onbeat.config import EnvironmentConfig
 from onbeat.contracts.states import EpisodeFailureKind
 from onbeat.environments import Outcome, Task
 
@@ -26,6 +28,10 @@ class Program:
     name: str  # entry point of the group `onbeat.environments`
     options_json: str  # keyword arguments of that
     memory_limit_mb: int  # hard limit of the process, address space
+
+    @classmethod
+    def of_config(cls, environment: EnvironmentConfig) -> "Program":
+        return cls(environment.name, json.dumps(environment.options), environment.memory_limit_mb)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Renderer:
         return token_ids + self._encode_behind(token_ids, rest)
 
     def _encode_behind(self, token_ids: Sequence[int], text: str) -> list[int]:
-        return self._encode_after(token_ids[-1], text) if token_ids else self._encode(text)
+        return self._encode(text, token_ids[-1] if token_ids else None)
 
     def _shown(self, sampled: list[int], text: str) -> tuple[list[int], str]:
         """Return the last of the sampled tokens whose text ends this text, and their text; none where it does not."""
@@ -137,7 +137,7 @@ class Renderer:
         if end is None or not full.startswith(old) or not shows(unguarded(old), messages[num_old - 1], end):
             return None
         sampled = call.generated.token_ids
-        return call.path + self._encode_after(sampled[-1], self._not_sampled(end, full[len(old) :], call))
+        return call.path + self._encode(self._not_sampled(end, full[len(old) :], call), after=sampled[-1])
 
     def _not_sampled(self, end: str, new: str, call: Call) -> str:
         """Return the answer's end and what is new, but what was sampled of it: nothing when the sample was cut by its
@@ -148,15 +148,9 @@ class Renderer:
         _, separator, rest = end.partition(sampled)
         return rest + new if separator else (end + new).removeprefix(sampled)
 
-    def _encode_after(self, token_id: int, text: str) -> list[int]:
-        """Tokenise text that follows this token: some tokenizers treat the beginning of a text differently."""
-        before = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        together = self._encode(before + text)
-        return together[1:] if together[:1] == [token_id] else self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, after: int | None = None) -> list[int]:
         try:
-            return self._prompts.encode(text)
+            return self._prompts.encode(text, after)
         except TypeError as error:  # tokenizers raise it for halves of surrogate pairs
             raise ValueError(f"the messages cannot be tokenised: {error}") from error
 

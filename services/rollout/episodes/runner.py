@@ -174,7 +174,8 @@ class GroupPlay:
 
 
 class EpisodeRunner:
-    """The runner of a rollout. `max_attempts`: tries of each episode in one attempt of its group."""
+    """The runner of a rollout. `max_attempts`: tries of each episode in one attempt of its group, where its task names
+    no number."""
 
     def __init__(
         self, encoder: PromptEncoder, environments: EnvironmentRunner, server: "SessionServer", max_attempts: int
@@ -198,7 +199,8 @@ class EpisodeRunner:
         messages, broken = request.task.messages, asyncio.get_running_loop().create_future()
         group = GroupContext(flight.claim.task, messages, generate, self._encoder, self._renderer, broken)
         flight.episodes = GroupPlay(group, request, flight.failed_episodes)
-        played = await flight.episodes.play(self._server, self._environments, self._max_attempts)
+        max_attempts = flight.claim.task.environment.max_attempts or self._max_attempts
+        played = await flight.episodes.play(self._server, self._environments, max_attempts)
         flight.episodes = None
         return played
 

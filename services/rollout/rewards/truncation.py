@@ -11,6 +11,7 @@ were cut, the gradient pushes f by
 
 The penalty is DAPO's soft punishment (arXiv 2503.14476, eq. 13). With n tokens of at most L the reward loses
 overlong_penalty * max(0, n - (L - overlong_cache)) / overlong_cache; a response that was cut loses all of the penalty.
+An episode has the limit in each of its turns, so no one length, and no penalty.
 """
 
 from onbeat.config.rollout import OVERLONG, RolloutConfig
@@ -26,7 +27,7 @@ def reward_truncated(group: RolloutGroup, limits: RolloutConfig) -> None:
         if limits.truncated == "zero" and is_truncated(response):
             response.reward = limits.truncated_reward
             response.has_no_reward = False
-        if limits.overlong_cache is not None and not response.has_no_reward:
+        if limits.overlong_cache is not None and not response.turns and not response.has_no_reward:
             excess = excess_of(response, limits.max_response_tokens, limits.overlong_cache)
             response.reward -= limits.overlong_penalty * excess
             response.reward_parts[OVERLONG] = 0.0 - excess  # no -0.0

@@ -89,7 +89,7 @@ class CheckpointSaver:
             self._durable_until = next_iteration
 
     def _save(self, state: TrainState, newest: Snapshot) -> None:
-        snapshots = self._policy.old.snapshots.items()
+        snapshots = self._policy.held.items()
         older = {version: held.tensors() for version, held in snapshots if version < state.policy_version}
         policy, convert = self._policy, conversion(self._policy.model)
         tensors, is_sharded = policy.state_tensors(), policy.is_sharded

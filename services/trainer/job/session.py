@@ -1,5 +1,6 @@
 """A live job as its training loop sees it: groups come in, weights go out, and iterations are committed."""
 
+import json
 import time
 from collections.abc import Container
 from typing import Any
@@ -14,8 +15,10 @@ from onbeat.weights.wire import Peer
 from services.trainer.job.interface import CannotServe, Commit
 from services.trainer.job.lease import Lease
 from services.trainer.job.meters import CommitMeter
+from services.trainer.rows import RowRecorder
 from services.trainer.settings import Settings
 from services.trainer.spans import to_record
+from services.trainer.supervised import SupervisedRow
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.server import WeightServer
 from services.trainer.weights.store import Snapshot, WeightStore, num_served
@@ -87,10 +90,21 @@ class JobSession:
         self._server: WeightServer | None = None
         self._address = ""
         self._meter = CommitMeter()
+        self.rows: RowRecorder | None = None  # recorder on rank 0, in a job with supervised iterations
 
     def check(self) -> JobState:
         """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
         return self.lease.check()
+
+    def record_rows(self, iteration: int) -> None:
+        """Record the tokens of a supervised iteration's rows, once it is open, unless they are recorded."""
+        assert self.rows is not None, "a job with supervised iterations has a recorder"
+        self.rows.record(iteration)
+
+    def held_out_rows(self) -> list[SupervisedRow]:
+        """Return the rows on which the job measures its loss."""
+        assert self.rows is not None, "a job with supervised iterations has a recorder"
+        return self.rows.held_out()
 
     def num_committed(self) -> int:
         """Return the number of committed iterations; of a fork, those of its parent count, too."""
@@ -190,21 +204,28 @@ class JobSession:
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
         self.lease.run(self._ledger.trainer.checkpointed(self.job_id, self.epoch, first, next_iteration, path))
 
-    def wait_for_evaluation(self) -> None:
-        """Keep serving weights until the last version is evaluated, and earlier ones whose evaluation was opened late.
-        Give up, with an event, after a deadline."""
+    def wait_for_evaluation(self, evaluation: int) -> dict[str, float]:
+        """Keep serving weights until this version is evaluated, and earlier ones whose evaluation was opened late.
+        Return its scores. Give up, with an event, after a deadline."""
         last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
         deadline = time.monotonic() + deadline_s
-        self.status.end(has_evaluation=self.config.evaluation is not None)
-        while self.config.evaluation is not None and not self._is_evaluated(last):
+        if evaluation == last:
+            self.status.end(has_evaluation=self.config.evaluation is not None)
+        else:
+            self.status.wait_for_evaluation(evaluation)
+        while self.config.evaluation is not None and not self._is_evaluated(evaluation):
             if self.check() is JobState.PAUSED:
                 deadline = time.monotonic() + deadline_s
             if time.monotonic() > deadline:
                 if self.lease.job.rank == 0:
-                    message = f"the last evaluation did not end within {deadline_s:.0f} s; the job does"
-                    self.emit("evaluation.missed", message)
-                return
+                    name = "the last evaluation" if evaluation == last else f"evaluation {evaluation}"
+                    then = "the job does" if evaluation == last else "training goes on"
+                    self.emit("evaluation.missed", f"{name} did not end within {deadline_s:.0f} s; {then}")
+                return {}
             time.sleep(0.25)
+        fields = self.lease.run(self._ledger.evaluations.fields(self.job_id, evaluation))
+        scores: dict[str, float] = json.loads(fields.get("scores", "{}"))
+        return scores
 
     def _is_evaluated(self, evaluation: int) -> bool:
         """Return whether this evaluation is over, and no other is open."""

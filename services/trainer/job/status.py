@@ -25,6 +25,9 @@ class Status:
     def wait_for_groups(self, iteration: int, num_missing: int) -> None:
         self._begin(f"waiting for groups of iteration {iteration}: {num_missing} missing")
 
+    def wait_for_rows(self, iteration: int) -> None:
+        self._begin(f"waiting for the rows of iteration {iteration}, and tokenising them")
+
     def train(self, iteration: int) -> None:
         self._begin(f"training iteration {iteration}")
 
@@ -39,6 +42,9 @@ class Status:
 
     def commit(self, iteration: int) -> None:
         self._begin(f"committing iteration {iteration}")
+
+    def wait_for_evaluation(self, evaluation: int) -> None:
+        self._begin(f"waiting for evaluation {evaluation}, before the weights change")
 
     def end(self, has_evaluation: bool) -> None:
         self._begin("waiting for the last evaluation" if has_evaluation else "ending the job")

@@ -15,13 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from onbeat.config import JobConfig, LoraConfig
+from onbeat.config.adapter import CONFIG_FILE, NOT_READ, PREFIX, WEIGHTS_FILE, layer_of, problems_of_config
 from services.trainer.model.lora import ADAPTER, base_name
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Options of PEFT that make other policies than A and B on a weight, or that change them by layer.
-OTHER_POLICIES = """use_dora lora_bias modules_to_save trainable_token_indices rank_pattern alpha_pattern
-fan_in_fan_out layer_replication alora_invocation_tokens""".split()  # noqa: SIM905
-PREFIX = "base_model.model."
 
 
 def write_adapter(folder: Path, factors: Mapping[str, torch.Tensor], model: Any, config: LoraConfig, base: str) -> None:
@@ -65,10 +60,9 @@ def load_adapter(model: Any, config: JobConfig) -> None:
         written = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
         stored = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
-        raise refused(
-            folder, f"cannot be read ({error}); give a folder that `save_pretrained` of PEFT wrote"
-        ) from error
-    if problem := next(problems_of_config(written, config), None):
+        raise refused(folder, f"cannot be read ({error}); {NOT_READ}") from error
+    assert config.lora is not None, "a job with an adapter has [lora]"
+    if problem := next(problems_of_config(written, config.model.path, config.lora), None):
         raise refused(folder, problem)
     factors = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     peft_names = names_in_peft(factors, [base_name(name) for name, _ in model.named_parameters()])
@@ -81,29 +75,6 @@ def load_adapter(model: Any, config: JobConfig) -> None:
 
 def refused(folder: Path, problem: str) -> ValueError:
     return ValueError(f"model.adapter: {folder} {problem}")
-
-
-def problems_of_config(written: Any, config: JobConfig) -> Iterator[str]:
-    """Yield what the adapter's own configuration has that the job's `[lora]` does not train."""
-    lora = config.lora
-    assert lora is not None, "a job with an adapter has [lora]"
-    if not isinstance(written, dict) or written.get("peft_type") != "LORA":
-        kind = written.get("peft_type") if isinstance(written, dict) else None
-        yield f"is an adapter of the type {kind}, and only LORA is trained"
-        return
-    if others := [name for name in OTHER_POLICIES if written.get(name)]:
-        yield f"sets {others[0]}, which is not trained here; give an adapter without it, or merge it into the model"
-    if written.get("bias", "none") != "none":
-        yield f"trains biases (bias = {written['bias']}), which [lora] does not; merge it into the model"
-    if bool(written.get("use_rslora")) != lora.use_rslora:
-        yield f"has use_rslora = {bool(written.get('use_rslora'))}; set lora.use_rslora to that"
-    base, path = written.get("base_model_name_or_path"), config.model.path
-    if isinstance(base, str) and base != path and is_on_hub(base) and is_on_hub(path):
-        yield f"is an adapter of {base}, and model.path is {path}; give one of that model"
-    for field, given in (("r", lora.rank), ("lora_alpha", lora.alpha)):
-        if written.get(field) != given:
-            name = {"r": "rank", "lora_alpha": "alpha"}[field]
-            yield f"has {field} = {written.get(field)}, and lora.{name} is {given:g}; set lora.{name} to that"
 
 
 def problems_of_tensors(
@@ -124,11 +95,6 @@ def problems_of_tensors(
         if stored[name].shape != shape:
             shapes = f"{tuple(stored[name].shape)}, and this one needs {tuple(shape)}"
             yield f"is an adapter of another model: {name} has the shape {shapes}"
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a tensor of PEFT."""
-    return name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "")
 
 
 def names_in_peft(factors: Iterable[str], parameters: Sequence[str]) -> dict[str, str]:
@@ -171,7 +137,3 @@ def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tenso
         return stored.view(shape)
     num_experts, size_out, rank = shape
     return stored.view(size_out, rank, num_experts).permute(2, 0, 1)
-
-
-def is_on_hub(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith(("/", "~", "."))

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from services.trainer.model.exported_files import exported_files
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -86,6 +85,10 @@ def convert_gguf(file: Path, target: Path) -> None:
     import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from services.trainer.model.exported_files import (
+        exported_files,
+    )  # imports torch, which counting prompts does without
 
     logger.info("converting %s once; the result is cached", file.name)
     source = {"gguf_file": file.name, "local_files_only": True}

@@ -120,16 +120,18 @@ class MasterAdamW:
         torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
         return norm.item()
 
-    def begin_step(self, place: int | None = None) -> float:
+    def begin_step(self, place: int | None = None, fixed_rate: float | None = None) -> float:
         """Count a step, and return the learning rate that its buckets take.
 
         `place`: of the step in the job's schedule, from 1, if it is not the number of steps taken: steps that GAC
-        skipped have a place, and those of the job that a fork starts from may have been fewer or more.
+        skipped have a place, and those of the job that a fork starts from may have been fewer or more. `fixed_rate`:
+        the learning rate of a step outside of the schedule.
         """
         self.num_steps += 1
         place = self.num_steps if place is None else place
         end = next((end for end in self._decay_ends if place <= end), self._decay_ends[-1])
         learning_rate = scheduled_learning_rate(self.config, place, end, self._num_warmup_steps)
+        learning_rate = learning_rate if fixed_rate is None else fixed_rate
         for bucket in self.buckets:
             bucket.adamw.param_groups[0]["lr"] = learning_rate
         return learning_rate

@@ -10,6 +10,19 @@ from onbeat.contracts.states import JobState
 from onbeat.local.supervisor import ServiceSpec
 from tests.chaos.options import install_opinions
 from tests.e2e.stack import RunningStack, running, tiny_job
+from tests.installed import install
+
+LETTERS = """
+from onbeat.environments import Outcome
+
+class Letters:
+    def __init__(self, worth): self.worth = worth
+
+    async def run(self, task, policy):
+        answer = await policy.chat(task.messages)
+        num_letters = sum("a" <= letter <= "z" for letter in answer["content"])
+        return Outcome(self.worth * num_letters, {"letters": float(num_letters)})
+"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def stack(folder: Path) -> Iterator[RunningStack]:
     python_path = install_opinions(folder / "site")
+    install(folder / "site", "letters", "[onbeat.environments]\nletters = letters:Letters\n", letters=LETTERS)
 
     def change(specs: list[ServiceSpec]) -> list[ServiceSpec]:
         return [replace(spec, env={**spec.env, "PYTHONPATH": python_path}) for spec in specs]

@@ -238,7 +238,7 @@ async def test_audit_sees_a_changed_outcome(broker, ledger):
 async def test_audit_sees_a_choice_that_does_not_follow(broker, ledger, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("services.broker.datasets.difficulty.REST", 40)  # a broker of somebody else's
-        patched.setattr("services.broker.datasets.difficulty.FIRST_DECAY", 0.1)
+        patched.setattr("services.broker.datasets.difficulty.FADING", 0.1)
         job_id, _ = await run_job(broker, ledger, 8)
     violation = (await run_audit(ledger, job_id)).violation
     assert violation is not None

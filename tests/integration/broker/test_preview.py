@@ -71,6 +71,16 @@ async def test_rows_that_cannot_be_read_are_refused_by_field(broker, model, no_t
     assert [error["field"] for error in answer["errors"]] == ["optimizer.learning_rate"]
 
 
+async def test_rewards_of_environments_are_not_tried(broker, model, no_transformers):
+    rows = {"type": "jsonl", "path": "rows.jsonl", "order": "in_order"}
+    sources = [rows | {"name": "sums"}, rows | {"name": "games", "environment": {"name": "guess_number"}}]
+    job = job_body(model={"path": model}, data=sources)
+    answer = (await broker.post("/v1/jobs:preview", params={"prompts": 2}, json=job)).json()
+    assert [len(prompt["trials"]) for prompt in answer["prompts"]] == [2, 0]
+    note = "rewards are not tried for source games: they come from an environment, which plays whole episodes"
+    assert note in answer["notes"]
+
+
 async def test_failing_reward_says_why_on_each_response(broker, model, no_transformers):
     answer = await ask(broker, model, 1, reward={"name": "exact", "options": {"no_such": 1}})
     (prompt,) = answer["prompts"]
@@ -99,8 +109,8 @@ async def test_prompts_without_transformers_are_those_of_the_rows(broker, model,
 
 async def test_memory_is_what_the_command_predicts(broker, model):
     answer = await ask(broker, model, 1)
-    job = JobConfig.model_validate(job_body(model={"path": model})).model_dump(mode="json")
-    job["model"]["dtype"] = planned_dtype("auto", read_processor().bfloat16 == "native")
+    job = JobConfig.model_validate(job_body(model={"path": model}))
+    job = job.with_dtype(planned_dtype("auto", read_processor().bfloat16 == "native"))
     plan = await asyncio.to_thread(plan_memory, job, answer["prompts"][0]["num_tokens"], 1, False, MAX_NUM_SEQS)
     assert list(plan) == ["trainer", "rollout", "engine core"]
     words = ", ".join(f"{name} {sum(parts.values()) / GB:.1f} GB" for name, parts in plan.items())

@@ -56,6 +56,7 @@ DATA = {"type": "jsonl", "path": "prompts.jsonl"}
         ({"model": {"max_context_tokens": 9000}}, "model.max_context_tokens", "the model supports 8192"),
         ({"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
         ({"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
+        ({"model": {"adapter": "/no/such"}, "lora": {}}, "model.adapter", "/no/such cannot be read ("),
         ({"model": {"path": "org/na me"}}, "model.path", "no hub id"),
         ({"model": {"path": "/a\x00b"}}, "model.path", "is no folder"),
         ({"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),

@@ -19,6 +19,7 @@ import pytest
 from onbeat.environments.verifiers import write_tasks
 from onbeat.streams.codec import Environment
 from services.rollout.environments import EnvironmentProcesses
+from services.rollout.episodes.contract import Program
 from services.rollout.episodes.runner import EnvironmentFailed
 from tests import episode_rig
 from tests.installed import install as install_package
@@ -130,10 +131,10 @@ async def group_of(python: str, config: dict, *texts: str, timeout_s: float = 30
     row = json.loads(path.read_text().splitlines()[-1])
     context = json.dumps({"question": row["prompt"], "answer": "", "metadata": {"task": row["task"]}})
     async with episode_rig.playing(None, *texts, template=episode_rig.QWEN_LIKE) as rig:
-        processes = EnvironmentProcesses(8, 2048)
+        options = json.dumps({"config": json.dumps(config)})
+        processes = EnvironmentProcesses(8, [Program("played", options, 2048)])
         rig.runner._environments = processes
         try:
-            options = json.dumps({"config": json.dumps(config)})
             limits = {"max_turns": max_turns, "timeout_s": timeout_s, "memory_limit_mb": 2048}
             environment = Environment(name="played", options_json=options, **limits)
             group = await rig.group(environment=environment, reward_context_json=context, deadline_s=1200.0, **fields)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from onbeat.streams.codec import Environment
 from services.rollout.environments import EnvironmentProcesses
+from services.rollout.episodes.contract import Program
 from tests import episode_rig
 from tests.installed import install
 
@@ -26,7 +27,7 @@ async def test_tool_calls_of_a_class_become_turns(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     environment = Environment(name="sum", options_json="{}", max_turns=4, timeout_s=60.0, memory_limit_mb=1024)
     async with episode_rig.playing(None, call, "4") as rig:
-        processes = rig.runner._environments = EnvironmentProcesses(8, 1024)
+        processes = rig.runner._environments = EnvironmentProcesses(8, [Program("sum", "{}", 1024)])
         try:
             group = await rig.group(environment=environment)
         finally:

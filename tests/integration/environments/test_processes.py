@@ -157,6 +157,9 @@ score by ringing = onbeat_test_environments:ring
 """
 
 
+PROGRAM = Program("behave", "{}", 1024)
+
+
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a user's own environments on the path of child processes."""
@@ -169,7 +172,7 @@ def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 async def processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process_module, "GRACE_S", 60.0)  # this machine may be busy
-    processes = EnvironmentProcesses(1, 1024)
+    processes = EnvironmentProcesses(1, [PROGRAM])
     yield processes
     await processes.close()
 
@@ -205,20 +208,71 @@ async def test_outcomes_come_back_in_order_and_side_by_side(processes):
 
 
 async def test_as_many_groups_are_played_as_memory_is_free_for(monkeypatch):
-    free = HostMemory(name="box", available_bytes=3 * 1024 * MEBIBYTE, total_bytes=8 * 1024 * MEBIBYTE)
-    monkeypatch.setattr(pool_module, "read_memory", lambda: free)
-    processes = EnvironmentProcesses(8, 1024)
+    set_free_memory(monkeypatch, 3 * 1024)
+    processes = EnvironmentProcesses(8, [PROGRAM])
     assert processes.num_groups() == 3
     await processes.play(request("a"))
     assert processes.num_groups() == 4  # the idle process has its memory
     playing = asyncio.create_task(processes.play(request("wait")))
     await asyncio.sleep(0)
     assert processes.num_groups() == 4
-    assert EnvironmentProcesses(2, 1024).num_groups() == 2
-    assert EnvironmentProcesses(8, 8192).num_groups() == 1  # else nothing would ever be played
+    assert EnvironmentProcesses(2, [PROGRAM]).num_groups() == 2
+    assert EnvironmentProcesses(8, [Program("behave", "{}", 8192)]).num_groups() == 1  # else none would ever be played
     playing.cancel()
     await asyncio.wait({playing})
     await processes.close()
+
+
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, free_mb: int) -> None:
+    free = HostMemory(name="box", available_bytes=free_mb * MEBIBYTE, total_bytes=8 * 1024 * MEBIBYTE)
+    monkeypatch.setattr(pool_module, "read_memory", lambda: free)
+
+
+OTHER = {"options": {"level": 2}, "memory_limit_mb": 2048}
+
+
+@pytest.fixture
+async def two(monkeypatch: pytest.MonkeyPatch):
+    """Three processes for two environments, of which one takes 1 GB and the other 2 GB; 4 GB are free."""
+    set_free_memory(monkeypatch, 4 * 1024)
+    processes = EnvironmentProcesses(3, [PROGRAM, request(**OTHER).program])
+    yield processes
+    await processes.close()
+
+
+async def test_processes_of_two_environments_stay_warm(two):
+    """An environment that is loaded again for every group would take longer than its episodes."""
+    first, other = await asyncio.gather(two.play(request("a")), two.play(request("a", **OTHER)))
+    again, third = await asyncio.gather(two.play(request("nap")), two.play(request("nap")))
+    (other_again,) = await two.play(request("a", **OTHER))
+    assert pid_of(first[0]) in (pid_of(again[0]), pid_of(third[0]))
+    assert pid_of(other[0]) == pid_of(other_again)
+
+
+async def test_idle_processes_make_way_for_another_environment(two, monkeypatch):
+    naps = await asyncio.gather(*(two.play(request("nap")) for _ in range(3)))
+    pids = {pid_of(result) for (result,) in naps}
+    await two.play(request("a", **OTHER))  # a fourth process would be one too many
+    assert len({pid for pid in pids if is_running(Path(f"/proc/{pid}/stat"))}) == 2
+    set_free_memory(monkeypatch, 1024)
+    await asyncio.gather(two.play(request("nap", **OTHER)), two.play(request("nap", **OTHER)))
+    assert not any(is_running(Path(f"/proc/{pid}/stat")) for pid in pids)  # both have made way for its memory
+
+
+async def test_groups_to_play_are_counted_for_the_larger_one(two, monkeypatch):
+    """The environment of the next prompts is not known: 4 GB are two processes of the larger one."""
+    assert two.num_groups() == 2
+    playing = asyncio.create_task(two.play(request("wait")))
+    await asyncio.sleep(0)
+    assert two.num_groups() == 3
+    set_free_memory(monkeypatch, 1024)
+    assert two.num_groups() == 1  # it plays, and another one of the larger ones has no memory
+    playing.cancel()
+    await asyncio.wait({playing})
+    await two.play(request("a", **OTHER))
+    assert two.num_groups() == 1  # the smaller one has the memory for one, the larger one a process that is idle
+    set_free_memory(monkeypatch, 2 * 1024)
+    assert two.num_groups() == 2
 
 
 async def test_no_episode_sees_how_another_changes_the_task(processes):
@@ -426,7 +480,8 @@ from services.rollout.environments import EnvironmentProcesses
 from services.rollout.episodes.contract import EpisodeAccess, PlayRequest, Program
 task = Task([], "", metadata={"place": sys.argv[1]})
 access = [EpisodeAccess("http://127.0.0.1:9", "child")]
-asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest(Program("behave", "{}", 1024), task, 600.0, access)))
+program = Program("behave", "{}", 1024)
+asyncio.run(EnvironmentProcesses(1, [program]).play(PlayRequest(program, task, 600.0, access)))
 """
     marker = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])

@@ -27,13 +27,18 @@ async def start(
     rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8, deadline_s: float = 300.0, **settings
 ) -> InProcess:
     """Start a job whose episodes are played by this function, `num_groups` groups at a time."""
-    environments = InProcess(run, num_groups)
-    module = SimpleNamespace(EnvironmentProcesses=lambda *limits: environments)
-    monkeypatch.setitem(sys.modules, "services.rollout.environments", module)
+    environments = install_environments(monkeypatch, run, num_groups)
     environment = {"name": "test", "max_attempts": 1}
     await rig.start_job(num_prompts=num_prompts, reward=None, environment=environment, **settings)
     options = {"environment": ENVIRONMENT, "reward": None, "deadline_s": deadline_s}
     await rig.open(0, *(rig.task(0, index, **options) for index in range(num_prompts)))
+    return environments
+
+
+def install_environments(monkeypatch, run, num_groups: int) -> InProcess:
+    environments = InProcess(run, num_groups)
+    module = SimpleNamespace(EnvironmentProcesses=lambda *limits: environments)
+    monkeypatch.setitem(sys.modules, "services.rollout.environments", module)
     return environments
 
 
@@ -49,6 +54,44 @@ async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatc
     released = await rig.event_messages("group.released")
     assert len(released) == 2
     assert "EnvironmentFailed" in released[0]
+
+
+def sources() -> list[dict[str, object]]:
+    sums = {"type": "reasoning_gym", "task": "chain_sum"}
+    environment = {"name": "test", "max_attempts": 2}
+    return [sums | {"name": "sums"}, sums | {"name": "games", "environment": environment}]
+
+
+async def test_one_rollout_plays_and_answers_the_prompts_of_a_job(rig, monkeypatch):
+    """Episodes and responses of one turn in turns, one group of episodes at a time; each episode fails once."""
+    num_playing, most_playing, num_tries = 0, 0, 0
+
+    async def run(task, policy):
+        nonlocal num_playing, most_playing, num_tries
+        num_playing, num_tries = num_playing + 1, num_tries + 1
+        most_playing = max(most_playing, num_playing)
+        try:
+            await policy.chat(task.messages)
+            await asyncio.sleep(0.1)
+            if len(environments.requests) % 2:
+                raise RuntimeError("it fails the first time")
+            return Outcome(0.25)
+        finally:
+            num_playing -= 1
+
+    environments = install_environments(monkeypatch, run, 1)
+    await rig.start_job(num_prompts=6, max_group_attempts=1, data=sources())
+    played = {"environment": ENVIRONMENT, "reward": None, "source": "games"}
+    played["environment"].max_attempts = 2
+    await rig.open(0, *(rig.task(0, index, **(played if index % 2 else {"source": "sums"})) for index in range(6)))
+    rig.start_worker()
+    groups = await rig.drained(0)
+    assert [group.source for group in groups] == ["sums", "games"] * 3
+    for group in groups:
+        rewards = [(response.reward, len(response.turns)) for response in group.responses]
+        assert rewards == ([(1.0, 0)] * 2 if group.source == "sums" else [(0.25, 1)] * 2)
+        assert dict(group.failed_episodes) == ({} if group.source == "sums" else {"raised": 2})
+    assert (most_playing, num_tries) == (2, 12)
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 30.0])

@@ -85,6 +85,23 @@ async def test_a_job_without_rewards_gets_responses_without_one(rig):
     assert not group.HasField("failure")
 
 
+async def test_teachers_prompt_is_tokenised_as_the_policys(rig):
+    """One that does not fit into the context with the longest response fails its group by name."""
+    sections = {"reward": None, "objective": {"type": "distill"}, "data": {"type": "jsonl", "path": "rows.jsonl"}}
+    await rig.replace_job(**sections, teacher={"path": "t", "prompt_field": "hint"})
+    rig.start_worker()
+    teachers = [[Message(role="user", content=text)] for text in ("2+2=4?", "9" * 9000)]
+    await rig.open(0, *(rig.task(0, i, reward=None, teacher_messages=teachers[i]) for i in range(2)))
+    hinted, failed = sorted(await rig.drained(0), key=lambda group: group.group_id)
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0, reward=None, messages=teachers[0]))
+    (as_policy,) = await rig.drained(1)
+    assert list(hinted.teacher_prompt_token_ids) == list(as_policy.prompt_token_ids) != list(hinted.prompt_token_ids)
+    assert not as_policy.teacher_prompt_token_ids
+    assert failed.failure.kind == "prompt_too_long"
+    assert failed.failure.message.startswith("the teacher's prompt (teacher.prompt_field): ")
+
+
 # ---- the ordinary course -------------------------------------------------------------------------------------------
 
 

@@ -23,19 +23,22 @@ import services.trainer.world as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
 from onbeat.contracts.errors import JobFailed
 from onbeat.machine.malloc import give_back_freed, give_back_large_at_once
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.gac import GradientControl, local_part
+from services.trainer.iteration import OpenIteration
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.model.sharding import call, deal, gather_full, load_shards, shard
 from services.trainer.policy import Policy, load_policy
+from services.trainer.stats import IterationStats
 from services.trainer.teacher import load_teacher
 from services.trainer.world import ALONE, PeerLost, World
 from tests.tiny_models import VOCAB_SIZE, build_tokenizer, write_tied_model
 from tests.trainer_episodes import SHAPES, make_episodes
-from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+from tests.trainer_fixtures import job_config, make_group, make_rows, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1)
@@ -198,6 +201,34 @@ def taught_shards(world, folder):
         compare_gradients(sharded.model, whole.model, 1e-4)
 
 
+def supervised_rows(world, folder):
+    """Check the gradient and the counts of rows that two ranks share, as replicas and sharded; one has a row less."""
+    start = {"data": {"type": "jsonl", "path": "x"}, "num_rows_per_iteration": 3, "num_iterations": 1}
+    config = job_config(warm_start=start)
+
+    def gradient_of(place, is_sharded, rows):
+        policy = Policy.create(tiny_model(dtype=torch.float32), config, place, is_sharded)
+        stats = IterationStats(0, is_supervised=True)
+        gradient = GradientSum(OpenIteration(config.at(0), 0, 0, 0), policy, stats)
+        for row in rows:
+            gradient.add([row])
+        if is_sharded and not place.is_main:
+            gradient.add([])
+        gradient.complete()
+        gradient.sum_counts()
+        gradient.reduce()
+        return policy.optimizer.gradients(), stats.tally
+
+    expected, tally = gradient_of(ALONE, False, make_rows(0))
+    shares = [make_rows(0)[:2], make_rows(0)[2:]]
+    for is_sharded in (False, True):
+        computed, counted = gradient_of(world, is_sharded, shares[world.rank])
+        assert (counted.num_tokens, counted.num_responses) == (tally.num_tokens, 3)
+        for name, gradient in computed.items():
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            assert_close(whole, expected[name], 1e-5, name)
+
+
 def write_model(world, folder, config):
     """Write a random bfloat16 model in several files, on rank 0, and return the folder's name."""
     world.all_gather_bytes(b"read")  # the files of the case before, which this one replaces
@@ -356,6 +387,7 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
         sharded_copies,
         sharded_reading,
         taught_shards,
+        supervised_rows,
         little_memory,
         gradient_control,
         save_sharded,

@@ -72,6 +72,20 @@ def test_environments_of_token_ids_need_no_template(tmp_path):
     assert review_template(ids_only, folder) == []
 
 
+def test_template_for_episodes_is_needed_for_one_source_of_them(tmp_path):
+    folder = model_with(tmp_path, ONE_TURN)
+    sums = DATA | {"name": "sums"}
+    games = DATA | {"name": "games", "environment": {"name": "test"}}
+    sections = {"environment": None, "reward": {"name": "exact"}}
+    with pytest.raises(ValueError, match="episodes need that"):
+        check_chat_template(str(folder), job(data=[sums, games], **sections))
+    check_chat_template(str(folder), job(data=[sums, games | {"environment": None}], **sections))
+    folder = model_with(tmp_path, WITHOUT_SYSTEM)
+    check_chat_template(str(folder), job(data=[sums, games | {"system_prompt": "Play."}], **sections))
+    with pytest.raises(ValueError, match=r"put the text of .* into the prompts"):
+        check_chat_template(str(folder), job(data=[sums | {"system_prompt": "Add."}, games], **sections))
+
+
 # ---- jobs of one response ----------------------------------------------------------------------------------------
 
 DATA = {"type": "jsonl", "path": "prompts.jsonl"}

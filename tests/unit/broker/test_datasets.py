@@ -62,6 +62,23 @@ def read_all(dataset: Any) -> None:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
+def test_row_has_a_second_prompt_for_the_teacher(tmp_path):
+    """It becomes messages as the first one does, and another field of the row may be a part of its name."""
+    rows = [{"prompt": "2 + 2", "answer": "4", "for": {"teacher": "2 + 2 is 4"}}, {"prompt": "a", "answer": "b"}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = FileData.model_validate({"type": "jsonl", "path": "rows.jsonl", "system_prompt": "short"})
+    spec = DatasetSpec(data=data, seed=0, num_items=2, teacher_prompt_field="for.teacher")
+    dataset = open_dataset(spec, tmp_path)
+    item = dataset.to_item(0)
+    assert [message.content for message in item.messages] == ["short", "2 + 2"]
+    assert [message.content for message in item.teacher_messages] == ["short", "2 + 2 is 4"]
+    config = JobConfig.model_validate(job_body())
+    (task,) = build_tasks(config, 0, [item])
+    assert [message.content for message in task.teacher_messages] == ["short", "2 + 2 is 4"]
+    with pytest.raises(DatasetError, match=r"^teacher.prompt_field: rows.jsonl, line 2 has no 'for.teacher'; it has"):
+        dataset.to_item(1)
+
+
 def test_nested_fields_are_named_with_dots(tmp_path):
     row = {"ask": {"text": "2 + 2"}, "reward_model": {"ground_truth": 4, "style": "rule"}}
     row |= {"a.b": "own", "a": {"b": "x"}}

@@ -88,18 +88,41 @@ def test_order_of_arrival_changes_nothing() -> None:
 
 
 def test_unseen_rows_are_expected_to_be_as_the_first_visits_were() -> None:
-    knowledge = Knowledge(DifficultyConfig(prior=0.5))
-    assert knowledge.expected_of_unseen() == 0.5
+    knowledge = Knowledge(DifficultyConfig())
+    assert knowledge.expected_signal(None, NUM_SAMPLES) == 0.5
     knowledge.add_outcomes(0, [Outcome(0, 2, 4), Outcome(1, 0, 4), Outcome(2, 4, 4)])
-    assert knowledge.expected_of_unseen() == (1 + 0.5) / (3 + 1)
+    assert knowledge.expected_signal(None, NUM_SAMPLES) == (1 + 0.5) / (3 + 1)
     knowledge.add_outcomes(1, [Outcome(0, 1, 4)])  # no first visit; what was known counts less
-    assert knowledge.expected_of_unseen() == pytest.approx((0.8 + 0.5) / (2.4 + 1))
+    assert knowledge.expected_signal(None, NUM_SAMPLES) == pytest.approx((0.9 + 0.5) / (2.7 + 1))
+
+
+def test_expected_signal_is_corrected_by_what_came_true() -> None:
+    knowledge = Knowledge(DifficultyConfig(prior=0.5))
+    knowledge.add_outcomes(0, [Outcome(row, 4, 4) for row in range(3)])
+    share = knowledge.solved_share(0)
+    assert share == 0.9
+    probability = mixed_probability(share, NUM_SAMPLES)
+    assert knowledge.expected_signal(share, NUM_SAMPLES) == probability
+    knowledge.add_outcomes(1, [Outcome(0, 4, 4), Outcome(1, 3, 4), Outcome(2, 4, 4), Outcome(9, 1, 4)])
+    assert knowledge.expected_signal(share, NUM_SAMPLES) == (1 + probability) / (3 + 1)
+    assert knowledge.expected_signal(0.5, NUM_SAMPLES) == mixed_probability(0.5, NUM_SAMPLES)
+    knowledge.add_outcomes(2, [])
+    assert knowledge.expected_signal(share, NUM_SAMPLES) == pytest.approx((0.9 + probability) / (2.7 + 1))
+
+
+def test_unseen_rows_come_before_rows_that_are_always_solved() -> None:
+    """A row that was solved four times of four has 0.34 by the probability alone, more than a new row's 0.13."""
+    knowledge = knowledge_of(dict.fromkeys(range(40), 4), NO_EXPLORATION)
+    for iteration in range(1, 3):
+        knowledge.add_outcomes(iteration, [Outcome(row, 4, 4) for row in range(20 * iteration - 20, 20 * iteration)])
+    knowledge.add_outcomes(3, [Outcome(row, row % 2, 4) for row in range(40, 50)])
+    picks = choose_rows(knowledge, [*range(40), *range(50, 100)], range(8), 9, NUM_SAMPLES, 0)
+    assert [pick.why for pick in picks] == [UNSEEN] * 8
 
 
 def test_row_whose_groups_failed_is_expected_to_teach_nothing() -> None:
     knowledge = Knowledge(NO_EXPLORATION)
     knowledge.add_outcomes(0, [Outcome(0, 0, 0)])
-    assert knowledge.expected_signal(0, NUM_SAMPLES) == 0.0
     picks = choose_rows(knowledge, range(3), range(2), 9, NUM_SAMPLES, 0)
     assert {pick.row for pick in picks} == {1, 2}
 
@@ -121,7 +144,8 @@ def test_unseen_row_comes_before_a_weaker_one() -> None:
     knowledge = knowledge_of({0: 0, 1: 4, 2: 2, 3: 2})
     picks = choose_rows(knowledge, range(10), range(4), 9, NUM_SAMPLES, 0)
     assert [pick.why for pick in picks] == [SIGNAL, SIGNAL, UNSEEN, UNSEEN]
-    assert picks[2].expected == knowledge.expected_of_unseen() > knowledge.expected_signal(0, NUM_SAMPLES)
+    assert picks[2].expected == knowledge.expected_signal(None, NUM_SAMPLES)
+    assert picks[2].expected > knowledge.expected_signal(knowledge.solved_share(0), NUM_SAMPLES)
 
 
 def test_row_rests_after_a_visit() -> None:

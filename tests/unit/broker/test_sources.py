@@ -74,11 +74,6 @@ class InProcess:
             "data.1.signal",
             "of source hard is called x; use part:NAME",
         ),
-        (
-            [EASY, HARD | {"environment": {"name": "game"}}],
-            "data.1.environment",
-            "a rollout plays all prompts of a job in its one [environment], or answers all in one turn; write",
-        ),
         ([EASY, HARD | {"reward": {}}], "data.1.reward.name", "is required"),
         ([EASY, {"name": "hard"}], "data.1", "set data.1.type to one of: hf, jsonl, parquet, reasoning_gym"),
         ([EASY, HARD | {"as_chat": False}], "data.as_chat", "set the same in all"),
@@ -86,7 +81,7 @@ class InProcess:
         (
             EASY,
             "data",
-            "name, weight, max_response_tokens, reward, solved_at, signal are keys of several sources; write",
+            "name, weight, max_response_tokens, reward, environment, solved_at, signal are keys of several sources",
         ),
         (DATA | {"max_response_tokens": 4}, "data", "are keys of several sources"),
         ([EASY, HARD | {"max_response_tokens": 9}], "data.1.max_response_tokens", "raise that to 9, or lower this"),
@@ -203,13 +198,6 @@ async def test_a_source_may_have_its_own_rewards(tmp_path):
         ["data.1.reward.0", "data.1.reward.1"],
     ]
     assert recorded_rules(config.model_dump(mode="json")) == ANSWER_RULES
-
-
-def test_environment_gives_the_rewards_of_all_sources():
-    environment = {"name": "guess", "max_turns": 2}
-    sections = {"environment": environment, "reward": None}
-    ((field, message),) = refusals([EASY, HARD | {"reward": {"name": "exact"}}], **sections)
-    assert (field, "leave out those of the sources" in message) == ("data", True)
 
 
 async def test_prompts_stay_when_a_job_gets_more_iterations(tmp_path):

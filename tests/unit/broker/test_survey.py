@@ -34,6 +34,16 @@ def open_rows(folder: Path, answers: list[Any], reward: RewardConfig, name: str 
     return section, FileDataset(data, spec, folder)
 
 
+def test_later_row_without_a_prompt_for_the_teacher_is_refused(tmp_path):
+    rows = [{"prompt": "a", "answer": "b", "hint": "c"}, {"prompt": "d", "answer": "e"}]
+    section, _ = open_rows(tmp_path, rows, EXACT)
+    section.field = "data.1"
+    spec = section.spec.model_copy(update={"teacher_prompt_field": "hint"})
+    result = survey([(section, FileDataset(spec.data, spec, tmp_path))], time.monotonic() + 60)
+    ((field, message),) = result.complaints
+    assert (field, message[:32]) == ("teacher.prompt_field", "data.jsonl, line 2 has no 'hint'")
+
+
 def is_row(answer: Any) -> bool:
     return isinstance(answer, dict) and "prompt" in answer
 

@@ -12,6 +12,8 @@ from tests.world import job_body
 
 TEACHER = {"path": "./teacher"}
 DISTILL = {"objective": {"type": "distill"}, "teacher": TEACHER}
+HINTED = TEACHER | {"prompt_field": "hint"}
+TASKS = {"type": "reasoning_gym", "task": "chain_sum"}
 ALONE = DISTILL | {"reward": None}
 EVALUATION = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "every_iterations": 1, "num_prompts": 1}
 SOURCE = {"type": "jsonl", "path": "rows.jsonl", "name": "a"}
@@ -40,6 +42,14 @@ REFUSED = [
     (ALONE | {"evaluation": EVALUATION}, "evaluation: held-out responses are scored by a reward; add [reward], or"),
     ({"reward": None, "teacher": TEACHER}, "reward: missing; name one, or an [environment]"),
     ({"teacher": TEACHER, "rollout": {"num_samples_per_prompt": 1}}, "grpo needs at least 2 responses per prompt"),
+    (
+        ALONE | {"teacher": HINTED, "data": TASKS},
+        "teacher.prompt_field: data has generated tasks, each with one prompt only",
+    ),
+    (
+        DISTILL | {"teacher": HINTED, "reward": None, "environment": {"name": "guess_number"}},
+        "teacher.prompt_field: the environment of data begins its conversations with the policy's prompt",
+    ),
     ({"teacher": TEACHER | {"clip": 0.0}}, "greater than 0"),
     ({"teacher": TEACHER | {"divergence": "forward"}}, "'sampled_token' or 'full_vocabulary'"),
     ({"teacher": TEACHER | {"temperature": 2.0}}, "Extra inputs are not permitted"),
@@ -62,6 +72,7 @@ def test_what_does_not_go_with_a_teacher_is_refused(sections, sentence):
         DISTILL | {"evaluation": EVALUATION, "rollout": {"truncated": "zero"}},
         ALONE | {"schedule": {"mode": "bounded", "num_iterations": 3}, "lora": {}},
         {"teacher": TEACHER, "rollout": {"max_prompts_per_iteration": 9}},
+        ALONE | {"teacher": HINTED},
     ],
 )
 def test_job_with_a_teacher_is_read_as_it_was_written(sections):
@@ -73,6 +84,7 @@ def test_job_with_a_teacher_is_read_as_it_was_written(sections):
 
 def test_record_of_a_job_without_a_teacher_has_no_such_key():
     assert "teacher" not in JobConfig.model_validate(job_body()).model_dump(mode="json")
+    assert "prompt_field" not in JobConfig.model_validate(job_body(**DISTILL)).model_dump(mode="json")["teacher"]
 
 
 def test_teacher_beside_the_job_file_is_found_from_everywhere(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.contracts.intervals import union_of
-from onbeat.streams.codec import PromptTask
+from onbeat.streams.codec import Environment, PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
 from services.rollout import __main__ as rollout
@@ -99,6 +99,12 @@ def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_eval
     return flights
 
 
+def played_flights(*stages: Stage) -> list[Flight]:
+    flights: list[Flight] = []
+    add_flights(flights, *stages, num_samples=8, environment=Environment(name="game"))
+    return flights
+
+
 def add_flights(flights: list[Flight], *stages: Stage, **task) -> None:
     for stage in stages:
         flights.append(Flight(Claim(str(len(flights)), 1, PromptTask(**task)), stage))
@@ -139,7 +145,7 @@ def test_stragglers_of_an_iteration_are_not_counted_in_the_next():
 
 
 def test_places_of_waiting_episodes_are_for_other_groups():
-    flights = flights_of(*[GENERATING] * 3)
+    flights = played_flights(*[GENERATING] * 3)
     waiting = [SimpleNamespace(doing="", num_waiting=number) for number in (8, 5, 0)]
     for flight, episodes in zip(flights, waiting, strict=True):
         flight.episodes = episodes
@@ -149,6 +155,17 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=4) == 1
     assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=2) == 0  # memory has become short
     assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # the worker's share is 4
+
+
+def test_claims_keep_a_process_free_for_any_next_prompt():
+    """Episodes and responses of one turn: which kind comes next is not known."""
+    flights = [*played_flights(*[GENERATING] * 3), *flights_of(*[GENERATING] * 3)]
+    assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=8) == 2  # share of 8
+    assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=4) == 1
+    assert num_claimable(flights, 128, TRAINING, None, 1, num_playable=3) == 0
+    assert num_claimable(flights[3:], 128, TRAINING, None, 1, num_playable=1) == 1  # responses of one turn need none
+    scoring = played_flights(*[SCORING] * 3)
+    assert num_claimable(scoring, 128, TRAINING, None, 1, num_playable=3) == 3
 
 
 def test_evaluation_of_single_samples_fills_the_engine_as_well():

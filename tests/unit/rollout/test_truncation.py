@@ -84,7 +84,9 @@ def test_the_penalty_grows_over_the_last_tokens() -> None:
     ("turns", "reward"), [(("stop", "stop"), 1.0), (("length", "stop"), 0.0), (("stop", "length"), 0.0)]
 )
 def test_an_episode_is_cut_when_any_of_its_turns_is(turns: tuple[str, ...], reward: float) -> None:
-    assert rewards_by("zero", group_of(response(turns[-1], 1.0, *turns))) == [reward]
+    group = group_of(response(turns[-1], 1.0, *turns))
+    assert rewards_by("zero", group) == [reward]
+    assert rewards_by("score", group, overlong_cache=4) == [1.0]  # the penalty is for responses of one turn
 
 
 @pytest.mark.parametrize(("rule", "reward_of_cut"), [("score", 0.2), ("zero", 0.0)])

@@ -1,5 +1,6 @@
 """`onbeat export`: a folder that is whole or not there, with a card, from a checkpoint on this disk."""
 
+import itertools
 import json
 import os
 import shutil
@@ -146,6 +147,44 @@ def test_push_leaves_no_folder_unless_it_is_named(
         assert {"README.md", "LICENSE", "config.json", "model.safetensors", "tokenizer.json"} <= hub.files.keys()
 
 
+PUSH = "from onbeat.cli import main; import sys; sys.exit(main())"
+
+
+@pytest.mark.rare  # a process for each step, which imports the client of the hub
+def test_push_that_is_killed_at_any_step_is_whole_the_next_time(
+    onbeat: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub has all of it or nothing, also where it has taken the commit and the answer never came."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    before, wholes = sorted(path.name for path in tmp_path.iterdir()), []
+    command = [sys.executable, "-c", PUSH, "export", job, "--push", "org/adder"]
+    for step in itertools.count():
+        with running_hub() as hub:
+            monkeypatch.setenv("HF_ENDPOINT", hub.url)
+            hub.hold_at = step
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pusher:
+                while not hub.is_held.wait(0.05) and pusher.poll() is None:
+                    pass
+                is_killed = pusher.poll() is None
+                pusher.send_signal(signal.SIGKILL)
+                pusher.communicate()
+            hub.is_released.set()
+            wholes.append(hub.files.copy())
+            if not is_killed:
+                assert pusher.returncode == 0
+                break
+            assert sorted(path.name for path in tmp_path.iterdir()) != before  # the killed one could not clear away
+            hub.hold_at = None
+            onbeat("export", job, "--push", "org/adder")
+            assert sorted(path.name for path in tmp_path.iterdir()) == before
+            assert len(hub.commits) == 1
+            wholes.append(hub.files.copy())
+    assert step >= 6
+    assert {"README.md", "LICENSE", "config.json", "model.safetensors", "tokenizer.json"} <= wholes[-1].keys()
+    assert all(files in ({}, wholes[-1]) for files in wholes)
+    assert {} in wholes
+
+
 def test_refusals_are_one_sentence(onbeat: Command, job: str, base: Path, tmp_path: Path) -> None:
     there = f"job {job} has no checkpoint after 1 iterations any more, or never had; there are those after 2, 3 in"
     assert there in onbeat("export", job, "--checkpoint", "1", code=1).err
@@ -202,3 +241,46 @@ def test_killed_export_leaves_nothing_under_its_name(tmp_path: Path) -> None:
         assert not target.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in target.iterdir()] == ["config.json"]
+
+
+KILLED_AT_A_STEP = """
+import os, shutil, signal, sys
+from pathlib import Path
+from onbeat.cli import main
+left = int(sys.argv.pop(1))
+def killing(function):
+    def step(*arguments, **options):
+        global left
+        left -= 1
+        if left == -1:
+            if function is copy:
+                Path(arguments[1]).write_bytes(Path(arguments[0]).read_bytes()[:9])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return step
+copy = shutil.copyfile
+for owner, name in ((shutil, "copyfile"), (os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir")):
+    setattr(owner, name, killing(getattr(owner, name)))
+sys.exit(main())
+"""
+
+
+@pytest.mark.rare  # a process for each step
+def test_export_that_is_killed_at_any_step_is_whole_or_not_there(onbeat: Command, job: str, tmp_path: Path) -> None:
+    """Steps are copies, of which the last is half done, texts, syncs to the disk, and the change of the name."""
+    onbeat("export", job, "--to", "expected")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+    target, num_whole = tmp_path / "out", 0
+    for step in itertools.count():
+        command = [sys.executable, "-c", KILLED_AT_A_STEP, str(step), "export", job, "--to", "out"]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+        if target.exists():
+            num_whole += 1
+            assert {path.name: path.read_bytes() for path in target.iterdir()} == expected
+            shutil.rmtree(target)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert step > 2 * len(expected)
+    assert num_whole == 2  # killed behind the change of the name, and not killed
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]

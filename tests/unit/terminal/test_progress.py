@@ -23,6 +23,8 @@ from onbeat.terminal.formatting import Column, printable, table_lines
 from onbeat.terminal.job_progress import START_STEPS, JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, is_silent, plain_line
 from onbeat.terminal.live import look_until
+from onbeat.terminal.report import make_report
+from onbeat.terminal.summary import total_rows
 from tests.unit.terminal.records import evaluation_record, iteration_record
 from tests.unit.terminal.test_report import JOB
 
@@ -86,6 +88,19 @@ def test_live_view_has_the_essentials_of_the_dashboard() -> None:
         "engine against trainer 0.0412 nats  gradient norm 0.53  cosine 0.98  "
         "responses 12.4 tokens  10% truncated  about 16 s left at 2.0 s an iteration"
     )
+
+
+def test_supervised_iterations_show_the_loss_of_examples() -> None:
+    progress = progress_of(2, is_supervised=True, reward_mean=None, metrics={"sft/loss": 1.25, "train/grad_norm": 0.5})
+    text = text_of(progress)
+    assert "loss 1.250" in text
+    line = plain_line(progress.committed[-1], progress)
+    assert "version 1  loss of examples 1.250" in line
+    assert not any(word in line + text for word in ("reward", "rollouts idle"))
+    report = make_report(progress.job, progress.committed)
+    rows = dict(total_rows(report))
+    assert rows["examples"].startswith("loss 1.250 (first) -> 1.250 (last)")
+    assert not rows.keys() & {"reward", "overlap", "advice"}
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (60, 20), (40, 10), (20, 4), (5, 2)])

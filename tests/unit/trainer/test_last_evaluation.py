@@ -46,7 +46,8 @@ def at_its_end(monkeypatch, state, is_last_done, open_ones):
         return open_ones(clock.now_s)
 
     trainer = SimpleNamespace(renew_job=AsyncMock(return_value=state), give_back=AsyncMock())
-    evaluations = SimpleNamespace(state=state_of, open_ones=find_open)
+    fields = AsyncMock(return_value={"scores": '{"pass_at_k": 0.5}'})
+    evaluations = SimpleNamespace(state=state_of, open_ones=find_open, fields=fields)
     ledger = SimpleNamespace(trainer=trainer, evaluations=evaluations, event_log=events)
     schedule = SimpleNamespace(num_iterations=3, iteration_deadline_s=DEADLINE_S)
     config = SimpleNamespace(max_staleness=0, evaluation=True, schedule=schedule, training=SimpleNamespace())
@@ -63,7 +64,7 @@ def at_its_end(monkeypatch, state, is_last_done, open_ones):
 def test_time_of_a_pause_does_not_count(state, monkeypatch):
     ends_late = at_its_end(monkeypatch, state, lambda now_s: now_s > 3 * DEADLINE_S, lambda now_s: [])
     with ends_late as (job, clock, events):
-        job.wait_for_evaluation()
+        job.wait_for_evaluation(3)
         assert (clock.now_s > 3 * DEADLINE_S) == (state is JobState.PAUSED)
         assert events.emit.await_count == (state is JobState.RUNNING)
 
@@ -73,6 +74,14 @@ def test_an_earlier_evaluation_opened_late_is_waited_for(monkeypatch):
         return [0] if now_s < DEADLINE_S / 2 else []
 
     with at_its_end(monkeypatch, JobState.RUNNING, lambda now_s: True, open_ones) as (job, clock, events):
-        job.wait_for_evaluation()
+        job.wait_for_evaluation(3)
         assert clock.now_s == pytest.approx(DEADLINE_S / 2)
         assert events.emit.await_count == 0
+
+
+@pytest.mark.parametrize(("is_done", "scores", "num_events"), [(True, {"pass_at_k": 0.5}, 0), (False, {}, 1)])
+def test_training_goes_on_without_an_evaluation_in_its_middle(monkeypatch, is_done, scores, num_events):
+    with at_its_end(monkeypatch, JobState.RUNNING, lambda now_s: is_done, lambda now_s: []) as (job, _, events):
+        assert job.wait_for_evaluation(1) == scores
+        assert events.emit.await_count == num_events
+        assert all("evaluation 1 did not end" in call.args[2] for call in events.emit.await_args_list)

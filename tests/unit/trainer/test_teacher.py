@@ -8,8 +8,9 @@ import torch
 
 from onbeat.contracts.errors import JobFailed
 from onbeat.objectives.base.teacher import TeacherConfig
-from services.trainer.batch import pack
+from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore
+from services.trainer.episode import turn_paths
 from services.trainer.model import logprobs as head
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import response_logprobs, tri_model_logprobs, use_attention
@@ -39,6 +40,11 @@ def distill_config(teacher=None, **sections):
     """Return a job that learns from a teacher alone, without rewards."""
     objective = {"type": "distill"} | sections.pop("objective", {})
     return job_config(objective=objective, reward=None, teacher={"path": "t"} | (teacher or {}), **sections)
+
+
+def hinted(config):
+    """Return the job with a second prompt for its teacher in each row."""
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"prompt_field": "hint"})})
 
 
 def teacher_of(config, model=None, missing=(), dtype=torch.float64):
@@ -176,6 +182,62 @@ def test_packed_rows_equal_separate_ones(divergence):
     first, *others = results.values()
     for gradient in others:
         assert_equal(gradient, first)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])
+def test_teacher_with_prompts_of_its_own_equals_a_loop(attention, divergence):
+    """The prompts of two groups begin alike for the policy, and those of other two for the teacher; one forks."""
+    config = hinted(distill_config({"divergence": divergence}))
+    groups = [make_group("0-0", 20), make_group("0-1", 20, (1, 6)), make_episodes("0-2")]
+    groups[1].prompt_token_ids[:17] = groups[0].prompt_token_ids[:17]
+    for group, length in zip(groups, (3, 30, 25), strict=True):
+        group.teacher_prompt_token_ids[:] = make_group(f"1-{length}", length).prompt_token_ids
+    groups[2].teacher_prompt_token_ids[:19] = groups[1].teacher_prompt_token_ids[:19]
+    policy, teacher = tiny_model(), teacher_of(config)
+    use_attention(teacher.model, attention)
+    loss, _ = loss_of(config, policy, teacher, groups)
+    computed = gradient_of(loss.loss_sum, policy)
+    total = torch.zeros(())
+    for group in groups:
+        policys, teachers = list(group.prompt_token_ids), list(group.teacher_prompt_token_ids)
+        for response in group.responses:
+            for before, sampled in turn_paths(response, policys):
+                seen, read = [*before, *sampled], [*teachers, *before[len(policys) :], *sampled]
+                log_p = distribution(policy, seen)[len(before) - 1 : -1]
+                log_q = distribution(teacher.model, read)[len(read) - len(sampled) - 1 : -1]
+                if divergence == "sampled_token":
+                    log_p, log_q = (log[range(len(sampled)), sampled] for log in (log_p, log_q))
+                    total = total + (log_p * (log_p - log_q).detach()).sum()
+                else:
+                    total = total + (log_p.exp() * (log_p - log_q)).sum()
+    assert_equal(computed, gradient_of(total, policy))
+
+
+def test_longer_one_of_two_prompts_counts_in_the_budget():
+    config = hinted(distill_config(training={"max_tokens_per_micro_batch": 40}))
+    groups = [make_group("0-0", 4, (3,)), make_group("0-1", 4, (3,))]
+    assert len(rows(groups, config)) == 1
+    groups[0].teacher_prompt_token_ids[:] = range(30)
+    groups[1].teacher_prompt_token_ids[:] = range(9)
+    assert len(rows(groups, config)) == 2
+
+
+@pytest.mark.parametrize(
+    ("is_wanted", "prompt", "problem"),
+    [
+        (True, [], "has no second prompt for the teacher"),
+        (False, [1, 2], "has a second prompt for the teacher"),
+        (True, [1, VOCAB], f"has token id {VOCAB}"),
+    ],
+)
+def test_group_with_other_prompts_than_the_job_is_not_trained(is_wanted, prompt, problem, tmp_path):
+    config = hinted(distill_config()) if is_wanted else distill_config()
+    groups = recorded_iterations()
+    for group in groups:
+        group.teacher_prompt_token_ids[:] = prompt
+    with pytest.raises(JobFailed, match=problem):
+        train(config, groups, tmp_path, teacher=float_teacher(config))
 
 
 def test_teacher_may_have_other_sizes_and_more_tokens():

@@ -22,7 +22,7 @@ from tests.trainer_fixtures import tiny_config, tiny_model
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_is_the_model_that_was_trained(family, tmp_path):
     source = write_source(tmp_path / "source", family)
-    (first, second), trained_logits = train_and_export(source, tmp_path / "checkpoints")
+    (first, second), (_, trained_logits) = train_and_export(source, tmp_path / "checkpoints")
     weights, of_source = (load_file(folder / "model.safetensors") for folder in (first, source))
     assert weights.keys() == of_source.keys()
     assert all(torch.equal(weights[name], of_source[name]) for name in weights)
