@@ -14,10 +14,10 @@ from services.broker.datasets.choice import Choice, Chooser, read_choices
 async def check_choices(
     ledger: Ledger, config: JobConfig, audit: Audit, outcomes: Mapping[str, Outcome | None]
 ) -> None:
-    """Check all iterations that were opened. `outcomes`: of the groups that are kept, by their ids. Raises
+    """Check all iterations with prompts that were opened. `outcomes`: of the groups that are kept, by their ids. Raises
     AuditViolation."""
     history = History(config, await ledger.iterations.outcomes_before(audit.job_id))
-    first, stop = audit.first_iteration, len(audit.iterations)
+    first, stop = max(audit.first_iteration, config.first_generated), len(audit.iterations)
     async for number, text, recorded in read_choices(ledger, audit.job_id, first, stop):
         choice, opened = Choice.from_json(text), audit.iterations[number]
         is_logged = opened.choice == (payload_digest(text.encode()) if text else "")

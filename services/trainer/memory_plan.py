@@ -45,6 +45,7 @@ from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.trial import architecture_name
 from services.trainer.policy import has_old_policies, is_served_in_place
 from services.trainer.settings import Settings
+from services.trainer.supervised import SupervisedRow
 from services.trainer.teacher import Teacher
 from services.trainer.weights.store import num_served
 
@@ -108,6 +109,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     version = whole * item // shared
     is_in_place = placement.is_on_host and shared == 1 and is_served_in_place(config)
     num_held, num_made = (0, 0) if is_in_place else (num_served(config), 1)
+    num_held += config.has_started_reference  # the version at the end of the warm start is kept
     # Deltas of float32 take no memory: they are parts of the version that they lead to.
     deltas = 0 if item == MASTER_BYTES else int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
     served = {"published versions": num_held * version, "deltas": deltas}
@@ -132,6 +134,8 @@ def measure_sizes(
     """Measure a model, and its teacher, without building them in memory. Raises ValueError as `add_adapters` does."""
     model = empty_model(config, model_config, passes)
     parameters, batch = list(model.parameters()), largest_row(config, prompt_tokens)
+    if config.warm_start is not None:
+        batch = max(batch, row_of_examples(config), key=lambda row: row.layout.num_places)
     return Sizes(
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -279,10 +283,21 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
     return pack([Part.whole(group)] * num_groups, torch.device(META), is_prefix_shared=False)
 
 
+def row_of_examples(config: JobConfig) -> MicroBatch:
+    """Pack examples that fill the token budget, as far as the context lets them, and all of whose tokens are learned:
+    how long the rows of a warm start are is not known. One that is longer than the budget takes more."""
+    assert config.warm_start is not None
+    budget = config.training.max_tokens_per_micro_batch
+    context = config.model.max_context_tokens or budget
+    num_tokens = max(2, min(budget, config.warm_start.num_rows_per_iteration * context))
+    row = SupervisedRow([0] * num_tokens, [False] + [True] * (num_tokens - 1))
+    return pack([row.as_group()], torch.device(META))
+
+
 def main() -> None:
     """Print JSON: the parts, the number of parameters and the model's configuration, which an engine's plan needs."""
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    config = JobConfig.model_validate(request["job"])
+    config = JobConfig.model_validate(request["job"]).with_warm_start(1)  # `epochs` are not counted yet
     try:
         model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))
         dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens

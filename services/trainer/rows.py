@@ -74,7 +74,13 @@ class RowRecorder:
         iterations, job_id = self.lease.ledger.iterations, self.lease.job.id
         rows = [json.loads(row) for row in self.lease.run(iterations.held_out_rows(job_id))]
         tokens = [self._tokens(row, "warm_start.held_out.data") for row in rows]
-        return [row for row in tokens if isinstance(row, SupervisedRow)]
+        kept = [row for row in tokens if isinstance(row, SupervisedRow)]
+        if not kept:
+            raise JobFailed(
+                f"warm_start.held_out.data: each of the {len(rows)} rows is longer than the context of "
+                f"{self.max_tokens} tokens; shorten them, or leave out warm_start.held_out"
+            )
+        return kept
 
     def _tokens(self, row: dict[str, Any], field: str) -> SupervisedRow | str:
         """Return the tokens of a row, or why it is dropped. Raises JobFailed for one that is refused."""

@@ -57,15 +57,16 @@ class WarmStart:
         section = config.warm_start.held_out if config.warm_start is not None else None
         if section is None or not config.is_supervised(iteration):
             return
-        if (iteration + 1) % section.every_iterations and iteration + 1 != config.num_supervised:
-            return
-        if self._held_out is None:
+        if self._held_out is None:  # before it is due, so that rows that cannot be learned fail the job early
             rows = [asdict(row) for row in self._job.held_out_rows()] if world.is_main else []
             everywhere = json.loads(world.broadcast_bytes(json.dumps(rows).encode()))
             self._held_out = [SupervisedRow(**row) for row in everywhere]
+        if (iteration + 1) % section.every_iterations and iteration + 1 != config.num_supervised:
+            return
         measured = held_out_loss(self._policy, self._held_out, config.training.max_tokens_per_micro_batch)
         stats.values["sft/held_out_loss"] = measured.loss
         stats.values["sft/held_out_perplexity"] = measured.perplexity
+        stats.values["sft/held_out_rows"] = len(self._held_out)
 
 
 def is_evaluated(config: JobConfig, iteration: int) -> bool:

@@ -141,11 +141,11 @@ def state_bytes(config: JobConfig, num_trained: int) -> int:
 
 
 def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
-    """Return the size of one whole checkpoint without its small files: the optimizer's state, the weights, and versions
-    that open iterations are generated with."""
+    """Return the size of one whole checkpoint without its small files: the optimizer's state, the weights, versions
+    that open iterations are generated with, and the one at the end of a warm start that a KL term pulls towards."""
     num_trained = sum(parameter.numel() for parameter in policy.optimizer.parameters.values())
     version_bytes = sum(published_sizes(policy.model).values()) * policy.compute_dtype.itemsize
-    return state_bytes(config, num_trained) + version_bytes * (1 + config.max_staleness)
+    return state_bytes(config, num_trained) + version_bytes * (1 + config.max_staleness + config.has_started_reference)
 
 
 def shortage_warning(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:

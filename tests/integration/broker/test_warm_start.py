@@ -21,6 +21,13 @@ SOURCES = [
     {"type": "jsonl", "path": "prompts.jsonl", "name": "b"},
 ]
 
+LEVELS = {
+    "type": "reasoning_gym",
+    "task": "chain_sum",
+    "order": "difficulty",
+    "levels": [{"max_terms": 2}, {"max_terms": 3}],
+}
+
 
 @pytest.fixture
 def examples(tmp_path):
@@ -111,6 +118,16 @@ async def test_rows_come_first_and_then_prompts(broker, ledger, world):
     assert (await run_audit(ledger, job_id)).violation is None
     records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert ["is_supervised" in record for record in records] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("examples")
+async def test_levels_are_chosen_from_the_end_of_the_warm_start(broker, ledger, world):
+    job_id = await submit(broker, warm_start=START, data=LEVELS, schedule={"num_iterations": 4})
+    epoch = await world.start_training(job_id)
+    for iteration in (0, 1):
+        await supervise(world, ledger, job_id, epoch, iteration)
+    await world.wait_open(job_id, 2)
+    assert (await run_audit(ledger, job_id)).violation is None
 
 
 @pytest.mark.usefixtures("examples")

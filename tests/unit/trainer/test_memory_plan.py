@@ -21,6 +21,7 @@ from services.trainer.memory_plan import (
     largest_row,
     measure_sizes,
     plan_trainer,
+    row_of_examples,
 )
 from services.trainer.model.model import DTYPES, Passes, response_logprobs
 from services.trainer.model.optimizer import MasterAdamW
@@ -224,3 +225,17 @@ def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeyp
     shown = plan_of(tmp_path / "model", tmp_path)
     assert isinstance(shown.exception, ValueError)
     assert "try again when this machine is less busy" in str(shown.exception)
+
+
+def test_rows_of_a_warm_start_fill_the_token_budget() -> None:
+    start = {"data": {"type": "jsonl", "path": "x.jsonl"}, "num_rows_per_iteration": 4, "epochs": 2}
+    kl = {"objective": {"type": "grpo", "kl": {"coef": 0.1}}}
+    config = config_of(warm_start=start, training={"max_tokens_per_micro_batch": 1024}, **kl).with_warm_start(1)
+    assert row_of_examples(config).layout.num_places == 1023  # the last token predicts nothing
+    shorter = config.model_copy(update={"model": config.model.model_copy(update={"max_context_tokens": 64})})
+    assert row_of_examples(shorter).layout.num_places == 4 * 64 - 1
+    without = config_of(training={"max_tokens_per_micro_batch": 1024}, **kl)
+    planned, generated = (measure_sizes(job, tiny_config(), Passes(), PROMPT) for job in (config, without))
+    assert planned.pass_bytes > generated.pass_bytes
+    versions = [plan_trainer(job, generated, Placement())["host"]["published versions"] for job in (config, without)]
+    assert versions[0] > versions[1]

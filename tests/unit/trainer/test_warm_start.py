@@ -1,11 +1,16 @@
 """A warm start in the real loop: what it learns, what engines get, and how RL begins after it."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onbeat.contracts.errors import JobFailed
+from services.trainer.checkpoints.saver import checkpoint_bytes
+from services.trainer.policy import Policy
+from services.trainer.rows import RowRecorder
+from services.trainer.supervised import SupervisedRow
 from tests.trainer_fixtures import RecordedJob, job_config, make_group, make_row, make_rows, tiny_model, train
 
 NUM_SUPERVISED, NUM_ITERATIONS = 2, 4
@@ -107,6 +112,14 @@ def test_the_reference_is_the_warm_started_model(tmp_path, lora):
     assert kls["base"][2] > 1e-4
 
 
+def test_the_size_of_checkpoints_counts_the_reference(tmp_path):
+    config = config_of(objective={"type": "grpo", "kl": {"coef": 0.1}})
+    train(config, groups_of_job(), tmp_path)
+    files = (tmp_path / "checkpoints" / f"iteration-{NUM_ITERATIONS:06}").rglob("*.safetensors")
+    estimate = checkpoint_bytes(Policy.create(tiny_model(dtype=torch.float32), config), config)
+    assert sum(path.stat().st_size for path in files) == pytest.approx(estimate, rel=0.1)
+
+
 def test_the_gate_ends_the_job_with_a_checkpoint(tmp_path):
     evaluation = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_samples_per_prompt": 2}
     config = config_of(evaluation=evaluation, start={"min_pass_at_k": 0.5})
@@ -135,7 +148,21 @@ def test_held_out_rows_are_measured(tmp_path):
     plain.load_state_dict(trained.model.state_dict())
     expected = cross_entropy(plain, [held_out_row.as_group() for held_out_row in rows]).item()
     assert job.reports[1]["sft/held_out_loss"] == pytest.approx(expected, rel=1e-4)
+    assert job.reports[1]["sft/held_out_rows"] == 2
     assert job.reports[1]["sft/held_out_perplexity"] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
+
+
+def test_held_out_rows_that_are_all_too_long_fail_the_job():
+    """A mean over no rows would be a loss of 0."""
+    held_out = {"data": {"type": "jsonl", "path": "held_out.jsonl"}}
+    config = config_of(start={"held_out": held_out, "on_too_long": "drop"})
+    texts = ['{"row": 0, "messages": [1, 2, 3, 4]}', '{"row": 1, "messages": [1, 2]}']
+    ledger = SimpleNamespace(iterations=SimpleNamespace(held_out_rows=lambda _: texts))
+    lease = SimpleNamespace(ledger=ledger, job=SimpleNamespace(id="j"), run=lambda rows: rows)
+    tokenizer = SimpleNamespace(tokenize=lambda ids: SupervisedRow(ids, [False] + [True] * (len(ids) - 1)))
+    assert [row.token_ids for row in RowRecorder(lease, config, tokenizer, 3, "t").held_out()] == [[1, 2]]
+    with pytest.raises(JobFailed, match="each of the 2 rows is longer than the context of 1 tokens"):
+        RowRecorder(lease, config, tokenizer, 1, "t").held_out()
 
 
 def test_generated_groups_and_rows_are_not_mixed_up(tmp_path):
