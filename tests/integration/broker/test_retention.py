@@ -17,7 +17,7 @@ from onbeat.contracts.records import PublishedWeights, WeightUpdate
 from onbeat.contracts.states import JobState
 from onbeat.streams import keys
 from onbeat.streams.chat import Chats
-from onbeat.streams.codec import PromptTask
+from onbeat.streams.codec import PromptTask, Response, RolloutGroup
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
@@ -92,7 +92,8 @@ async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger):
     every_key = JobKeys(job_id)
     await ledger.redis.hset(every_key.lost_rollouts, "0-1", '["rollout-0"]')
     await ledger.redis.sadd(every_key.notices, "end")
-    await ledger.redis.hset(every_key.outcomes_before, "rows", "{}")
+    for key in (every_key.outcomes_before, every_key.held_out_rows, every_key.rows(3)):
+        await ledger.redis.hset(key, "rows", "{}")
     names = {name.partition(":")[0] for name in await keys_of(ledger, job_id)}
     known = {key.rpartition("}:")[2].partition(":")[0] for key in (*every_key.of_job, *every_key.numbered(0))}
     assert names == known | {"job"}  # else the rest of this test would show nothing
@@ -233,6 +234,9 @@ async def test_delete_over_rest(broker):
 Call = Callable[[Ledger, str], Coroutine[Any, Any, Any]]
 
 # By script. The answers differ; that none of them writes is what counts.
+ROW = RolloutGroup(
+    group_id="0-0", prompt_token_ids=[1], responses=[Response(token_ids=[2], has_no_reward=True)], is_supervised=True
+)
 LATE_CALLS: dict[str, Call] = {
     "record_sharing": lambda ledger, job: ledger.jobs.record_sharing(job, "cores"),
     "announce_version": lambda ledger, job: ledger.versions.announce(job, "1", 1, "h:1", "d", WEIGHTS),
@@ -252,9 +256,11 @@ LATE_CALLS: dict[str, Call] = {
     "move_job": lambda ledger, job: ledger.jobs.move(job, JobState.FAILED),
     "open_evaluation": lambda ledger, job: ledger.evaluations.open(job, 0, 0, 1, tasks_for(0)),
     "open_iteration": lambda ledger, job: ledger.iterations.open(job, 0, 0, tasks_for(0)),
+    "open_rows": lambda ledger, job: ledger.iterations.open_rows(job, 0, ["{}"], ["{}"]),
     "read_job": lambda ledger, job: ledger.jobs.read([job]),
     "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
+    "record_rows": lambda ledger, job: ledger.trainer.record_rows(job, "1", 0, "trainer-a", [ROW]),
     "record_teacher": lambda ledger, job: ledger.trainer.record_teacher(job, "1", "d"),
     "release_job": lambda ledger, job: ledger.trainer.release_job(job, "run-1"),
     "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),

@@ -213,13 +213,9 @@ def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
     with pytest.raises(ValueError, match="is no valid job") as caught:
         JobConfig.from_file(QUICKSTART, overrides)
     _, *lines = str(caught.value).splitlines()
-    known = (
-        "answer_field, answer_pattern, as_chat, control_tokens, difficulty, max_prompt_tokens, max_response_tokens, "
-    )
-    known += (
-        "metadata_only, name, now, on_too_long, order, path, prompt_field, reward, signal, solved_at, system_prompt, "
-    )
-    known += "template_options, type, weight"
+    known = "answer_field, answer_pattern, as_chat, control_tokens, difficulty, environment, max_prompt_tokens, "
+    known += "max_response_tokens, metadata_only, name, now, on_too_long, order, path, prompt_field, reward, signal, "
+    known += "solved_at, system_prompt, template_options, type, weight"
     assert lines[0] == f"  data.seeds: unknown key; there are: {known}"
     assert lines[1] == "  rollout.num_samples_per_promt: unknown key; did you mean num_samples_per_prompt?"
     assert lines[2].startswith(

@@ -197,7 +197,7 @@ def test_rows_of_each_source_have_its_own_reward(service: Service, write_job: An
     assert [body["context"]["question"] for body in service.bodies] == ["3 * 3 =", "4 * 4 ="]
 
 
-SOURCES = """
+WITH_GAMES = """
 [[data]]
 name = "sums"
 type = "jsonl"
@@ -213,10 +213,10 @@ name = "exact"
 
 
 def test_source_of_an_environment_is_left_out_with_a_note(write_job: Any, onbeat: Command) -> None:
-    shown = onbeat("reward", "try", write_job(SOURCES), "--rows", "1").out
+    shown = onbeat("reward", "try", write_job(WITH_GAMES), "--rows", "1").out
     assert "note: source games is left out, because its reward comes from an environment" in shown
     assert shown.count("own answer  '6'\n              reward 1\n") == 1
     assert "games, row" not in shown
-    played = SOURCES.replace('[reward]\nname = "exact"\n', '[environment]\nname = "shop"\n')
+    played = WITH_GAMES.replace('[reward]\nname = "exact"\n', '[environment]\nname = "shop"\n')
     error = onbeat("reward", "try", write_job(played), "--rows", "1", code=2).err
     assert "the reward of this job comes from its environment, which plays whole episodes: run an iteration" in error
