@@ -67,6 +67,11 @@ class JobRecord(Record):
     config: dict[str, Any] = Field(repr=False)
     _picture: Picture = PrivateAttr(default_factory=Picture)
 
+    @property
+    def first_after_warm_start(self) -> int:
+        """The first iteration whose time and reward tell of those to come; of a job with sft alone, its first one."""
+        return max(self.first_iteration, (self.config.get("warm_start") or {}).get("num_iterations") or 0)
+
     def drawn_by(self, draw: Callable[["JobRecord"], str | None]) -> Self:
         """Have notebooks show the HTML that `draw` returns for the job; None: they show it as text."""
         self._picture = Picture(draw)

@@ -138,8 +138,9 @@ class JobProgress:
 
     def iteration_s(self) -> float | None:
         """Return the median of the last iterations, so that one in which an engine started again does not count; the
-        first one, in which it starts, never does."""
-        walls = [record.wall_s for record in self.committed[1:][-NUM_RECENT:] if record.wall_s is not None]
+        first one, in which it starts, never does, nor do those of a warm start."""
+        alike = [record for record in self.committed[1:] if record.iteration > self.job.first_after_warm_start]
+        walls = [record.wall_s for record in alike[-NUM_RECENT:] if record.wall_s is not None]
         return median(walls) if walls else None
 
     def time_left_s(self) -> float | None:

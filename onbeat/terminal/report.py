@@ -48,6 +48,7 @@ def make_report(
 
 
 def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[str, Any]:
+    generated = [record for record in committed if not record.is_supervised]
     prompt_tokens = sum(record.prompt_tokens or 0 for record in committed)
     response_tokens = sum(record.response_tokens or 0 for record in committed)
     ended_at = job.finished_at or (committed[-1].committed_at if committed else None)
@@ -60,8 +61,8 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
             "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,
             "tokens": prompt_tokens + response_tokens,
-            "reward_mean_first5": mean_reward(committed[:5]),
-            "reward_mean_last5": mean_reward(committed[-5:]),
+            "reward_mean_first5": mean_reward(generated[:5]),
+            "reward_mean_last5": mean_reward(generated[-5:]),
             "tpspd": total_tpspd(committed),
             "staleness_max": max((r.staleness_max for r in committed if r.staleness_max is not None), default=None),
         }

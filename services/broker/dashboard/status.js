@@ -49,7 +49,7 @@ function timeOf(job, records) {
   if (!job.started_at) return job.queued_at ? `resumed ${ago(job.queued_at)}` : `submitted ${ago(job.created_at)}`;
   if (isOver(job)) return `took ${elapsedOf(job)}, ended ${ago(job.finished_at)}`;
   const walls = records
-    .filter(({ wall_s: wall, iteration }) => wall && iteration > job.first_iteration) // the first one contains the engine's start
+    .filter(({ wall_s: wall, iteration }) => wall && iteration > firstAfterWarmStart(job)) // the first one contains the engine's start
     .slice(-RECENT)
     .map(({ wall_s: wall }) => wall);
   if (job.state !== "RUNNING" || !walls.length) return `${elapsedOf(job)} so far`;
@@ -58,6 +58,9 @@ function timeOf(job, records) {
   if (open && serverNow() - open.opened_at > LATE * each + LATE_S) return `${elapsedOf(job)} so far`; // nobody knows
   return `${elapsedOf(job)} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
 }
+
+/** As in onbeat/contracts/records.py: supervised iterations before RL do not tell how long the others take. */
+const firstAfterWarmStart = (job) => Math.max(job.first_iteration, job.config.warm_start?.num_iterations ?? 0);
 
 /** The facts about a job, beside its id. */
 export const aboutOf = (job) =>

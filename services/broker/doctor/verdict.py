@@ -7,7 +7,8 @@ from statistics import fmean, median
 from onbeat.contracts.records import IterationRecord
 from onbeat.contracts.states import IterationState, JobState
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields, first_iteration, read_iterations
+from onbeat.streams.records import Fields, read_iterations
+from services.broker.views.records import job_record
 
 NUM_ENDS = 5  # iterations at either end whose mean is taken; half of them in a young job
 NUM_RECENT = 10  # iterations that the time left is computed from
@@ -15,8 +16,12 @@ LATE, LATE_S = 3.0, 10.0  # an open iteration that takes longer than so many usu
 
 
 async def read_verdict(ledger: Ledger, fields: Fields) -> str:
-    """Return `reward 0.31 to 0.74; 12% truncated; 3 min left` of a job; '' before its first commit."""
-    start, done, total = first_iteration(fields), int(fields["next_iteration"]), int(fields["num_iterations"])
+    """Return `reward 0.31 to 0.74; 12% truncated; 3 min left` of a job; '' before its first commit.
+
+    Supervised iterations before RL have no reward, and take another time: the verdict begins after them.
+    """
+    start = job_record(fields).first_after_warm_start
+    done, total = int(fields["next_iteration"]), int(fields["num_iterations"])
 
     async def read(begin: int, limit: int) -> list[IterationRecord]:
         return await read_iterations(ledger, fields["id"], max(start, begin) - 1, limit)

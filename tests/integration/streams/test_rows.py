@@ -10,6 +10,7 @@ from onbeat.streams.codec import GroupFailure, Response, RolloutGroup, encode_gr
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
+from services.broker.doctor.verdict import read_verdict
 from tests.world import World, tasks_for
 
 ROWS = [json.dumps({"row": number, "messages": []}) for number in range(2)]
@@ -104,3 +105,19 @@ async def test_rows_are_in_the_audit_log(world: World, ledger: Ledger) -> None:
     lines = [entry.line.split("\t") for entry in await ledger.audit_log.entries(await warm_started(world), "-")]
     assert [line[0] for line in lines][2:6] == ["rows", "accepted", "accepted", "committed"]
     assert lines[3][3:5] == ["", "trainer-a"], "no version generated a row"
+
+
+async def test_the_verdict_begins_with_rl(world: World, ledger: Ledger) -> None:
+    """Supervised iterations have no reward, and do not tell how long others take."""
+    job_id, epoch = await open_rows(world, schedule={"num_iterations": 9})
+    for iteration in range(2):
+        await ledger.iterations.open_rows(job_id, iteration, ROWS)
+        await ledger.trainer.record_rows(job_id, epoch, iteration, "trainer-a", row_groups(iteration))
+        assert await world.commit(job_id, epoch, iteration)
+        assert await read_verdict(ledger, await ledger.jobs.fields(job_id)) == ""
+    await world.run_iteration(job_id, epoch, 2, reward_mean=0.25)
+    assert await read_verdict(ledger, await ledger.jobs.fields(job_id)) == "reward 0.25"
+    await world.run_iteration(job_id, epoch, 3, reward_mean=0.75)
+    verdict = await read_verdict(ledger, await ledger.jobs.fields(job_id))
+    assert verdict.startswith("reward 0.25 to 0.75; ")
+    assert verdict.endswith(" left")

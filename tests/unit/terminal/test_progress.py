@@ -103,6 +103,19 @@ def test_supervised_iterations_show_the_loss_of_examples() -> None:
     assert not rows.keys() & {"reward", "overlap", "advice"}
 
 
+def test_time_left_is_that_of_rl() -> None:
+    """Six supervised iterations of 60 s, and then iterations of 2 s."""
+    progress = progress_of(6, is_supervised=True, reward_mean=None, wall_s=60.0)
+    config = JOB.config | {"warm_start": {"num_iterations": 6}}
+    progress.job = progress.job.model_copy(update={"config": config})
+    assert progress.time_left_s() is None, "nothing tells how long an iteration of RL takes"
+    for iteration in (6, 7):
+        progress.iterations[iteration] = iteration_record(iteration)
+    assert progress.time_left_s() == 2.0 * 4
+    sft = progress_of(6, is_supervised=True, reward_mean=None, wall_s=60.0)
+    assert sft.time_left_s() == 60.0 * 6
+
+
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (60, 20), (40, 10), (20, 4), (5, 2)])
 def test_live_view_fits_any_terminal(width: int, height: int) -> None:
     progress = progress_of(4, **MEASURED)

@@ -52,6 +52,8 @@ def test_totals_by_hand() -> None:
     assert totals["reward_mean_last5"] == pytest.approx(0.9)
     assert (totals["iterations"], totals["wall_s"], totals["job_s"]) == (12, 24.0, 35.0)
     assert (totals["tokens"], totals["num_stale"], totals["staleness_max"]) == (1200, 12, None)
+    warm = [iteration_record(i, is_supervised=True, reward_mean=None) for i in range(7)]
+    assert make_report(JOB, warm + records(12)[7:])["totals"]["reward_mean_first5"] == pytest.approx(0.9)
     # 100 tokens at 25 on 2 devices for 2 s, then 100 at 10 on 2 devices for 5 s: 200 tokens in 14 device-seconds
     mixed = records(1) + records(1, wall_s=5.0, tpspd=10.0)
     assert make_report(JOB, mixed)["totals"]["tpspd"] == pytest.approx(200 / 14)
