@@ -3,7 +3,7 @@
     iteration
       pull, load              of the weights that generated it, by rollout
       group                   from when its prompt was there to be claimed to the step that used it
-        wait_for_rollout, generate, score, wait_for_trainer, micro_batch
+        wait_for_rollout, generate, score (none of them of a row of examples), wait_for_trainer, micro_batch
       checkpoint, optimizer, publish
 
 Ids are hashes of job, iteration and the span's path: they can be computed from these, and a span that is exported again
@@ -155,6 +155,7 @@ async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], itera
     fields = await ledger.iterations.fields(job_id, iteration)
     trained = [span for span in trainer_spans(iteration, fields) if span.kind != "wait"]
     num_updates = int(json.loads(job["config"]).get("training", {}).get("num_updates_per_iteration", 1))
+    num_updates = 1 if record.is_supervised else num_updates
     recorded = await ledger.iterations.micro_batches(job_id, iteration)
     num_replicas = int(json.loads(fields.get("metrics", "{}")).get("num_training_devices", 1))
     steps = find_steps(trained, recorded, num_updates, record.num_groups, num_replicas)
@@ -225,7 +226,8 @@ def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, dispa
     def add_child(span: Span, number: str = "", **more: Any) -> None:
         trace.add(span, f"{whole}/{span.kind}{number}", whole, **more)
 
-    add_child(trace.span("wait_for_rollout", BROKER, dispatched_at, began_at))
+    if not group.is_supervised:
+        add_child(trace.span("wait_for_rollout", BROKER, dispatched_at, began_at))
     for index, span in enumerate(measured):  # the spans of episodes come several times
         add_child(span, f"-{index}" if group.in_engine else "")
     add_child(trace.span("wait_for_trainer", BROKER, group.accepted_at, start))

@@ -47,6 +47,7 @@ class AcceptedGroup(Record):
     response_tokens: int
     has_signal: bool  # if not, dynamic sampling replaces it
     source: str = ""  # '' in a job of one source
+    is_supervised: bool = False  # a row of examples: nothing generated or scored it
 
 
 async def read_groups(
@@ -87,11 +88,15 @@ def accepted_group(entry: str, group: RolloutGroup, signal: Signal) -> AcceptedG
         response_tokens=sum(len(response.token_ids) for response in group.responses),
         has_signal=signal.is_in(group),
         source=group.source,
+        is_supervised=group.is_supervised,
     )
 
 
 def group_spans(group: AcceptedGroup, opened_at: float) -> list[Span]:
-    """Return the spans of a group, none before the opening of its iteration. A group that failed may have none."""
+    """Return the spans of a group, none before the opening of its iteration. A group that failed may have none, and a
+    row of examples has none."""
+    if group.is_supervised:
+        return []
     generated_at = group.accepted_at - group.score_s
     began_at = generated_at - group.generate_s
     parts = [("generate", began_at, generated_at), ("score", generated_at, group.accepted_at)]

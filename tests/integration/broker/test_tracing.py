@@ -28,6 +28,7 @@ from services.broker.tracing.exporter import Tracer
 from tests.broker_fixtures import running_broker
 from tests.conftest import free_port
 from tests.integration.authority import Authority
+from tests.integration.streams.test_rows import open_rows, row_groups
 from tests.otlp_receiver import OK, Receiver
 from tests.waiting import eventually
 from tests.world import World, failed_group, make_group, tasks_for
@@ -144,6 +145,27 @@ async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
         await asyncio.sleep(0.15)
         assert await World(ledger).commit(job_id, epoch, iteration, **metrics)
     return job_id, moments
+
+
+async def test_no_rollout_is_in_the_trace_of_a_supervised_iteration(ledger, receiver):
+    """It is one step, however many an iteration of RL has."""
+    job_id, epoch = await open_rows(World(ledger), training={"num_updates_per_iteration": 2})
+    await ledger.trainer.record_rows(job_id, epoch, 0, "trainer-a", row_groups(0))
+    now = await ledger.now()
+    spans: Any = [("micro_batch", now, 0.01), ("optimizer", now + 0.02, 0.01)]
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-0", "0-1"]) == ["0-0", "0-1"]
+    await asyncio.sleep(0.1)
+    assert await World(ledger).commit(job_id, epoch, 0, spans=spans)
+    async with exporting(ledger, receiver.url):
+        await until("it is there", lambda: exported(receiver, job_id) == [0])
+    trace = receiver.traces[sha256_hex(f"{job_id}/0", 32)]
+    assert "onbeat-rollout" not in {span.service for span in trace}
+    of_groups = ["group", "wait_for_trainer", "micro_batch"] * 2
+    assert sorted(span.name for span in trace) == sorted([*of_groups, "iteration", "optimizer"])
+    batches = [span for span in trace if span.name == "micro_batch"]
+    assert [(span.attributes["onbeat.update"], span.attributes["onbeat.micro_batch"]) for span in batches] == [
+        (0, 0)
+    ] * 2
 
 
 async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger, receiver):

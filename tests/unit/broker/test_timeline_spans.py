@@ -30,3 +30,8 @@ def test_spans_of_a_group_are_few_and_end_with_its_acceptance():
     parts = parts_of(timings)
     assert len(parts) == 2 * MAX_INTERVALS
     assert max(end for _, _, end in parts) == pytest.approx(100.0)
+
+
+def test_nothing_generates_a_row_of_examples():
+    group = RolloutGroup(group_id="3-0", iteration=3, worker_id="trainer-a", is_supervised=True)
+    assert group_spans(accepted_group("100000-0", group, Signal()), 0.0) == []
