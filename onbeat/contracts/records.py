@@ -273,6 +273,7 @@ class Sample(Record):
     num_tokens: int
     finish_reason: str
     turns: list[EpisodeTurn] = []  # turns of an episode; empty: one response to the prompt
+    is_supervised: bool = Field(False, exclude_if=lambda is_set: not is_set)  # a row of examples: it has no reward
 
 
 class Token(Record):
@@ -299,6 +300,7 @@ class GroupDetail(Record):
     chosen: str = ""  # row or level of the prompt and the reason for its choice; empty: outcomes did not decide
     responses: list[Sample]  # [G]
     tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
+    is_supervised: bool = Field(False, exclude_if=lambda is_set: not is_set)  # a row of examples: no engine saw it
 
 
 class Event(Record):

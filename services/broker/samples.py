@@ -96,6 +96,7 @@ def group_samples(
             num_tokens=len(response.token_ids),
             finish_reason=response.finish_reason,
             turns=list(turns_of(response, len(group.prompt_token_ids))),
+            is_supervised=group.is_supervised,
         )
 
 

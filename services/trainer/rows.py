@@ -7,6 +7,7 @@ From there on a row is a group: packed, recorded in micro-batches, replayed and 
 import json
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from onbeat.config import JobConfig
@@ -104,11 +105,7 @@ class RowRecorder:
             group.failure.CopyFrom(GroupFailure(kind=TOO_LONG, message=tokens))
         else:
             group = tokens.as_group(group_id)
-            group.prompt_text, text = shown(messages[:-1]), messages[-1]["content"]
-            (response,) = group.responses
-            response.text = text
-            if response.turns:
-                response.turns[-1].num_characters = len(text)
+            add_texts(group, messages)
         group.iteration = group.policy_version = iteration
         group.is_supervised, group.worker_id, group.data_row = True, self.trainer_id, row["row"]
         return group
@@ -117,6 +114,18 @@ class RowRecorder:
 def place(row: tuple[str, str]) -> int:
     """Return the place of a group in its iteration, from its id."""
     return int(row[0].rpartition("-")[2])
+
+
+def add_texts(group: RolloutGroup, messages: list[dict[str, str]]) -> None:
+    """Add the texts of a row for people to read: the learned answers, and what comes before each."""
+    (response,) = group.responses
+    num_learned = max(1, len(response.turns))
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"][-num_learned:]
+    group.prompt_text = shown(messages[: places[0]])
+    response.text = "".join(messages[place]["content"] for place in places)
+    for turn, (before, place) in zip(response.turns, pairwise([places[0], *places]), strict=False):
+        turn.num_characters = len(messages[place]["content"])
+        turn.messages_json = json.dumps(messages[before + 1 : place])
 
 
 def shown(messages: list[dict[str, str]]) -> str:

@@ -78,6 +78,7 @@ def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = (), c
         chosen=chosen,
         responses=list(group_samples(group, advantages=advantages)),
         tokens=tokens,
+        is_supervised=group.is_supervised,
     )
 
 

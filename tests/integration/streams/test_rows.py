@@ -11,7 +11,9 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from services.broker.auditor import run_audit
 from services.broker.doctor.verdict import read_verdict
-from tests.world import World, tasks_for
+from services.broker.samples import group_samples
+from services.broker.views.groups import group_detail
+from tests.world import World, make_group, tasks_for
 
 ROWS = [json.dumps({"row": number, "messages": []}) for number in range(2)]
 START = {"data": {"type": "jsonl", "path": "examples.jsonl"}, "num_rows_per_iteration": 2, "num_iterations": 2}
@@ -121,3 +123,11 @@ async def test_the_verdict_begins_with_rl(world: World, ledger: Ledger) -> None:
     verdict = await read_verdict(ledger, await ledger.jobs.fields(job_id))
     assert verdict.startswith("reward 0.25 to 0.75; ")
     assert verdict.endswith(" left")
+
+
+def test_samples_and_groups_say_that_they_are_rows() -> None:
+    """Those of rollouts have no such field, as before."""
+    (row, _), group = row_groups(0), make_group(tasks_for(0)[0])
+    for source, is_row in ((row, True), (group, False)):
+        shown = [next(group_samples(source)), group_detail(source)]
+        assert [record.model_dump().get("is_supervised") for record in shown] == [True if is_row else None] * 2

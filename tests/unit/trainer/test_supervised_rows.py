@@ -8,9 +8,11 @@ from transformers import PreTrainedTokenizerFast
 from onbeat.config import JobConfig
 from onbeat.config.templates import TemplateArguments
 from onbeat.environments import Outcome
-from onbeat.streams.codec import Message, PromptTask
+from onbeat.streams.codec import Message, PromptTask, check_group
+from services.broker.samples import group_samples
 from services.rollout.end_of_turn import end_of_turn
 from services.rollout.prompts import PromptEncoder
+from services.trainer.rows import add_texts
 from services.trainer.supervised import RowTokenizer, SupervisedRow, SupervisedRowError, tokenize_row
 from tests.episode_rig import LLAMA_LIKE, MISTRAL_LIKE, QWEN_LIKE, WITHOUT_SYSTEM, playing, tokenizer_of
 from tests.small_tokenizers import KINDS, TEXTS
@@ -188,6 +190,24 @@ def test_answer_is_learned_as_the_policy_would_write_it(template, answers, learn
     tokenizer = tokenizer_of(template)
     contents = [text for answer in answers for text in ("a question", answer)]
     assert runs_of(RowTokenizer(tokenizer).tokenize(conversation(*contents)), tokenizer)[1::2] == learned
+
+
+@pytest.mark.parametrize(
+    ("learn", "prompt", "response", "turns"),
+    [
+        ("answers", "2 + 2?", "45\n", [("4", []), ("5\n", [TWO[2]])]),
+        ("last_answer", "user: 2 + 2?\nassistant: 4\nuser: more", "5\n", []),
+        ("all", "user: 2 + 2?\nassistant: 4\nuser: more", "5\n", []),
+    ],
+)
+def test_learned_answers_are_shown_with_what_comes_before(learn, prompt, response, turns):
+    group = RowTokenizer(tokenizer_of(), learn=learn).tokenize(TWO).as_group("0-0")
+    group.is_supervised = True
+    add_texts(group, TWO)
+    check_group(group)
+    (sample,) = group_samples(group)
+    assert (sample.prompt, sample.response) == (prompt, response)
+    assert [(turn.text, turn.messages) for turn in sample.turns] == turns
 
 
 def test_without_a_template_a_prompt_is_completed():
