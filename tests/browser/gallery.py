@@ -12,7 +12,7 @@ from onbeat.contracts.records import TrainerRecord, WorkerRecord
 from onbeat.contracts.states import JobState
 from onbeat.streams.ledger import Ledger
 from tests.broker_fixtures import serving
-from tests.browser.seeding import WORKERS, Content, seed_job
+from tests.browser.seeding import WORKERS, Content, seed_examples, seed_job
 from tests.world import World
 
 SILENT_S = 60.0  # since the processes of the stuck job were last seen: longer than they may be silent
@@ -49,6 +49,7 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),
         "failed": await seed_job(ledger, "failed", num_done=2, state=JobState.FAILED),
         "stuck": await seed_job(ledger, "stuck", num_done=3, state=JobState.RUNNING),
+        "examples": await seed_examples(ledger),
         "queued": await World(ledger).create_job(name="queued", pool="nobody-there"),
     }
     for worker in WORKERS:
@@ -60,6 +61,7 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
         yield Gallery(broker.url, ids)
 
 
+LOSS = "[data-testid=chart-examples] canvas"
 CHART, RESPONSE, SAMPLE = "[data-testid=chart-reward] canvas", "[data-testid=response]", "[data-testid=sample]"
 # Place of each page, and a selector of what it is for, the last part of it that is loaded.
 PAGES = {
@@ -76,14 +78,17 @@ PAGES = {
     "job that begins": ("#/jobs/{started}", "[data-testid=doctor]"),
     "job with a judge": ("#/jobs/{judged}", CHART),
     "job of several sources": ("#/jobs/{mixed}", CHART),
+    "job of examples": ("#/jobs/{examples}", LOSS),
     "samples": ("#/jobs/{learned}/samples", SAMPLE),
     "samples without rewards": ("#/jobs/{judged}/samples", SAMPLE),
+    "samples of examples": ("#/jobs/{examples}/samples?iteration=1", SAMPLE),
     "held-out samples": ("#/jobs/{judged}/samples?evaluation=4", SAMPLE),
     "samples of a source": ("#/jobs/{mixed}/samples?source=sums", SAMPLE),
     "no samples": ("#/jobs/{queued}/samples", "text=No response has been accepted yet"),
     "long samples": ("#/jobs/{wordy}/samples", SAMPLE),
     "group": ("#/jobs/{learned}/samples?group=29-0", RESPONSE),
     "group without rewards": ("#/jobs/{judged}/samples?group=3-0", RESPONSE),
+    "group of examples": ("#/jobs/{examples}/samples?group=1-0", RESPONSE),
     "long group": ("#/jobs/{wordy}/samples?group=2-0", RESPONSE),
     "episodes": ("#/jobs/{episodes}/samples?group=1-0", RESPONSE),
     "timeline": ("#/jobs/{learned}/timeline", "[data-testid=timeline] [role=slider]"),

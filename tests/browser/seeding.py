@@ -69,12 +69,7 @@ async def seed_job(
         body["data"] = [body["data"] | {"name": name} for name in dict.fromkeys(content.sources)]
     if content.held_out:
         body["evaluation"] = {"data": body["data"], "num_prompts": len(content.held_out), "every_iterations": 1000}
-    config = JobConfig.model_validate(body)
-    job_id = f"job-{uuid.uuid4().hex[:12]}"
-    assert await ledger.jobs.create(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
-    epoch = await ledger.trainer.claim_job(job_id, "trainer-0", A_DAY_S)
-    assert epoch is not None
-    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
+    job_id, epoch = await start_job(ledger, name, body)
     num_done = num_iterations if num_done is None else num_done
     await seed_evaluation(ledger, job_id, 0, num_iterations, content)
     for iteration in range(num_done):
@@ -86,6 +81,55 @@ async def seed_job(
     if state is not JobState.RUNNING:
         await ledger.jobs.move(job_id, state, "the machine went away" if state is JobState.FAILED else "")
     return job_id
+
+
+async def start_job(ledger: Ledger, name: str, body: dict[str, Any]) -> tuple[str, str]:
+    """Create a job whose trainer has published version 0. Return its id and the epoch."""
+    config = JobConfig.model_validate(body)
+    job_id, num_iterations = f"job-{uuid.uuid4().hex[:12]}", config.schedule.num_iterations
+    assert await ledger.jobs.create(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-0", A_DAY_S)
+    assert epoch is not None
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
+    return job_id, epoch
+
+
+async def seed_examples(ledger: Ledger, num_done: int = 2) -> str:
+    """Create a job that learns examples alone, and return its id: one iteration is open behind the committed ones."""
+    start = {"data": {"type": "jsonl", "path": "examples.jsonl"}, "num_rows_per_iteration": 2}
+    body = job_body(objective={"type": "sft"}, warm_start=start, schedule={"num_iterations": num_done + 2})
+    generating = ("data", "reward", "rollout")
+    body = {section: value for section, value in body.items() if section not in generating}
+    job_id, epoch = await start_job(ledger, "examples", body)
+    for iteration in range(num_done + 1):
+        assert await ledger.iterations.open_rows(job_id, iteration, ["{}"] * 2) == ""
+        if iteration < num_done:
+            rows = [row_of(f"{iteration}-{place}", iteration) for place in range(2)]
+            await ledger.trainer.record_rows(job_id, epoch, iteration, "trainer-0", rows)
+            metrics = {"num_responses": 2, "prompt_tokens": 10, "response_tokens": 8, "train_s": 0.003}
+            metrics |= {"sft/loss": 2.5 / (1 + iteration), "sft/rows": 2}
+            report = (f"d{iteration + 1}", metrics, "used", False, {})
+            await ledger.trainer.commit(job_id, epoch, iteration, iteration + 1, *report)
+    return job_id
+
+
+def row_of(group_id: str, iteration: int) -> RolloutGroup:
+    """Build a conversation with two learned answers."""
+    asked = json.dumps([{"role": "user", "content": "And 3 more?"}])
+    turns = [
+        Turn(num_shared=3, num_sampled=2, num_characters=1, messages_json="[]"),
+        Turn(parent=0, num_shared=5, observed_token_ids=[8, 9], num_sampled=2, num_characters=2, messages_json=asked),
+    ]
+    return RolloutGroup(
+        group_id=group_id,
+        iteration=iteration,
+        policy_version=iteration,
+        is_supervised=True,
+        worker_id="trainer-0",
+        prompt_token_ids=[1, 2, 3],
+        prompt_text="What is 7 + 2?",
+        responses=[Response(token_ids=[4, 5, 6, 7], has_no_reward=True, text="912", turns=turns)],
+    )
 
 
 async def seed_reward(world: World, reward_mean: float, **sections: Any) -> str:

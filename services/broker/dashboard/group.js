@@ -22,6 +22,7 @@ class GroupPage extends Component {
   }
 
   render({ job, group }, { areMarked, isPlain }) {
+    const isRow = group.is_supervised; // no engine gave its tokens a probability
     return html`
       <${JobHead} job=${job} what=${promptOf(group.group_id)} current="samples" />
       <section class="stack" aria-labelledby="prompt-heading">
@@ -39,13 +40,14 @@ class GroupPage extends Component {
       <section class="stack" aria-labelledby="responses-heading" data-testid="group-detail">
         <div class="head">
           <h2 id="responses-heading">Responses</h2>
-          <div class="actions">${this.box("areMarked", "Show white space")}${this.box("isPlain", "Plain text")}</div>
+          ${!isRow && html`<div class="actions">${this.box("areMarked", "Show white space")}${this.box("isPlain", "Plain text")}</div>`}
         </div>
-        <${TokenLegend} />
+        ${!isRow && html`<${TokenLegend} />`}
         ${this.responses(group, areMarked, isPlain)}
-        <p class="token-readout" role="status" data-testid="token-readout" ref=${this.readout}>
+        ${!isRow &&
+        html`<p class="token-readout" role="status" data-testid="token-readout" ref=${this.readout}>
           Point at a token, or move with the arrow keys.
-        </p>
+        </p>`}
       </section>
     `;
   }
@@ -58,9 +60,9 @@ class GroupPage extends Component {
   responses(group, areMarked, isPlain) {
     const facts = [
       `policy version ${group.policy_version}`,
-      group.worker_id,
-      `generated in ${duration(group.generate_s)}`,
-      `scored in ${duration(group.score_s)}`,
+      ...(group.is_supervised
+        ? [`an example, tokenised by ${group.worker_id}`]
+        : [group.worker_id, `generated in ${duration(group.generate_s)}`, `scored in ${duration(group.score_s)}`]),
     ];
     return html`
       <div class="group">
@@ -77,7 +79,7 @@ class GroupPage extends Component {
   response(group, response, index, areMarked, isPlain) {
     const name = `response ${index + 1} of group ${group.group_id}`;
     const tokens = group.tokens?.[index] ?? [];
-    const shown = { name, areMarked, isPlain, onPoint: (words) => this.point(`Response ${index + 1}, ${words}`) };
+    const shown = { name, areMarked, isPlain, isRow: group.is_supervised, onPoint: (words) => this.point(`Response ${index + 1}, ${words}`) };
     return html`
       <article class="response" data-testid="response">
         <h4>Response ${index + 1}</h4>
@@ -109,7 +111,7 @@ const Decoded = ({ parts, name }) => html`
 // ---- an episode, turn by turn ------------------------------------------------------------------------------------
 
 /** The environment's text is plain; the policy's is shown token by token: only that is trained. */
-function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
+function turnsOf(turns, tokens, { name, isRow, onPoint, ...shown }) {
   let start = 0;
   return html`
     <ol class="turns" data-testid="turns">
@@ -119,7 +121,7 @@ function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
         const point = (words) => onPoint(`turn ${index + 1}, ${words}`);
         return html`
           <li class="turn" data-testid="turn">
-            <p class="help">${factsOfTurn(turn, index).join(" · ")}</p>
+            <p class="help">${factsOfTurn(turn, index, isRow).join(" · ")}</p>
             ${turn.messages.map(messageOf)}
             ${turn.observed_parts.length > 0 &&
             html`<details>
@@ -134,7 +136,7 @@ function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
   `;
 }
 
-function factsOfTurn(turn, index) {
+function factsOfTurn(turn, index, isRow) {
   const from = turn.continues === null ? "the prompt" : `turn ${turn.continues + 1}`;
   return [
     `Turn ${index + 1}`,
@@ -142,8 +144,8 @@ function factsOfTurn(turn, index) {
     turn.num_observed_tokens && `${number(turn.num_observed_tokens)} tokens observed, not trained`,
     turn.num_cached_tokens && `${number(turn.num_cached_tokens)} of its prompt from the engine's cache`,
     turn.reward !== null && `reward ${number(turn.reward)}`,
-    `environment ${duration(turn.waited_s)}`,
-    `generated in ${duration(turn.generate_s)}`,
+    !isRow && `environment ${duration(turn.waited_s)}`,
+    !isRow && `generated in ${duration(turn.generate_s)}`,
     turn.finish_reason === "length" && "truncated",
   ].filter(Boolean);
 }

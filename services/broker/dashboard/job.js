@@ -9,7 +9,7 @@ import {
   announce, Component, confirmed, createRef, Fold, FoldOnPhone, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
 } from "./parts.js";
 import { Series } from "./series.js";
-import { aboutOf, Beat, Doctor, Headline } from "./status.js";
+import { aboutOf, Beat, beginsWithExamples, Doctor, Headline } from "./status.js";
 import { CHARTS } from "./table.js";
 import { TimelinePanel } from "./timeline.js";
 
@@ -270,15 +270,22 @@ class JobPage extends Component {
     <//>`;
   }
 
+  /** The chart that leads: of the reward or, as long as there is none, of the loss of examples. */
+  get main() {
+    return ["reward", "examples"].map((id) => CHARTS.find((chart) => chart.id === id)).find((chart) => this.linesOf(chart).length > 0);
+  }
+
   /** The reward, wide, beside the open iteration and the last one. */
   lead(job, records) {
-    const [reward] = CHARTS;
+    const { main } = this;
+    const what = beginsWithExamples(job) ? "The loss of the examples" : "The reward";
     const heldOut = CHARTS.find(({ id }) => id === "held-out");
     return html`
       <div class="lead">
         <div class="stack">
-          ${this.chart(reward, { level: 2, height: 360 }) ??
-          html`<div class="empty"><p>The reward is shown from the first committed iteration on.</p></div>`}
+          ${main
+            ? this.chart(main, { level: 2, height: 360 })
+            : html`<div class="empty"><p>${what} is shown from the first committed iteration on.</p></div>`}
           ${this.chart(heldOut, { level: 2, height: 180 })}
         </div>
         <${Beat} records=${records} series=${this.series} workers=${this.workers} job=${job} now=${this.now} />
@@ -287,7 +294,8 @@ class JobPage extends Component {
   }
 
   curves() {
-    const charts = CHARTS.filter(({ id }) => id !== "reward" && id !== "held-out").map((chart) => this.chart(chart)).filter(Boolean);
+    const leading = ["reward", "held-out", this.main?.id];
+    const charts = CHARTS.filter(({ id }) => !leading.includes(id)).map((chart) => this.chart(chart)).filter(Boolean);
     const others = this.series.others();
     if (!charts.length && !others.length) return null;
     const smooth = (event) => this.setState({ isSmooth: event.target.checked });

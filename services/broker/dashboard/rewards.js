@@ -17,10 +17,12 @@ export function scaleOf(samples) {
 /** One cut turn cuts an episode. */
 export const isTruncated = ({ finish_reason: end, turns }) => [end, ...(turns ?? []).map((turn) => turn.finish_reason)].includes("length");
 
-/** The reward with its parts, the advantage to either side of zero, and how it ended. */
+/** The reward with its parts, the advantage to either side of zero, and how it ended; a row of examples has none of it. */
 export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...sample }, scale, isHeldOut = false, children }) => html`
   <ul class="bars">
-    ${reward === null
+    ${sample.is_supervised
+      ? html`<li class="muted pending">example: learned, without a reward</li>`
+      : reward === null
       ? html`<li class="muted pending">reward: no opinion, ${isHeldOut ? "not counted" : "not trained"}</li>`
       : html`<${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />`}
     ${Object.entries(parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
@@ -31,10 +33,14 @@ export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...s
       : html`<li class="muted pending">advantage: known after the commit</li>`)}
   </ul>
   <p class="help">
-    ${number(sample.num_tokens)} tokens ·${" "}
-    <span class=${isTruncated(sample) ? "warn" : null}>${isTruncated(sample) ? "truncated" : (FINISHED[sample.finish_reason] ?? sample.finish_reason)}</span>${children}
+    ${number(sample.num_tokens)} ${sample.is_supervised ? "learned tokens" : html`tokens · <${End} sample=${sample} />`}${children}
   </p>
 `;
+
+function End({ sample }) {
+  const isCut = isTruncated(sample);
+  return html`<span class=${isCut ? "warn" : null}>${isCut ? "truncated" : (FINISHED[sample.finish_reason] ?? sample.finish_reason)}</span>`;
+}
 
 function Bar({ name, value, most, className = "", isSigned = false }) {
   const width = `${((isSigned ? 50 : 100) * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;

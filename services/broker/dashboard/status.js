@@ -12,6 +12,10 @@ const NEXT = {
   UNSERVED: "Its prompts wait for a rollout.",
   DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
 };
+const NEXT_OF_ROWS = {
+  OPEN: "The trainer tokenises the rows of examples.",
+  DRAINED: "All rows are tokenised. The trainer learns them in one step.",
+};
 
 const VALUES = [
   ["Truncated", "rollout/truncated_frac", "of the responses", percent],
@@ -29,6 +33,7 @@ const STEPS = [
   ["Rollouts load it into their engine", "usually 20 to 60 s for a small one"],
   ["The first responses are generated", ""],
 ];
+const STEPS_WITH_EXAMPLES = [...STEPS.slice(0, 2), ["The first rows of examples are tokenised", ""]];
 
 // ---- the reward, and how far it is -------------------------------------------------------------------------------
 
@@ -61,6 +66,11 @@ function timeOf(job, records) {
 
 /** As in onbeat/contracts/records.py: supervised iterations before RL do not tell how long the others take. */
 const firstAfterWarmStart = (job) => Math.max(job.first_iteration, job.config.warm_start?.num_iterations ?? 0);
+
+const isSft = (job) => job.config.objective?.type === "sft";
+
+/** True if no rollout generates its first iterations. */
+export const beginsWithExamples = (job) => isSft(job) || firstAfterWarmStart(job) > job.first_iteration;
 
 /** The facts about a job, beside its id. */
 export const aboutOf = (job) =>
@@ -130,7 +140,8 @@ export function Beat({ records, series, workers, job, now }) {
   const open = records.filter(({ state }) => state !== "COMMITTED");
   const last = records.findLast(({ state }) => state === "COMMITTED");
   const isServed = workers.some((worker) => !isSilent(worker, now));
-  const hasRollouts = !isOver(job) && (job.state !== "PENDING" || workers.length > 0);
+  const isGenerated = !isSft(job) || job.config.evaluation; // else no rollout ever serves it
+  const hasRollouts = isGenerated && !isOver(job) && (job.state !== "PENDING" || workers.length > 0);
   return html`
     <section class="beat" data-testid="iteration" aria-label="Iterations">
       ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} isServed=${isServed} />`))}
@@ -150,11 +161,13 @@ function Start({ job, records, workers }) {
   if (hasBegun || !["PENDING", "RUNNING"].includes(job.state) || job.queue_position > 1) return null;
   const isGenerating = first && workers.some((worker) => worker.state !== "starting");
   const step = job.state === "PENDING" ? 0 : job.policy_version === null ? 1 : isGenerating ? 3 : 2;
+  const steps = beginsWithExamples(job) ? STEPS_WITH_EXAMPLES : STEPS;
+  const current = Math.min(step, steps.length - 1);
   return html`
     <ol class="steps" data-testid="start" aria-label="Steps of the start">
-      ${STEPS.map(
-        ([what, usual], index) => html`<li class=${index < step ? "muted" : null} aria-current=${index === step ? "step" : null}>
-          ${what}${index < step ? ": done" : index === step && usual ? `, ${usual}` : ""}
+      ${steps.map(
+        ([what, usual], index) => html`<li class=${index < current ? "muted" : null} aria-current=${index === current ? "step" : null}>
+          ${what}${index < current ? ": done" : index === current && usual ? `, ${usual}` : ""}
         </li>`,
       )}
     </ol>
@@ -162,13 +175,14 @@ function Start({ job, records, workers }) {
 }
 
 function OpenIteration({ record, isServed }) {
-  const since = record.drained_at ? `all groups since ${clock(record.drained_at)}` : `open since ${clock(record.opened_at)}`;
+  const next = record.is_supervised ? NEXT_OF_ROWS[record.state] : NEXT[record.state === "OPEN" && !isServed ? "UNSERVED" : record.state];
+  const since = record.drained_at ? `all ${unitOf(record)} since ${clock(record.drained_at)}` : `open since ${clock(record.opened_at)}`;
   return html`
     <article>
       <${IterationHead} record=${record} what="is open" />
       <${Meter} done=${record.num_accepted} total=${record.num_groups} failed=${record.num_failed_groups} label=${groupsIn(record)} />
       <p class="help">${groupsIn(record)}, ${since}</p>
-      <p class="muted">${NEXT[record.state === "OPEN" && !isServed ? "UNSERVED" : record.state]}${refusals(record)}</p>
+      <p class="muted">${next}${refusals(record)}</p>
     </article>
   `;
 }
@@ -180,7 +194,9 @@ const IterationHead = ({ record, what }) => html`
   </div>
 `;
 
-const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} groups are in`, ...remarksOn(record)].join("; ");
+const unitOf = (record) => (record.is_supervised ? "rows" : "groups");
+
+const groupsIn = (record) => [`${record.num_accepted} of ${record.num_groups} ${unitOf(record)} are in`, ...remarksOn(record)].join("; ");
 
 /** The reasons for the choice of an iteration's prompts, where outcomes decide. */
 const CHOSEN = {
@@ -191,10 +207,10 @@ const CHOSEN = {
 };
 
 /** Remarks on the choice of prompts, and on accepted groups that do not count. */
-const remarksOn = ({ num_chosen: chosen = {}, num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
+const remarksOn = ({ is_supervised: isSupervised, num_chosen: chosen = {}, num_failed_groups: failed, num_replaced: replaced, num_not_replaced: missing }) =>
   [
     ...Object.entries(chosen).map(([why, count]) => `${count} prompts chosen ${CHOSEN[why]}`),
-    failed && `${failed} of them failed`,
+    failed && `${failed} of them ${isSupervised ? "left out, too long" : "failed"}`,
     replaced && `${replaced} of them replaced`,
     missing && `${missing} of them not replaced: no prompts are left`,
   ].filter(Boolean);
@@ -209,18 +225,23 @@ const Unfinished = ({ record }) => html`
   <article>
     <${IterationHead} record=${record} what="was not committed" />
     <p class="muted">
-      ${[`When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived`, ...remarksOn(record)].join(", ")}.${refusals(record)}
+      ${[`When the job ended, ${record.num_accepted} of ${record.num_groups} ${unitOf(record)} had arrived`, ...remarksOn(record)].join(", ")}.${refusals(record)}
     </p>
   </article>
 `;
 
 /** The newest values: whether the update was sound, and what it cost. */
 function Committed({ record, series }) {
-  const about = [`${number(record.response_tokens)} tokens in ${record.num_accepted} groups`, ...remarksOn(record)].join(", ");
-  const parts = { generating: record.generate_s, training: record.train_s, "weight sync": record.weight_sync_s };
+  const isRows = record.is_supervised;
+  const tokens = `${number(record.response_tokens)} ${isRows ? "learned tokens" : "tokens"}`;
+  const about = [`${tokens} in ${record.num_accepted} ${unitOf(record)}`, ...remarksOn(record)].join(", ");
+  const ofAll = { generating: record.generate_s, training: record.train_s, "weight sync": record.weight_sync_s };
+  const parts = isRows ? { training: record.train_s } : ofAll;
+  const loss = ["Loss of examples", number(series.last("sft/loss")), "mean over the learned tokens, in nats"];
   const rows = [
     ["Took", duration(record.wall_s), Object.entries(parts).map(([name, s]) => `${name} ${duration(s)}`).join(", ")],
-    ["Responses", number(record.num_responses), about],
+    [isRows ? "Examples" : "Responses", number(record.num_responses), about],
+    ...(isRows ? [loss] : []),
     ...VALUES.filter(([, name]) => series.last(name) !== null).map(([title, name, about, text = number]) => [title, text(series.last(name)), about]),
   ];
   return html`

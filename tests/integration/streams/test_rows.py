@@ -126,7 +126,7 @@ async def test_the_verdict_begins_with_rl(world: World, ledger: Ledger) -> None:
 
 
 def test_samples_and_groups_say_that_they_are_rows() -> None:
-    """Those of rollouts have no such field, as before."""
+    """Leave the field out of those of rollouts, as before."""
     (row, _), group = row_groups(0), make_group(tasks_for(0)[0])
     for source, is_row in ((row, True), (group, False)):
         shown = [next(group_samples(source)), group_detail(source)]
