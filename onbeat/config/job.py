@@ -207,6 +207,7 @@ class JobConfig(JobSections):
         rollout: dict[str, Any] = {"num_prompts_per_iteration": self.warm_start.num_rows_per_iteration}
         rollout |= {"num_samples_per_prompt": 1, "max_prompts_per_iteration": None, "temperature": 1.0}
         rollout |= {"truncated": "score", "overlong_cache": None}
+        rollout |= {"on_group_failure": "skip"}  # `on_too_long` decides on rows, which fail for no other reason
         objective = self.objective if self.objective.type == SFT else SftObjective(type=SFT)
         sections = {
             "objective": objective,

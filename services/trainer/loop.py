@@ -112,7 +112,13 @@ class TrainLoop:
             scale = self._iteration_scale([group for group in arrived if does_count(group, self._config)])
         num_arrived = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
         if num_arrived == 0:
-            raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
+            reason = stats.first_failure or "see the events"
+            if stats.is_supervised:
+                raise JobFailed(
+                    f"every row of iteration {iteration} is longer than the context; shorten such rows, or take them "
+                    f"out of the file of warm_start.data ({reason})"
+                )
+            raise JobFailed(f"every group of iteration {iteration} failed; {reason}")
         self._warm_start.measure(stats, iteration)
         snapshot = self._publisher.finish_version(iteration, stats)
         is_published = self._publisher.publish(snapshot, stats)

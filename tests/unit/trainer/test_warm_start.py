@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from onbeat.contracts.errors import JobFailed
+from onbeat.streams.codec import GroupFailure, RolloutGroup
 from services.trainer.checkpoints.saver import checkpoint_bytes
 from services.trainer.policy import Policy
 from services.trainer.rows import RowRecorder
@@ -132,6 +133,22 @@ def test_the_gate_ends_the_job_with_a_checkpoint(tmp_path):
     job = RecordedJob(config, groups_of_job())
     job.wait_for_evaluation = lambda _: {"pass_at_k": 0.5}
     assert train(config, [], tmp_path / "passed", job=job).job.iterations == [0, 1, 2, 3]
+
+
+def failed_row(name):
+    return RolloutGroup(group_id=name, failure=GroupFailure(kind="row_too_long", message="row 3 has 9 tokens"))
+
+
+def test_rows_that_are_too_long_are_left_out(tmp_path):
+    """Whatever happens to groups that fail; but an iteration needs one row."""
+    config = config_of(
+        schedule={"num_iterations": 3}, start={"num_iterations": 1}, rollout={"on_group_failure": "fail"}
+    )
+    config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_iterations": 1})})
+    report = train(config, [*make_rows(0)[:2], failed_row("0-2")], tmp_path / "one").job.reports[0]
+    assert (report["sft/rows"], report["sft/dropped_rows"]) == (2, 1)
+    with pytest.raises(JobFailed, match=r"every row of iteration 0 is longer than the context; .*row 3 has 9 tokens"):
+        train(config, [failed_row(f"0-{index}") for index in range(3)], tmp_path / "all")
 
 
 def test_held_out_rows_are_measured(tmp_path):
