@@ -74,6 +74,9 @@ def problems_of_scoring(job: JobSections) -> Iterator[str]:
             "environment: plays nothing, because every source and held-out set has its own reward or environment; "
             "leave it out"
         )
-    if job.objective.needs_reward and (unscored := unscored_in(job)):
+    unscored = unscored_in(job)
+    if job.objective.needs_reward and unscored:
         where = f" for {', '.join(unscored)}" if any(is_own) else ""
         yield f"reward: missing{where}; name one, or an [environment], which gives the reward itself"
+    elif any(field.startswith("evaluation") for field in unscored):
+        yield "evaluation: held-out responses are scored by a reward; add [reward], or leave out [evaluation]"

@@ -41,8 +41,6 @@ def problems_of_teacher(job: JobSections) -> Iterator[str]:
     if changes_rewards and all(field in unscored for field, _ in job.sources):
         key = "truncated" if rollout.truncated == "zero" else "overlong_cache"
         yield f"rollout.{key}: changes rewards, and the job has none; leave it out, or add [reward] to measure them"
-    if any(field.startswith("evaluation") for field in unscored):
-        yield "evaluation: held-out responses are scored by a reward; add [reward], or leave out [evaluation]"
 
 
 def problems_of_prompts(job: JobSections) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Supervised iterations: those of a warm start before RL (`[warm_start]`), or all of a job with the objective sft."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -8,6 +9,7 @@ from pydantic import Field, model_validator
 from onbeat.config.data import FileData
 from onbeat.config.rollout import MAX_PROMPTS
 from onbeat.config.templates import TemplateArguments
+from onbeat.config.training import OptimizerConfig
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 SFT = "sft"
@@ -30,6 +32,9 @@ class ExampleData(TemplateArguments):
         description="field with a whole conversation, a list of {role, content} messages that ends with an answer; in "
         "place of prompt_field and response_field",
     )
+    as_chat: bool = Field(
+        True, description="show rows with the chat template; false: a prompt and its response are plain text"
+    )
     system_prompt: str | None = Field(None, description="system message before every conversation")
     metadata_only: list[str] = Field(
         [], max_length=100, description="columns that look like inputs of the model and are none, as in `data`"
@@ -51,6 +56,9 @@ class ExampleData(TemplateArguments):
             metadata_only=self.metadata_only,
             order=self.order,
         )
+
+
+RENDERING = (*TemplateArguments.model_fields, "as_chat")  # keys that are the same for all prompts and rows of a job
 
 
 class HeldOutExamples(Section):
@@ -98,8 +106,9 @@ class WarmStartConfig(Section):
         None,
         gt=0,
         le=1,
-        description="share of the held-out prompts of `[evaluation]` that the model has to solve (pass@k) when RL "
-        "begins; else the job fails, and its checkpoint is kept; default: no limit",
+        description="share of the held-out prompts of `[evaluation]`, of the first of its sets if there are several, "
+        "that the model has to solve (pass@k) when RL begins; else the job fails, and its checkpoint is kept; default: "
+        "no limit",
     )
 
     @model_validator(mode="after")
@@ -125,10 +134,22 @@ def fill_sections_of_sft(job: Any) -> Any:
         rollout["max_response_tokens"] = 1
     if isinstance(given := job.get("rollout", {}), dict):
         rollout |= given
-    arguments = {name: examples[name] for name in TemplateArguments.model_fields if name in examples}
+    return {"data": data_of(examples), **job, "rollout": rollout}
+
+
+def data_of(examples: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `data` of a job that has examples and no prompts."""
+    rendering = {name: examples[name] for name in RENDERING if name in examples}
     prompt_field = examples.get("messages_field") or examples.get("prompt_field", "prompt")
-    data = {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **arguments}
-    return {"data": data, **job, "rollout": rollout}
+    return {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **rendering}
+
+
+def name_examples(job: Any, text: str) -> str:
+    """Return a text with the keys of the file of examples, where that is the job's `data`."""
+    if job.objective.type != SFT:
+        return text
+    keys = "|".join(ExampleData.model_fields)
+    return re.sub(rf"(?<![\w./])data\.(?=({keys})\b)", "warm_start.data.", text)
 
 
 def problems_of_warm_start(job: Any) -> Iterator[str]:
@@ -141,6 +162,7 @@ def problems_of_warm_start(job: Any) -> Iterator[str]:
             "schedule.mode: rollouts of bounded generate ahead, and supervised iterations generate nothing; use "
             "periodic or sync"
         )
+    yield from problems_of_rendering(job)
     if job.objective.type == SFT:
         yield from problems_of_sft(job)
         return
@@ -156,9 +178,20 @@ def problems_of_warm_start(job: Any) -> Iterator[str]:
             f"schedule.num_iterations: of {job.schedule.num_iterations} iterations {job.num_supervised} are supervised "
             "(warm_start), and none is left for RL; raise it, or use objective.type = 'sft'"
         )
-    for name in TemplateArguments.model_fields:
-        if getattr(start.data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
-            yield f"warm_start.data.{name}: data.{name} is for all prompts of the job; leave this out"
+
+
+def problems_of_rendering(job: Any) -> Iterator[str]:
+    """Yield the keys of examples that are given in another place, and what rows of plain text cannot have."""
+    start, home = job.warm_start, "warm_start.data" if job.objective.type == SFT else "data"
+    sections = {"warm_start.data": start.data}
+    if start.held_out is not None:
+        sections["warm_start.held_out.data"] = start.held_out.data
+    for field, data in sections.items():
+        for name in RENDERING if field != home else ():
+            if getattr(data, name) != ExampleData.model_fields[name].get_default(call_default_factory=True):
+                yield f"{field}.{name}: {home}.{name} is for all prompts of the job; leave this out"
+        if data.system_prompt is not None and not getattr(job.rendering, "as_chat", True):
+            yield f"{field}.system_prompt: needs {home}.as_chat = true; a plain prompt has no messages"
 
 
 def problems_of_sft(job: Any) -> Iterator[str]:
@@ -167,14 +200,24 @@ def problems_of_sft(job: Any) -> Iterator[str]:
         yield "warm_start.num_iterations: with sft all iterations are supervised; leave it and epochs out"
     if job.warm_start.min_pass_at_k is not None:
         yield "warm_start.min_pass_at_k: is a limit before RL, and with sft there is none; leave it out"
-    for name in ("teacher", "environment"):
+    if job.teacher is not None:
+        yield "teacher: has no effect with the objective sft, which learns from examples alone; leave it out"
+    for name in ("reward", "environment") if job.evaluation is None else ():
         if getattr(job, name) is not None:
-            yield f"{name}: has no effect with the objective sft, which generates nothing; leave it out"
-    if isinstance(job.data, list):
-        yield "data: the objective sft has no prompts; leave it out"
+            yield (
+                f"{name}: has no effect with the objective sft, which generates responses for an [evaluation] only; "
+                "add that section, or leave it out"
+            )
+    for name in ("learning_rate", "num_warmup_iterations", "decay"):
+        if getattr(job.optimizer, name) != OptimizerConfig.model_fields[name].default:
+            yield (
+                f"optimizer.{name}: has no effect with the objective sft, whose learning rate is constant; set "
+                "warm_start.learning_rate, and leave this out"
+            )
+    data = FileData.model_validate(data_of(job.warm_start.data.model_dump()))
+    if not isinstance(job.data, list) and data.now is None:  # the broker has dated a job that is stored
+        data = data.model_copy(update={"now": job.data.now})
+    if job.data != data:
+        yield "data: the objective sft has no prompts but those of warm_start.data, where their keys are; leave it out"
     if job.training.num_updates_per_iteration > 1:
         yield "training.num_updates_per_iteration: a supervised iteration is one step; leave it out"
-    sets = job.evaluation.sets if job.evaluation is not None else []
-    is_scored = job.reward is not None or (sets and all(section.reward is not None for section in sets))
-    if job.evaluation is not None and not is_scored:
-        yield "evaluation: held-out responses are scored by a reward; add [reward], or leave out [evaluation]"

@@ -1,7 +1,7 @@
 """The evaluations of one job: due ones are opened, drained ones are scored, and stuck ones are given up.
 
 Evaluation e is due when version e is published and iteration e is open: training's prompts go first. e is 0, each
-multiple of `every_iterations`, and the number of iterations: the end.
+multiple of `every_iterations`, the end of a warm start, and the number of iterations: the end.
 """
 
 import asyncio

@@ -6,6 +6,7 @@ For a model in a folder, the broker makes it at submission as well.
 import re
 
 from onbeat.config import JobConfig
+from onbeat.config.warm_start import name_examples
 from onbeat.contracts.chat_check import QUESTION, template_problem
 from services.prompts.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.prompts.tokenizer import load_tokenizer
@@ -27,7 +28,7 @@ def check_chat_template(source: str, config: JobConfig) -> str:
         has_environment=bool(config.environments),
         has_system_prompt=config.has_system_prompt,
     ):
-        raise ValueError(problem)
+        raise ValueError(name_examples(config, problem))
     if not (tag := OPEN_TAG.search(prompts.suffix([QUESTION]))):
         return ""
     return (

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from onbeat.config import JobConfig
+from onbeat.config.warm_start import SFT
 from onbeat.contracts.answers import PROMPT_SUFFIX
 from onbeat.contracts.rewards import SERVICE_REWARDS, RewardConfig
 from onbeat.process.children import ChildDied, ChildProcess
@@ -26,6 +27,7 @@ RENDER_MEMORY_MB = 8192
 OWN_ANSWER, EMPTY = "own answer", "empty"
 NO_TRANSFORMERS = "the package transformers is not installed where the broker runs"
 OF_ENVIRONMENT = "rewards are not tried{where}: they come from an environment, which plays whole episodes"
+OF_EXAMPLES = "the examples are shown as messages; the trainer makes texts and tokens of them"
 OF_SERVICE = "rewards http and judge are not tried: they ask a service that the rollouts know by name"
 
 Case = tuple[dict[str, Any], list[str], int]  # context of a prompt, responses to it, place of the one that is meant
@@ -60,6 +62,9 @@ class Preview(BaseModel):
 
 async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Preview:
     """Show prompts and try the job's rewards on them. What cannot be done here becomes a note."""
+    if config.objective.type == SFT:
+        examples = [PreviewedPrompt(text=plain_text(item), num_tokens=None, trials=[]) for item in items]
+        return Preview(prompts=examples, notes=[OF_EXAMPLES, await describe_memory(config, None)])
     rendered, problem = await render(config, items)
     notes = [f"the prompts are shown without the model's template: {problem}"] if problem else []
     cases: list[tuple[int, str, Case]] = []  # number of the prompt, name of the response
@@ -95,12 +100,13 @@ def trial_of(reward: RewardConfig, response: str, text: str, answer: dict[str, A
     return Trial(response=response, text=text, reward_name=name, **values)
 
 
+def plain_text(item: PromptItem) -> str:
+    return item.text or "\n".join(f"{message.role}: {message.content}" for message in item.messages)
+
+
 async def render(config: JobConfig, items: Sequence[PromptItem]) -> tuple[list[dict[str, Any]], str]:
     """Return {text, num_tokens, suffix} of each prompt, and '' or the reason why the template was not applied."""
-    plain = [
-        {"text": item.text or "\n".join(f"{m.role}: {m.content}" for m in item.messages), "num_tokens": None}
-        for item in items
-    ]
+    plain = [{"text": plain_text(item), "num_tokens": None} for item in items]
     if importlib.util.find_spec("transformers") is None:
         return plain, NO_TRANSFORMERS
     arguments = config.rendering.template_arguments()

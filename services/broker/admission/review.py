@@ -142,10 +142,11 @@ class Admission:
         return self._tasks
 
     async def preview(self, config: JobConfig, count: int) -> Preview:
-        """Show up to `count` first prompts, with trials of the rewards. Raises JobRefused, TooBusy."""
+        """Show up to `count` first prompts, with trials of the rewards; with the objective sft, examples. Raises
+        JobRefused, TooBusy."""
         if unusable := review_numbers(config) + review_free_values(config):
             raise JobRefused(name_sources(config, unusable))
-        spec = DatasetSpec.of_job(config)
+        spec = DatasetSpec.of_examples(config) if config.objective.type == SFT else DatasetSpec.of_job(config)
         count = min(count, spec.num_items)
         try:
             if isinstance(config.data, list):
@@ -154,7 +155,8 @@ class Admission:
             else:
                 items, _ = await self._process.read(spec, 0, count)
         except DatasetError as error:
-            raise JobRefused([(error.field, error.message)]) from error
+            named = name_source(config, error)
+            raise JobRefused([(named.field, named.message)]) from error
         async with hold(self._trials):
             return await preview_prompts(config, items)
 

@@ -45,5 +45,6 @@ async def preview_job(
     """Show the first prompts of a job as the model gets them, and try its rewards on them, without creating it.
 
     Each prompt is scored with two responses: the answer in its row, if it has one, and an empty one.
+    With the objective sft the first examples are shown, as messages.
     """
     return await broker.admission.preview(config.dated(moment_of(time.time())), prompts)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig, ReasoningGymData
+from onbeat.config.warm_start import name_examples
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, moved_field
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 
@@ -92,8 +93,9 @@ def move_error(error: DatasetError, field: str) -> DatasetError:
 
 
 def name_source(config: JobConfig, error: DatasetError) -> DatasetError:
-    """Return the error with the name of the source whose field it blames, if it blames one of several."""
+    """Return the error with the name of the source whose field it blames, if it blames one of several; in a job of
+    examples alone with the field of these."""
     for field, source in config.sources:
         if source.name is not None and f"{error.field}.".startswith(f"{field}."):
             return DatasetError(error.field, f"source {source.name}: {error.message}")
-    return error
+    return DatasetError(name_examples(config, error.field), name_examples(config, error.message))

@@ -20,7 +20,7 @@ def examples(folder, name="examples.jsonl", rows=ROWS):
 
 def sft_job(folder, num_iterations=4, **warm_start):
     job = tiny_job(folder, schedule={"num_iterations": num_iterations}, checkpoint={"every_iterations": 2})
-    for section in ("data", "reward", "rollout"):
+    for section in ("data", "reward", "rollout", "optimizer"):
         del job[section]
     start = {"data": examples(folder), "num_rows_per_iteration": 4, "learning_rate": 1e-2} | warm_start
     return job | {"objective": {"type": "sft"}, "warm_start": start}

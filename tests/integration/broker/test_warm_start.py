@@ -84,6 +84,18 @@ async def test_wrong_examples_refuse_the_job(broker, examples, rows, sections, f
     assert sentence in error["message"]
 
 
+async def test_the_preview_of_sft_shows_examples(broker, examples):
+    job = job_body(objective={"type": "sft"}, warm_start={"data": EXAMPLES, "num_rows_per_iteration": 2})
+    for section in ("data", "reward", "rollout"):
+        del job[section]
+    answer = (await broker.post("/v1/jobs:preview", params={"prompts": 2}, json=job)).json()
+    assert [prompt["text"] for prompt in answer["prompts"]] == [f"user: p{i}\nassistant: r{i}" for i in range(2)]
+    assert "the examples are shown as messages" in answer["notes"][0]
+    examples([{"prompt": "p"}])
+    (error,) = (await broker.post("/v1/jobs:preview", json=job)).json()["errors"]
+    assert error["field"] == "warm_start.data.response_field"
+
+
 @pytest.mark.usefixtures("examples")
 async def test_a_repeated_request_finds_the_job(broker):
     body, key = job_body(warm_start=START, schedule={"num_iterations": 5}), {"Idempotency-Key": "k"}

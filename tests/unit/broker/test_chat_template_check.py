@@ -9,9 +9,11 @@ import pytest
 
 from onbeat.config import JobConfig
 from services.broker.admission.models import review_template
+from services.broker.admission.review import name_sources, review_free_values
 from services.trainer import session
 from services.trainer.chat_template import check_chat_template
 from services.trainer.settings import Settings
+from services.trainer.supervised import RowTokenizer
 from services.trainer.world import ALONE
 from tests.episode_rig import QWEN_LIKE, WITHOUT_SYSTEM, tokenizer_of
 
@@ -134,3 +136,29 @@ def test_model_without_a_template_is_refused_at_submission(tmp_path):
     ((field, message),) = review_template(job_of_responses(), folder)
     assert (field, "has no chat template, which data.as_chat = true needs" in message) == ("model.path", True)
     assert review_template(job_of_responses(as_chat=False), folder) == []
+
+
+def job_of_examples(**data: object) -> JobConfig:
+    start = {"data": DATA | data, "num_rows_per_iteration": 1}
+    sections = {"objective": {"type": "sft"}, "warm_start": start, "schedule": {"num_iterations": 1}}
+    return JobConfig.model_validate({"model": {"path": "./mine"}} | sections)
+
+
+def test_examples_for_a_model_without_a_template(tmp_path):
+    folder, config = model_with(tmp_path, None), job_of_examples()
+    ((_, message),) = name_sources(config, review_template(config, folder))
+    assert "which warm_start.data.as_chat = true needs; put chat_template.jinja into it" in message
+    assert "set warm_start.data.as_chat = false for a model that continues plain text" in message
+    with pytest.raises(ValueError, match=r"or set warm_start\.data\.as_chat = false for prompts"):
+        check_chat_template(str(folder), config)
+    plain = job_of_examples(as_chat=False)
+    check_chat_template(str(folder), plain)
+    assert review_template(plain, folder) == []
+    assert RowTokenizer(tokenizer_of(QWEN_LIKE), plain.rendering)._is_chat is False
+
+
+def test_refusals_of_examples_name_their_own_keys():
+    config = job_of_examples(control_tokens="text")
+    ((field, _),) = name_sources(config, review_free_values(config))
+    assert field == "warm_start.data.control_tokens"
+    assert name_sources(config, [("model.path", "/data.now/x")]) == [("model.path", "/data.now/x")]

@@ -11,7 +11,9 @@ from tests.world import job_body
 
 START = {"data": {"type": "jsonl", "path": "examples.jsonl"}, "num_rows_per_iteration": 4}
 WARM = {"warm_start": START | {"num_iterations": 2}, "schedule": {"num_iterations": 5}}
-SFT = {"objective": {"type": "sft"}, "warm_start": START}
+SFT = {"objective": {"type": "sft"}, "warm_start": START, "data": None, "reward": None}
+SCORED = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "every_iterations": 1}
+HELD_OUT = {"held_out": {"data": START["data"] | {"template_options": {"a": 1}, "as_chat": False}}}
 REFUSED = [
     ({"objective": {"type": "sft"}}, "warm_start.data: missing; the objective sft learns from examples"),
     ({"warm_start": START}, "warm_start.num_iterations: missing; say how many iterations are supervised"),
@@ -31,6 +33,34 @@ REFUSED = [
         {"warm_start": START | {"num_iterations": 1, "data": START["data"] | {"now": "2026-01-31"}}},
         "warm_start.data.now: data.now is for all prompts of the job; leave this out",
     ),
+    (
+        {"warm_start": START | {"num_iterations": 1, "data": START["data"] | {"as_chat": False}}},
+        "warm_start.data.as_chat: data.as_chat is for all prompts of the job; leave this out",
+    ),
+    (
+        {"warm_start": START | HELD_OUT | {"num_iterations": 1}},
+        "warm_start.held_out.data.template_options: data.template_options is for all prompts of the job",
+    ),
+    (
+        SFT | {"warm_start": START | HELD_OUT},
+        "warm_start.held_out.data.as_chat: warm_start.data.as_chat is for all prompts of the job",
+    ),
+    (
+        SFT | {"warm_start": START | {"data": START["data"] | {"as_chat": False, "system_prompt": "Be brief."}}},
+        "warm_start.data.system_prompt: needs warm_start.data.as_chat = true",
+    ),
+    (SFT | {"reward": {"name": "exact"}}, "reward: has no effect with the objective sft"),
+    (SFT | {"environment": {"name": "guess_number"}}, "environment: has no effect with the objective sft"),
+    (SFT | {"optimizer": {"learning_rate": 1e-4}}, "optimizer.learning_rate: has no effect with the objective sft"),
+    (SFT | {"optimizer": {"num_warmup_iterations": 1}}, "optimizer.num_warmup_iterations: has no effect"),
+    (SFT | {"optimizer": {"decay": "linear"}}, "optimizer.decay: has no effect with the objective sft"),
+    (SFT | {"data": {"type": "jsonl", "path": "prompts.jsonl"}}, "data: the objective sft has no prompts but those of"),
+    (
+        SFT
+        | {"warm_start": START | {"data": START["data"] | {"template_options": {"a": 1}}}}
+        | {"data": START["data"]},
+        "data: the objective sft has no prompts but those of warm_start.data",
+    ),
     (SFT | {"warm_start": START | {"epochs": 2}}, "warm_start.num_iterations: with sft all iterations are supervised"),
     (SFT | {"teacher": {"path": "./t"}}, "teacher: has no effect with the objective sft"),
     (
@@ -38,8 +68,7 @@ REFUSED = [
         "training.num_updates_per_iteration: a supervised iteration is one step",
     ),
     (
-        SFT
-        | {"reward": None, "evaluation": {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "every_iterations": 1}},
+        SFT | {"evaluation": SCORED},
         "evaluation: held-out responses are scored by a reward; add [reward]",
     ),
 ]
@@ -57,13 +86,40 @@ def test_refusals_are_sentences(sections, sentence):
 
 
 def test_sft_needs_no_prompts_reward_or_rollout():
-    job = job_body(**SFT, model={"path": "m"})
-    for section in ("data", "reward", "rollout"):
-        del job[section]
-    config = JobConfig.model_validate(job)
+    config = JobConfig.model_validate(body(SFT | {"rollout": None}))
     assert config.num_supervised == config.schedule.num_iterations == 3
     assert not config.has_rollouts
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_dated_sft_job_is_read_back():
+    data = START["data"] | {"messages_field": "turns", "as_chat": False, "control_tokens": "text"}
+    config = JobConfig.model_validate(body(SFT | {"warm_start": START | {"data": data}}))
+    rendering = config.rendering
+    assert (rendering.prompt_field, rendering.as_chat, rendering.control_tokens) == ("turns", False, "text")
+    dated = config.dated("2026-01-31T00:00:00Z")
+    assert JobConfig.model_validate_json(dated.model_dump_json()) == dated
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"evaluation": SCORED, "environment": {"name": "guess_number"}},
+        {
+            "evaluation": {
+                "sets": [{"name": "a", "data": SCORED["data"], "environment": {"name": "guess_number"}}],
+                "every_iterations": 1,
+            }
+        },
+        {"evaluation": SCORED, "reward": {"name": "exact"}},
+    ],
+)
+def test_held_out_responses_are_scored_as_in_rl(sections):
+    assert JobConfig.model_validate(body(SFT | sections)).has_rollouts
+
+
+def test_the_benchmark_of_examples_is_a_job():
+    assert JobConfig.from_file("benchmarks/jobs/examples_of_teacher.toml").objective.type == "sft"
 
 
 def test_only_the_first_iterations_are_supervised():

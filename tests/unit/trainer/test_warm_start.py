@@ -140,7 +140,7 @@ def failed_row(name):
 
 
 def test_rows_that_are_too_long_are_left_out(tmp_path):
-    """Whatever happens to groups that fail; but an iteration needs one row."""
+    """It does not matter what becomes of failed groups; but an iteration needs one row."""
     config = config_of(
         schedule={"num_iterations": 3}, start={"num_iterations": 1}, rollout={"on_group_failure": "fail"}
     )
