@@ -139,7 +139,7 @@ def fill_sections_of_sft(job: Any) -> Any:
 
 def data_of(examples: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `data` of a job that has examples and no prompts."""
-    rendering = {name: examples[name] for name in RENDERING if name in examples}
+    rendering = {name: examples[name] for name in (*RENDERING, "system_prompt") if name in examples}  # chats have them
     prompt_field = examples.get("messages_field") or examples.get("prompt_field", "prompt")
     return {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **rendering}
 

@@ -92,6 +92,14 @@ def test_sft_needs_no_prompts_reward_or_rollout():
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
 
 
+def test_chats_of_an_sft_job_get_its_system_prompt():
+    data = START["data"] | {"system_prompt": "Be brief."}
+    assert (
+        JobConfig.model_validate(body(SFT | {"warm_start": START | {"data": data}})).rendering.system_prompt
+        == "Be brief."
+    )
+
+
 def test_a_dated_sft_job_is_read_back():
     data = START["data"] | {"messages_field": "turns", "as_chat": False, "control_tokens": "text"}
     config = JobConfig.model_validate(body(SFT | {"warm_start": START | {"data": data}}))
