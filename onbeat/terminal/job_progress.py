@@ -27,6 +27,11 @@ START_STEPS = (
     "step 3 of 4: rollouts load it into their engine, usually 20 to 60 s",
     "step 4 of 4: the first responses are generated",
 )
+START_STEPS_OF_EXAMPLES = (  # no rollout has to start
+    "step 1 of 3: a trainer starts and takes the job, usually 5 to 20 s",
+    "step 2 of 3: the trainer loads the model, usually 5 to 30 s",
+    "step 3 of 3: the first examples are trained",
+)
 
 
 class JobProgress:
@@ -96,12 +101,17 @@ class JobProgress:
         current, job = self.current, self.job
         if self.committed or (current is not None and current.num_accepted) or (job.queue_position or 1) > 1:
             return None
+        is_sft = (job.config.get("objective") or {}).get("type") == "sft"
+        is_supervised = is_sft or job.first_iteration < job.first_after_warm_start
+        steps = START_STEPS_OF_EXAMPLES if is_supervised else START_STEPS
         if job.state == JobState.PENDING:
-            return START_STEPS[0]
+            return steps[0]
         if job.state != JobState.RUNNING:
             return None
         if job.policy_version is None:
-            return START_STEPS[1]
+            return steps[1]
+        if is_supervised:
+            return steps[2]
         ours = [worker for worker in self.workers if worker.job_id == job.id]
         is_generating = current is not None and any(worker.state != "starting" for worker in ours)
         return START_STEPS[3 if is_generating else 2]

@@ -192,6 +192,9 @@ def learning_in_words(
     known = [(record.reward_mean, error_of_iteration(record)) for record in committed]
     known = [(reward, error) for reward, error in known if reward is not None]
     size = ends_of(len(known))
+    losses = [record.metrics["sft/loss"] for record in committed if "sft/loss" in record.metrics]
+    if not known and len(losses) > 1:
+        return f"The loss on its examples went from {number(losses[0], 2)} to {number(losses[-1], 2)} {over}."
     if len(known) < 2:
         return "There are too few iterations to say whether it learns."
     change = change_in_words("The reward in training", known[:size], known[-size:])

@@ -20,7 +20,7 @@ from onbeat.contracts.records import (
 from onbeat.contracts.states import JobState
 from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, NOTICE_KINDS, PIPE_WIDTH, Printer
 from onbeat.terminal.formatting import Column, printable, table_lines
-from onbeat.terminal.job_progress import START_STEPS, JobProgress, trainer_activity
+from onbeat.terminal.job_progress import START_STEPS, START_STEPS_OF_EXAMPLES, JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, is_silent, plain_line
 from onbeat.terminal.live import look_until
 from onbeat.terminal.report import make_report
@@ -166,6 +166,17 @@ def test_start_has_steps_until_responses_arrive() -> None:
     assert progress.start_step == START_STEPS[3]
     assert progress_of(0, num_accepted=1).start_step is None
     assert progress_of(1).start_step is None
+
+
+@pytest.mark.parametrize(
+    "sections", [{"objective": {"type": "sft"}, "warm_start": {}}, {"warm_start": {"num_iterations": 2}}]
+)
+def test_start_with_examples_waits_for_no_rollouts(sections) -> None:
+    progress = progress_of(0, num_accepted=0)
+    for changes, step in (({"state": JobState.PENDING}, 0), ({"policy_version": None}, 1), ({"policy_version": 0}, 2)):
+        changes = {"state": JobState.RUNNING, "queue_position": None, "config": sections} | changes
+        progress.job = progress.job.model_copy(update=changes)
+        assert progress.start_step == START_STEPS_OF_EXAMPLES[step]
 
 
 def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:

@@ -133,6 +133,15 @@ def committed(*rewards: float) -> list[IterationRecord]:
     return [iteration_record(place, reward_mean=reward, reward_std=0.1) for place, reward in enumerate(rewards)]
 
 
+def learned(*losses: float) -> list[IterationRecord]:
+    records = [iteration_record(place) for place in range(len(losses))]
+    fields = {"reward_mean": None, "is_supervised": True}
+    return [
+        record.model_copy(update=fields | {"metrics": {"sft/loss": loss}})
+        for record, loss in zip(records, losses, strict=True)
+    ]
+
+
 NEW_PROMPTS = "Nothing was held out, so this says nothing about new prompts."
 
 
@@ -141,6 +150,7 @@ NEW_PROMPTS = "Nothing was held out, so this says nothing about new prompts."
     [
         ([], [], "Nothing was trained."),
         (committed(0.5), [], "There are too few iterations to say whether it learns."),
+        (learned(2.5, 1.2), [], "The loss on its examples went from 2.5 to 1.2 in 2 iterations (4 s)."),
         (
             committed(0.2, 0.3, 0.8, 0.9),
             [],
