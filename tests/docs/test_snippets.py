@@ -73,7 +73,9 @@ def test_toml_is_a_job_or_a_part_of_one(block):
 
 def quickstart_with(given: dict[str, Any]) -> dict[str, Any]:
     """Return the quick start with these keys. A section of another kind is replaced, except counts of a schedule."""
-    merged = {name: value for name, value in QUICKSTART.items() if name != "reward" or "environment" not in given}
+    is_sft = given.get("objective", {}).get("type") == "sft"  # it refuses keys of RL
+    left_out = {"data", "optimizer"} if is_sft else {"reward"} if "environment" in given else set()
+    merged = {name: value for name, value in QUICKSTART.items() if name not in left_out}
     for name, value in given.items():
         old = QUICKSTART.get(name)
         if not isinstance(value, dict) or not isinstance(old, dict):
