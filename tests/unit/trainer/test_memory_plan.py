@@ -229,13 +229,23 @@ def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeyp
 
 def test_rows_of_a_warm_start_fill_the_token_budget() -> None:
     start = {"data": {"type": "jsonl", "path": "x.jsonl"}, "num_rows_per_iteration": 4, "epochs": 2}
-    kl = {"objective": {"type": "grpo", "kl": {"coef": 0.1}}}
-    config = config_of(warm_start=start, training={"max_tokens_per_micro_batch": 1024}, **kl).with_warm_start(1)
+    config = config_of(warm_start=start, training={"max_tokens_per_micro_batch": 1024}).with_warm_start(1)
     assert row_of_examples(config).layout.num_places == 1023  # the last token predicts nothing
     shorter = config.model_copy(update={"model": config.model.model_copy(update={"max_context_tokens": 64})})
     assert row_of_examples(shorter).layout.num_places == 4 * 64 - 1
-    without = config_of(training={"max_tokens_per_micro_batch": 1024}, **kl)
+    without = config_of(training={"max_tokens_per_micro_batch": 1024})
     planned, generated = (measure_sizes(job, tiny_config(), Passes(), PROMPT) for job in (config, without))
     assert planned.pass_bytes > generated.pass_bytes
-    versions = [plan_trainer(job, generated, Placement())["host"]["published versions"] for job in (config, without)]
-    assert versions[0] > versions[1]
+
+
+def test_the_version_at_the_end_of_a_warm_start_is_planned() -> None:
+    """It is kept for the KL term, unless this pulls towards the base."""
+    start = {"data": {"type": "jsonl", "path": "x.jsonl"}, "num_rows_per_iteration": 4, "num_iterations": 1}
+    sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
+    kept, base = (
+        plan_trainer(
+            config_of(warm_start=start, objective={"type": "grpo", "kl": {"coef": 0.1} | reference}), sizes, Placement()
+        )["host"]["published versions"]
+        for reference in ({}, {"reference": "base"})
+    )
+    assert kept - base == 4 * MB
