@@ -11,6 +11,7 @@ evaluations' waits; they need an idle one.
 
 import json
 import statistics
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def write_answers(teacher: Path, folder: Path, seed: int) -> Path:
 
     torch.manual_seed(seed)
     job = EXAMPLES.read_text(encoding="utf-8")
-    system = next(line.split('"')[1] for line in job.splitlines() if line.startswith("system_prompt"))
+    system = tomllib.loads(job)["warm_start"]["data"]["system_prompt"]
     prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:NUM_ANSWERS]]
     tokenizer = AutoTokenizer.from_pretrained(teacher, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
