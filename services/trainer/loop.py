@@ -155,8 +155,9 @@ class TrainLoop:
         divisor = config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
         self._publisher.wait_for_reader()
-        gradients = optimizer.rescale(max(1, divisor))
-        decision = KEEP_ALL if stats.is_supervised else self._policy.control.apply(gradients)
+        optimizer.rescale(max(1, divisor))
+        control = self._policy.control
+        decision = control.apply(optimizer.gradients()) if control.is_on and not stats.is_supervised else KEEP_ALL
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)
         if decision.action is GacAction.SKIP:

@@ -30,6 +30,7 @@ from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.checkpoints.saver import state_bytes
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.errors import TRIAL_ERRORS
+from services.trainer.model.lean_layers import MASTER
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
@@ -176,14 +177,19 @@ def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool, teacher: Teach
     """Return the most bytes that a forward and a backward pass, with a teacher's pass before them, hold besides the
     models and the sum of gradients.
 
-    That of a float32 parameter is there before the pass, which adds to it. A sharded parameter, and one of bfloat16,
-    gets a gradient of its own in each pass, which is added to the sum as soon as it is made.
+    The sum is there before the pass, which adds to it. A sharded parameter, and most of those in bfloat16, get a
+    gradient of their own in each pass, which is added to the sum as soon as it is made.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.requires_grad:
+    for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
+        if is_sharded:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
+        elif parameter.dtype == torch.float32:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+            master = torch.zeros_like(parameter, dtype=torch.float32)
+            master.grad = torch.zeros_like(master)
+            setattr(parameter, MASTER, master)
     live = LiveBytes()
     with live:
         compare = None
