@@ -102,6 +102,10 @@ class JobConfig(JobSections):
         return self.sources[0][1]
 
     @property
+    def rendering_field(self) -> str:
+        return self.sources[0][0]
+
+    @property
     def has_system_prompt(self) -> bool:
         """True if any of the sources whose prompts are answered in one turn has one."""
         return any(source.system_prompt and environment_of(self, source) is None for _, source in self.sources)

@@ -21,12 +21,13 @@ def check_names(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def option_problem(options: dict[str, Any], names: set[str]) -> str:
-    """Return why options do not fit a template with these undeclared names; '' if they do."""
+def option_problem(options: dict[str, Any], names: set[str], section: str) -> str:
+    """Return why options, which are those of a section, do not fit a template with these undeclared names; '' if they
+    do."""
     known = sorted(names - GIVEN)
     unknown = sorted(set(options).difference(known))
     has = f"it has {', '.join(known)}" if known else "it has none"
-    return f"data.template_options: the chat template has no option {unknown[0]!r}; {has}" if unknown else ""
+    return f"{section}.template_options: the chat template has no option {unknown[0]!r}; {has}" if unknown else ""
 
 
 def read_moment(text: str) -> str:

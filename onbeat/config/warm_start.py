@@ -1,6 +1,5 @@
 """Supervised iterations: those of a warm start before RL (`[warm_start]`), or all of a job with the objective sft."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from onbeat.config.training import OptimizerConfig
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 SFT = "sft"
+EXAMPLES = "warm_start.data"  # the field of the file with examples
 
 
 class ExampleData(TemplateArguments):
@@ -144,14 +144,6 @@ def data_of(examples: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **rendering}
 
 
-def name_examples(job: Any, text: str) -> str:
-    """Return a text with the keys of the file of examples, where that is the job's `data`."""
-    if job.objective.type != SFT:
-        return text
-    keys = "|".join(ExampleData.model_fields)
-    return re.sub(rf"(?<![\w./])data\.(?=({keys})\b)", "warm_start.data.", text)
-
-
 def problems_of_warm_start(job: Any) -> Iterator[str]:
     """Yield what does not go together with supervised iterations: the field, what is wrong with it, and a remedy."""
     start = job.warm_start
@@ -182,7 +174,7 @@ def problems_of_warm_start(job: Any) -> Iterator[str]:
 
 def problems_of_rendering(job: Any) -> Iterator[str]:
     """Yield the keys of examples that are given in another place, and what rows of plain text cannot have."""
-    start, home = job.warm_start, "warm_start.data" if job.objective.type == SFT else "data"
+    start, home = job.warm_start, job.rendering_field
     sections = {"warm_start.data": start.data}
     if start.held_out is not None:
         sections["warm_start.held_out.data"] = start.held_out.data

@@ -227,7 +227,7 @@ def rewritten(turn: int, is_alone: bool) -> SupervisedRowError:
     if is_alone:
         return SupervisedRowError(
             f"{shown} behind the prompt; write the answer in the form that the template shows, change "
-            "data.template_options, or give the model another template (model.chat_template_file)"
+            "template_options, or give the model another template (model.chat_template_file)"
         )
     return SupervisedRowError(
         f"{shown} there (some templates remove the reasoning of earlier turns); learn only the last answer of each "

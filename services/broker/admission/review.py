@@ -13,7 +13,7 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import TemplateArguments
-from onbeat.config.warm_start import SFT
+from onbeat.config.warm_start import EXAMPLES, SFT
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -46,7 +46,6 @@ REWARD_OPTIONS = {
     "reasoning_gym": ("answer_pattern",),
 }
 
-EXAMPLES = "warm_start.data"  # the field of the file with examples
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
@@ -155,8 +154,8 @@ class Admission:
             else:
                 items, _ = await self._process.read(spec, 0, count)
         except DatasetError as error:
-            named = name_source(config, error)
-            raise JobRefused([(named.field, named.message)]) from error
+            moved = error if isinstance(config.data, list) else move_error(error, config.rendering_field)
+            raise JobRefused([(moved.field, moved.message)]) from error
         async with hold(self._trials):
             return await preview_prompts(config, items)
 

@@ -160,7 +160,7 @@ def check_options(data: RowData) -> None:
         raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
     if data.answer_pattern is not None:
         if not data.answer_field:
-            raise DatasetError("data.answer_pattern", "needs data.answer_field, in which it finds the answer")
+            raise DatasetError("data.answer_pattern", "needs answer_field, in which it finds the answer")
         try:
             re.compile(data.answer_pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -239,7 +239,7 @@ def refuse_other_formats(start: bytes) -> None:
     }
     for magic, name in formats.items():
         if start.startswith(magic):
-            remedy = "set data.type = 'parquet'" if name == "Parquet" else "write it as plain text in UTF-8"
+            remedy = "set type = 'parquet'" if name == "Parquet" else "write it as plain text in UTF-8"
             raise DatasetError("data.path", f"this is a {name} file, not JSON lines; {remedy}")
 
 

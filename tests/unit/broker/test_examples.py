@@ -67,3 +67,4 @@ def test_wrong_rows_are_named(tmp_path, row, data, field, sentence):
         read(tmp_path, row, **data)
     assert refused.value.field == field
     assert sentence in refused.value.message
+    assert "data." not in refused.value.message  # the section may be another one, such as warm_start.held_out.data
