@@ -9,6 +9,7 @@ from onbeat.config.data import FileData
 from onbeat.config.rollout import MAX_PROMPTS
 from onbeat.config.templates import TemplateArguments
 from onbeat.config.training import OptimizerConfig
+from onbeat.contracts.examples import Learn
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 SFT = "sft"
@@ -89,7 +90,7 @@ class WarmStartConfig(Section):
         lt=1,
         description="learning rate of AdamW in supervised iterations; the schedule of `[optimizer]` begins after them",
     )
-    learn: Literal["answers", "last_answer", "all"] = Field(
+    learn: Learn = Field(
         "answers",
         description="tokens that are learned. answers: the assistant's messages, each with the token that ends it; "
         "last_answer: the last of them alone; all: every token",

@@ -230,8 +230,8 @@ def test_without_a_template_a_prompt_is_completed():
     [
         ([], "ends with a message of the role None, which has no answer"),
         (conversation("2 + 2?"), "ends with a message of the role 'user', which has no answer"),
-        (conversation("2 + 2?", " \n"), "has an empty answer in message 2; write one, or leave the row out"),
-        (conversation("a", "", "b", "4"), "has an empty answer in message 2"),
+        (conversation("2 + 2?", " \n"), "has an empty answer, number 1 of 1; write one, or leave the row out"),
+        (conversation("a", "", "b", "4"), "has an empty answer, number 1 of 2"),
         ([{"role": "assistant", "content": "4"}], "begins with an answer, and has no prompt before it"),
         ([*TWO[:3], TWO[3] | {"tool_calls": []}], "has tool_calls in message 4, which would not be shown"),
         (conversation("half \ud800", "4"), "not be tokenised"),
