@@ -110,9 +110,9 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            adapter_complaints = (
-                review_adapter_to_train(config, self._has_model_folders) if not model_complaints else []
-            )
+            adapter_complaints = []
+            if not model_complaints:
+                adapter_complaints = await asyncio.to_thread(review_adapter_to_train, config, self._has_model_folders)
             teacher_complaints = await asyncio.to_thread(review_teacher, config, self._has_model_folders)
             if not model_complaints + teacher_complaints and self._has_model_folders:
                 teacher_complaints = await review_vocabulary(config)
