@@ -221,6 +221,14 @@ class JobConfig(JobSections):
         }
         return self.model_copy(update=sections)
 
+    def is_evaluated(self, version: int) -> bool:
+        """Return whether an evaluation of this version is due: of the first one, every few, the one at the end of a
+        warm start, and the last."""
+        if self.evaluation is None:
+            return False
+        edges = (self.first_iteration, self.num_supervised, self.schedule.num_iterations)
+        return version in edges or version % self.evaluation.every_iterations == 0
+
     @property
     def first_generated(self) -> int:
         """The first iteration of this job that rollouts generate."""

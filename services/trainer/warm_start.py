@@ -29,7 +29,7 @@ class WarmStart:
         if config.warm_start is None:
             return
         if config.is_supervised(iteration):
-            if config.evaluation is not None and is_evaluated(config, iteration):
+            if config.is_evaluated(iteration):
                 self._job.wait_for_evaluation(iteration)
             return
         if self._policy.started is not None and not self._policy.started.snapshots:
@@ -67,9 +67,3 @@ class WarmStart:
         stats.values["sft/held_out_loss"] = measured.loss
         stats.values["sft/held_out_perplexity"] = measured.perplexity
         stats.values["sft/held_out_rows"] = len(self._held_out)
-
-
-def is_evaluated(config: JobConfig, iteration: int) -> bool:
-    """Return whether an evaluation is due when this iteration opens."""
-    assert config.evaluation is not None
-    return iteration == config.first_iteration or iteration % config.evaluation.every_iterations == 0

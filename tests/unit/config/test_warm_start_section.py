@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.config.storage import ForkConfig
 from onbeat.contracts.records import RowCounts
 from services.broker.admission.review import JobRefused
 from services.broker.admission.warm_start import count_epochs
@@ -139,6 +140,15 @@ def test_only_the_first_iterations_are_supervised():
     assert first.training.num_updates_per_iteration == 1
     assert third is config
     assert config.decay_ends == [6], "the schedule of the learning rate begins after the warm start"
+
+
+def test_evaluated_versions_are_the_ends_and_every_few():
+    warm = {"warm_start": START | {"num_iterations": 3}, "schedule": {"num_iterations": 7}}
+    config = JobConfig.model_validate(job_body(**warm, evaluation=SCORED | {"every_iterations": 4}))
+    assert [version for version in range(8) if config.is_evaluated(version)] == [0, 3, 4, 7]
+    fork = config.model_copy(update={"fork": ForkConfig(job="parent", iteration=5)})
+    assert fork.is_evaluated(5)
+    assert not JobConfig.model_validate(job_body(**warm)).is_evaluated(0)
 
 
 def test_a_job_without_a_warm_start_has_no_such_key():
