@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from onbeat.config.data import FileData
 from onbeat.config.rollout import MAX_PROMPTS
-from onbeat.config.templates import TemplateArguments
+from onbeat.config.templates import TemplateArguments, repeated_arguments
 from onbeat.config.training import OptimizerConfig
 from onbeat.contracts.examples import Learn
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
@@ -180,9 +180,8 @@ def problems_of_rendering(job: Any) -> Iterator[str]:
     if start.held_out is not None:
         sections["warm_start.held_out.data"] = start.held_out.data
     for field, data in sections.items():
-        for name in RENDERING if field != home else ():
-            if getattr(data, name) != ExampleData.model_fields[name].get_default(call_default_factory=True):
-                yield f"{field}.{name}: {home}.{name} is for all prompts of the job; leave this out"
+        for name, message in repeated_arguments(data, home, RENDERING) if field != home else ():
+            yield f"{field}.{name}: {message}"
         if data.system_prompt is not None and not getattr(job.rendering, "as_chat", True):
             yield f"{field}.system_prompt: needs {home}.as_chat = true; a plain prompt has no messages"
 

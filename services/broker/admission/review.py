@@ -12,7 +12,7 @@ from typing import Any
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
-from onbeat.config.templates import TemplateArguments
+from onbeat.config.templates import repeated_arguments
 from onbeat.config.warm_start import EXAMPLES, SFT
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
@@ -235,10 +235,8 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
     ]:
         options[f"{field}.template_options"] = data.template_options
-        for name in sorted(TemplateArguments.model_fields) if field != training[0] else ():
-            if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
-                message = f"{training[0]}.{name} is for all prompts of the job; leave this out"
-                complaints.append((f"{field}.{name}", message))
+        for name, message in repeated_arguments(data, training[0]) if field != training[0] else ():
+            complaints.append((f"{field}.{name}", message))
         if data.template_options and not config.environments and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
