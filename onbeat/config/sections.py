@@ -81,3 +81,8 @@ class JobSections(Section):
         if not isinstance(self.data, list):
             return [(EXAMPLES if self.objective.type == SFT else "data", self.data)]
         return [(f"data.{place}", source) for place, source in enumerate(self.data)]
+
+    @property
+    def prompted(self) -> list[tuple[str, DataConfig]]:
+        """The sources whose prompts the policy answers: none with the objective sft."""
+        return [] if self.objective.type == SFT else self.sources

@@ -13,7 +13,7 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
 from onbeat.config.templates import repeated_arguments
-from onbeat.config.warm_start import EXAMPLES, SFT
+from onbeat.config.warm_start import EXAMPLES
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -145,7 +145,7 @@ class Admission:
         JobRefused, TooBusy."""
         if unusable := review_numbers(config) + review_free_values(config):
             raise JobRefused(name_sources(config, unusable))
-        spec = DatasetSpec.of_examples(config) if config.objective.type == SFT else DatasetSpec.of_job(config)
+        spec = DatasetSpec.of_job(config) if config.prompted else DatasetSpec.of_examples(config)
         count = min(count, spec.num_items)
         try:
             if isinstance(config.data, list):
@@ -177,7 +177,7 @@ class Admission:
             except DatasetError as error:
                 complaints.append((error.field, error.message))
         firsts: dict[str, PromptItem] = {}
-        for number, (field, _) in enumerate(config.sources if config.objective.type != SFT else []):
+        for number, (field, _) in enumerate(config.prompted):
             try:
                 (firsts[field],), note = await self._process.read(DatasetSpec.of_job(config, number), 0, 1)
             except DatasetError as error:
@@ -262,11 +262,11 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     environments = config.environments_by_source
     shared = [
         (field, source)
-        for field, source in config.sources
+        for field, source in config.prompted
         if source.reward is None and environments[source.name or ""] is None
     ]
     uses = []
-    for field, source in config.sources:
+    for field, source in config.prompted:
         if source.reward is not None:
             uses += uses_in(f"{field}.reward", source.reward, [(field, source)])
     for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
@@ -280,10 +280,9 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
 
 def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     """Return the data sets of the job with the rewards that score each, those for training first."""
-    specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.sources)}
+    specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.prompted)}
     if config.warm_start is not None:
-        examples = {EXAMPLES: DatasetSpec.of_examples(config)}
-        specs = examples if config.objective.type == SFT else specs | examples
+        specs[EXAMPLES] = DatasetSpec.of_examples(config)
         if (held_out_rows := DatasetSpec.of_held_out_examples(config)) is not None:
             specs["warm_start.held_out.data"] = held_out_rows
     specs |= {
@@ -291,7 +290,7 @@ def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     }
     rewards: dict[str, dict[str, RewardConfig]] = {field: {} for field in specs}
     for use in uses:
-        for field in rewards.keys() & {field for field, _ in use.data}:  # a job with sft alone has no prompts
+        for field, _ in use.data:
             rewards[field][use.field] = use.reward
     return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.config.storage import ForkConfig
 from onbeat.contracts.records import RowCounts
-from services.broker.admission.review import JobRefused
+from services.broker.admission.review import JobRefused, review_reward, reward_uses, sections_of
 from services.broker.admission.warm_start import count_epochs
 from tests.world import job_body
 
@@ -125,6 +125,15 @@ def test_a_dated_sft_job_is_read_back():
 )
 def test_held_out_responses_are_scored_as_in_rl(sections):
     assert JobConfig.model_validate(body(SFT | sections)).has_rollouts
+
+
+def test_rewards_of_sft_score_held_out_data_alone():
+    evaluation = {"data": {"type": "reasoning_gym", "task": "chain_sum"}}
+    config = JobConfig.model_validate(body(SFT | {"evaluation": evaluation, "reward": {"name": "reasoning_gym"}}))
+    (use,) = reward_uses(config)
+    assert [field for field, _ in use.data] == ["evaluation.data"]
+    assert review_reward(use) == [], "the examples have rows, which this reward cannot score"
+    assert [section.field for section in sections_of(config, [use])] == ["warm_start.data", "evaluation.data"]
 
 
 def test_the_benchmark_of_examples_is_a_job():
