@@ -160,19 +160,19 @@ class LockstepFeed:
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield this rank's share of each micro-batch; it may be empty."""
+        config = self._config.at(iteration)
         if self._feed is not None:
             for groups in self._feed.micro_batches(iteration, wanted):
                 for group in groups:
                     self._world.broadcast_bytes(group.SerializeToString())
                 self._world.broadcast_bytes(b"")  # the micro-batch is complete
-                yield self._share(groups, iteration)
+                yield self._share(groups, config)
             self._world.broadcast_bytes(b"")  # an empty one: there are no more
             return
         while groups := list(map(decode_group, iter(lambda: self._world.broadcast_bytes(None), b""))):
-            yield self._share(groups, iteration)
+            yield self._share(groups, config)
 
-    def _share(self, groups: list[RolloutGroup], iteration: int) -> list[RolloutGroup]:
-        config = self._config.at(iteration)
+    def _share(self, groups: list[RolloutGroup], config: JobConfig) -> list[RolloutGroup]:
         shares = deal([cost(group, config) for group in groups], self._world.size)
         return [groups[index] for index in shares[self._world.rank]]
 
