@@ -1,6 +1,6 @@
 """The records that cross process boundaries as JSON: of jobs, iterations, groups, workers and what is shown of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Self
 
@@ -39,6 +39,11 @@ class Picture:
         return Picture, ()
 
 
+def num_before_rl(config: Mapping[str, Any]) -> int:
+    """Return the number of supervised iterations before RL in a recorded job, whatever version of Onbeat it is of."""
+    return int((config.get("warm_start") or {}).get("num_iterations") or 0)
+
+
 class JobRecord(Record):
     """A job as REST shows it. Times are Unix seconds by the Redis clock."""
 
@@ -70,7 +75,7 @@ class JobRecord(Record):
     @property
     def first_after_warm_start(self) -> int:
         """The first iteration whose time and reward tell of those to come; of a job with sft alone, its first one."""
-        return max(self.first_iteration, (self.config.get("warm_start") or {}).get("num_iterations") or 0)
+        return max(self.first_iteration, num_before_rl(self.config))
 
     def drawn_by(self, draw: Callable[["JobRecord"], str | None]) -> Self:
         """Have notebooks show the HTML that `draw` returns for the job; None: they show it as text."""
