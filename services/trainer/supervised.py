@@ -70,13 +70,6 @@ def pack_rows(rows: Sequence[SupervisedRow], max_tokens: int, device: torch.devi
     return [pack(row, device) for row in fill_rows(parts, max_tokens)]
 
 
-def tokenize_row(
-    messages: Messages, tokenizer: Any, options: TemplateArguments | None, learn: Learn = "answers"
-) -> SupervisedRow:
-    """Tokenise one row. For many, keep a `RowTokenizer`. Raises SupervisedRowError."""
-    return RowTokenizer(tokenizer, options, learn).tokenize(messages)
-
-
 @dataclass(frozen=True)
 class Piece:
     text: str
