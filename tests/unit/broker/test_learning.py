@@ -11,7 +11,8 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
 from onbeat.contracts.states import EvaluationState, IterationState
-from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of, look_at_young
+from services.broker.doctor.course import NUM_RECENT, Course, best_of
+from services.broker.doctor.learning import findings_of, look_at_young
 from tests.world import job_body
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
