@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from onbeat.config.data import FileData
-from onbeat.config.rollout import MAX_PROMPTS
+from onbeat.config.rollout import MAX_PROMPTS, RolloutConfig
 from onbeat.config.templates import TemplateArguments, repeated_arguments
 from onbeat.config.training import OptimizerConfig
 from onbeat.contracts.examples import Learn
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 SFT = "sft"
+ROLLOUT_OF_SFT = {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 1, "max_response_tokens": 1}
 EXAMPLES = "warm_start.data"  # the field of the file with examples
 
 
@@ -130,11 +131,15 @@ def fill_sections_of_sft(job: Any) -> Any:
     examples = warm_start.get("data") if isinstance(warm_start, dict) else None
     if not isinstance(warm_start, dict) or not isinstance(examples, dict):
         raise ValueError("warm_start.data: missing; the objective sft learns from examples, so name their file there")
-    rollout = {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 1}
-    if job.get("evaluation") is None:  # else the user says how long the held-out responses may be
-        rollout["max_response_tokens"] = 1
+    rollout = dict(ROLLOUT_OF_SFT)
+    if job.get("evaluation") is not None:  # then the user says how long the held-out responses may be
+        del rollout["max_response_tokens"]
     if isinstance(given := job.get("rollout", {}), dict):
         rollout |= given
+    try:
+        ExampleData.model_validate(examples)
+    except ValidationError:  # an error of warm_start.data, which is reported there, and only once
+        examples = {"type": "jsonl", "path": ""}
     return {"data": data_of(examples), **job, "rollout": rollout}
 
 
@@ -194,12 +199,11 @@ def problems_of_sft(job: Any) -> Iterator[str]:
         yield "warm_start.min_pass_at_k: is a limit before RL, and with sft there is none; leave it out"
     if job.teacher is not None:
         yield "teacher: has no effect with the objective sft, which learns from examples alone; leave it out"
-    for name in ("reward", "environment") if job.evaluation is None else ():
-        if getattr(job, name) is not None:
-            yield (
-                f"{name}: has no effect with the objective sft, which generates responses for an [evaluation] only; "
-                "add that section, or leave it out"
-            )
+    for name in sections_of_responses(job) if job.evaluation is None else ():
+        yield (
+            f"{name}: has no effect with the objective sft, which generates responses for an [evaluation] only; add "
+            "that section, or leave it out"
+        )
     for name in ("learning_rate", "num_warmup_iterations", "decay"):
         if getattr(job.optimizer, name) != OptimizerConfig.model_fields[name].default:
             yield (
@@ -213,3 +217,12 @@ def problems_of_sft(job: Any) -> Iterator[str]:
         yield "data: the objective sft has no prompts but those of warm_start.data, where their keys are; leave it out"
     if job.training.num_updates_per_iteration > 1:
         yield "training.num_updates_per_iteration: a supervised iteration is one step; leave it out"
+
+
+def sections_of_responses(job: Any) -> Iterator[str]:
+    """Yield the sections and keys of a job that are about responses, where the user gave them."""
+    yield from (name for name in ("reward", "environment") if getattr(job, name) is not None)
+    for name, field in RolloutConfig.model_fields.items():
+        default = ROLLOUT_OF_SFT.get(name, field.get_default(call_default_factory=True))
+        if getattr(job.rollout, name) != default:
+            yield f"rollout.{name}"
