@@ -103,6 +103,7 @@ class JobConfig(JobSections):
 
     @property
     def rendering_field(self) -> str:
+        """The field of these data."""
         return self.sources[0][0]
 
     @property
@@ -449,11 +450,13 @@ def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
             "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
             "punish; leave it out, and let the environment's reward punish long episodes"
         )
-    if cache is not None and cache > rollout.max_response_tokens:
-        yield (
-            f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
-            f"rollout.max_response_tokens, which is {rollout.max_response_tokens}, or less"
-        )
+    limits = [(field, source.max_response_tokens) for field, source in job.sources]
+    for field, limit in [("rollout", rollout.max_response_tokens), *limits]:
+        if cache is not None and limit is not None and cache > limit:
+            yield (
+                f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
+                f"{field}.max_response_tokens, which is {limit}, or less"
+            )
     if cache is None and rollout.overlong_penalty != 1:
         yield (
             f"rollout.overlong_penalty: {rollout.overlong_penalty:g} has no effect without overlong_cache; set "
