@@ -176,8 +176,8 @@ def look_at_unsolved(c: Course) -> Finding | None:
     """Look for groups that teach a lesser part alone: no response is solved, and the main part is equal in all of them.
     A normalised advantage makes a small part as large as an outcome. A problem once the main part stands still."""
     main, num_groups = c.main_part, c.total("rollout/mixed_unsolved_groups")
-    signal = Signal.of(c.config)
-    if main is None or signal.rule != "reward" or signal.rules or num_groups < MOSTLY * c.num_groups:
+    rule, num_by_reward = c.config.objective.signal, num_groups_by_reward(c)
+    if main is None or rule != "reward" or num_groups < MOSTLY * num_by_reward:
         return None
     parts = [part_name(reward.part or "") for reward in c.config.rewards]
     differing = [name for name in parts if c.total(f"rollout/mixed_unsolved_{name}")]
@@ -185,11 +185,20 @@ def look_at_unsolved(c: Course) -> Finding | None:
         return None
     noun = "part" if len(differing) == 1 else "parts"
     sentence = (
-        f"in {num_groups:.0f} of {c.num_groups} groups of {c.job_id} no answer is solved {c.lately}; they differ "
+        f"in {num_groups:.0f} of {num_by_reward} groups of {c.job_id} no answer is solved {c.lately}; they differ "
     )
     sentence += f"only in {noun} {', '.join(differing)}, which is all that they teach: set objective.signal = "
     sentence += f'"part:{main}", so that only groups whose responses differ in {main} teach'
     return c.find(sentence, "objective.signal", is_problem=not varies(c.recent, main))
+
+
+def num_groups_by_reward(c: Course) -> int:
+    """Count the groups of the last iterations that teach by their rewards: not those of a source with a signal of its
+    own."""
+    sources = [source for _, source in c.config.sources]
+    if all(source.signal is None for source in sources):
+        return c.num_groups
+    return round(sum(c.total(f"source/{s.name}/groups") for s in sources if s.signal in (None, "reward")))
 
 
 def look_at_lesser_parts(c: Course) -> Finding | None:
