@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.objectives import BUILT_IN
+from onbeat.objectives import BUILT_IN, INSTALLED
 from onbeat.streams.codec import GroupFailure, Response, RolloutGroup
 from onbeat.streams.signal import Signal
 from services.trainer.batch import compared, cost, does_count
@@ -144,9 +144,11 @@ def test_a_failed_group_has_no_signal(rule):
     assert not Signal(rule).is_in(RolloutGroup(failure=GroupFailure(kind="reward_failed")))
 
 
-def test_signal_of_an_older_record_is_the_reward():
+def test_signal_of_an_older_record_is_the_reward(monkeypatch):
     assert Signal.of_record({"objective": {"type": "grpo"}}) == Signal()
     assert Signal.of_record({"objective": {"type": "own", "signal": 0.5}, "solved_at": 2.0}) == Signal("reward", 2.0)
+    monkeypatch.setitem(INSTALLED, "own", BUILT_IN["distill"])  # as a class of a package that needs no reward
+    assert Signal.of_record({"objective": {"type": "own"}}).rule == "teacher"
     recorded = {"objective": {"signal": "part:right"}, "solved_at": 0.5}
     assert Signal.of_record(recorded) == Signal("part:right", 0.5)
 
