@@ -40,7 +40,7 @@ def count_operations(model: Any, batch: MicroBatch) -> int:
 def measure(dtype_name: str) -> dict[str, Any]:
     dtype = DTYPES[dtype_name]
     model = load_model(str(quickstart_model()), dtype, torch.device("cpu"))
-    row_tokens = JobConfig.from_file(ROOT / "benchmarks/jobs/quickstart-0.1.toml").training.max_tokens_per_micro_batch
+    row_tokens = JobConfig.from_file(ROOT / "benchmarks/jobs/quickstart-0.1.toml").training.row_tokens
     num_groups = row_tokens // (PROMPT_TOKENS + NUM_RESPONSES * RESPONSE_TOKENS)
     batch = pack([make_group(*SHAPE) for _ in range(num_groups)], torch.device("cpu"), is_prefix_shared=False)
     operations = count_operations(model, batch)

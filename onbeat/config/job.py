@@ -65,6 +65,11 @@ class JobConfig(JobSections):
         """Return the job as its trainer and rollouts see it once the dtype is resolved."""
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
+    def with_row_tokens(self, num_tokens: int) -> "JobConfig":
+        """Return the job with a number in place of training.max_tokens_per_micro_batch = "auto"."""
+        training = self.training.model_copy(update={"max_tokens_per_micro_batch": num_tokens})
+        return self.model_copy(update={"training": training})
+
     def extended(self, num_iterations: int) -> "JobConfig":
         """Return the finished job with a new total of iterations; the previous total joins `earlier_ends`."""
         return self.with_ends([*self.schedule.ends, num_iterations])
@@ -264,7 +269,7 @@ class JobConfig(JobSections):
 
     @classmethod
     def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
-        """Return the job of a ledger's record, with its dtype resolved if a trainer has recorded one.
+        """Return the job of a ledger's record, with the dtype and the tokens of a row that its trainer has recorded.
 
         Its objective need not be installed here. Raises pydantic's ValidationError for a job of another version of
         Onbeat.
@@ -272,6 +277,8 @@ class JobConfig(JobSections):
         config = cls.model_validate_json(fields["config"], context=IS_ACCEPTED)
         if "created_at" in fields:  # the job is of a version that recorded no date of its prompts
             config = config.dated(moment_of(float(fields["created_at"])))
+        if (num_tokens := fields.get("max_tokens_per_micro_batch")) is not None:
+            config = config.with_row_tokens(int(num_tokens))
         return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
 
     @classmethod

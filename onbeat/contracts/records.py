@@ -59,6 +59,8 @@ class JobRecord(Record):
     # Engine and trainer share this: "cores" | "accelerators" | "nothing"; None: not known (yet).
     sharing: str | None = None
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    # Tokens of a packed row; None where the job has the number itself, or no trainer has chosen it yet.
+    max_tokens_per_micro_batch: int | None = Field(None, exclude_if=lambda num_tokens: num_tokens is None)
     teacher_digest: str | None = None  # BLAKE3 of the teacher; None: there is none, or no trainer has loaded it yet
     num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
     num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported

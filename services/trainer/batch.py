@@ -139,7 +139,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     reward ties responses together: such a group is never split, and may exceed the budget.
     """
     parts = (part for group in groups for part in parts_of(group, config))
-    return fill_rows(parts, config.training.max_tokens_per_micro_batch)
+    return fill_rows(parts, config.training.row_tokens)
 
 
 def fill_rows(parts: Iterable[Part], budget: int) -> list[list[Part]]:
@@ -164,7 +164,7 @@ def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     parts: list[tuple[int, ...]] = []
     for member in members:
         longer = (*parts[-1], member) if parts else (member,)
-        if parts and num_places(group, longer) <= config.training.max_tokens_per_micro_batch:
+        if parts and num_places(group, longer) <= config.training.row_tokens:
             parts[-1] = longer
         else:
             parts.append((member,))

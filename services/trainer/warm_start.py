@@ -63,7 +63,7 @@ class WarmStart:
             self._held_out = [SupervisedRow(**row) for row in everywhere]
         if (iteration + 1) % section.every_iterations and iteration + 1 != config.num_supervised:
             return
-        measured = held_out_loss(self._policy, self._held_out, config.training.max_tokens_per_micro_batch)
+        measured = held_out_loss(self._policy, self._held_out, config.training.row_tokens)
         stats.values["sft/held_out_loss"] = measured.loss
         stats.values["sft/held_out_perplexity"] = measured.perplexity
         stats.values["sft/held_out_rows"] = len(self._held_out)
