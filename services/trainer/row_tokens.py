@@ -21,7 +21,7 @@ STEP = 64
 LEAST_TOKENS = 512  # a pass over fewer tokens spends most of its time on reading all weights
 MOST_TOKENS = 1 << 20
 UNKNOWN_CONTEXT = 4096  # tokens of a sequence, where neither the job nor the model has a limit
-LONGEST_COUNTED = 16_384  # tokens of a row whose memory is counted; counting takes the longer, the longer the row is
+LONGEST_COUNTED = 4096  # tokens of a row whose memory is counted; counting takes the longer, the longer the row is
 MAX_GUESSES = 8
 
 BytesOfRow = Callable[[int], int]  # tokens -> bytes
@@ -83,13 +83,14 @@ def longest_row(bytes_of_row: BytesOfRow, limit_bytes: int, bounds: Bounds) -> i
 
 
 def beyond_counted(count: BytesOfRow) -> BytesOfRow:
-    """Return a function that counts each row once, and goes on evenly beyond LONGEST_COUNTED."""
+    """Return a function that counts each row once, and takes a longer one than LONGEST_COUNTED for as many of those.
+
+    That is more than it takes, by what does not grow with a row.
+    """
     counted = functools.cache(count)
 
     def bytes_of_row(num_tokens: int) -> int:
-        if num_tokens <= LONGEST_COUNTED:
-            return counted(num_tokens)
-        longest, half = counted(LONGEST_COUNTED), counted(LONGEST_COUNTED // 2)
-        return longest + (longest - half) * (num_tokens - LONGEST_COUNTED) // (LONGEST_COUNTED // 2)
+        longest = min(num_tokens, LONGEST_COUNTED)
+        return counted(longest) * num_tokens // longest
 
     return bytes_of_row
