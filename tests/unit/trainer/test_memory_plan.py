@@ -222,7 +222,8 @@ def test_the_command_plans_the_rows_that_a_trainer_would_choose(tmp_path: Path, 
 
 
 def test_less_memory_plans_shorter_rows(tmp_path: Path) -> None:
-    config = config_of(rollout={"num_prompts_per_iteration": 512, "max_response_tokens": RESPONSE})
+    rollout = {"num_prompts_per_iteration": 512, "num_samples_per_prompt": SIZE, "max_response_tokens": RESPONSE}
+    config = config_of(rollout=rollout)
     config = config.model_copy(update={"training": job_config(training=AUTO["training"]).training})
     request = {"num_ranks": 1, "is_on_host": True, "prompt_tokens": PROMPT}
     plans = [
