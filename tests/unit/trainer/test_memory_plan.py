@@ -207,7 +207,7 @@ AUTO = {"rollout": {"max_response_tokens": 24}, "training": {"max_tokens_per_mic
 
 
 def test_the_command_plans_the_rows_that_a_trainer_would_choose(tmp_path: Path, monkeypatch) -> None:
-    """With plenty of memory those of a whole iteration: 2 prompts of 40 tokens with 2 responses of 24."""
+    """Plenty of memory takes a whole iteration: 2 prompts of 40 tokens with 2 responses of 24."""
     tiny_config().save_pretrained(tmp_path / "model")
     model, prompt = tmp_path / "model", ("--prompt-tokens", "40")
     much, exact = (json.loads(plan_of(model, tmp_path, *prompt, "--json", **more).stdout) for more in (AUTO, {}))
