@@ -1,4 +1,4 @@
-"""What an iteration costs: the formula of docs/iteration-cost.md, and that page's tables from the result of scale.py.
+"""The formula for the cost of an iteration (docs/iteration-cost.md), and the page's tables from the result of scale.py.
 
     L   parameters of the layers' matrices        T   tokens of a packed row
     H   parameters of the head                    N   tokens of it that responses sampled
@@ -105,7 +105,7 @@ class Rates:
 
 
 def rates_of(result: Measured, kind: str) -> Rates:
-    """Return the means over the models that rates are taken from; of engines, the two that fit them best."""
+    """Return the means over the models that rates are taken from, and the rates of engines that fit them best."""
     cases = [case for case in result["cases"] if case["model"] in MODELS_OF_RATES]
     by_case = [passes_and_step(case) for case in cases if case["kind"] == kind]
     rates = {name: mean(of_case[name] for of_case in by_case) for name in by_case[0]}
@@ -178,7 +178,7 @@ def compare(result: Measured, goal: float) -> dict[str, Any]:
         for part, (ours, theirs) in pairs.items():
             named = {"model": case["model"], "kind": case["kind"], "part": part}
             parts.append(named | {"predicted": ours, "measured": theirs, "ratio": ours / theirs})
-    is_met = all(abs(part["ratio"] - 1) <= goal for part in parts)
+    is_met = bool(parts) and all(abs(part["ratio"] - 1) <= goal for part in parts)
     return {"is_met": is_met, "predictions": parts, "rates": {kind: vars(rates[kind]) for kind in rates}}
 
 

@@ -1,4 +1,4 @@
-"""What an iteration costs at real sizes: passes, step, version, update and memory of random models, full and with LoRA.
+"""The cost of an iteration at real sizes: passes, step, update and memory of random models, in full and with LoRA.
 
 The trainer's real loop runs iterations with a row of four groups and a row of one (128 tokens a group): two lengths of
 rows tell what a row costs besides its tokens. A version is what follows the step until rollouts may pull. An update is
@@ -9,7 +9,7 @@ The rates of this processor are taken from two models, and predict a third one b
 docs/iteration-cost.md. The goal: each part is predicted within a fifth.
 
     python benchmarks/scale.py                 all, into benchmarks/results/scale.json
-    python benchmarks/scale.py Qwen2.5-0.5B    some of the models, into the same file
+    python benchmarks/scale.py Llama-3.2-1B    some of the models, into the same file, which has Qwen2.5-0.5B already
 
 At the end it prints the tables of that page. A model starts only where the machine has the memory that is planned.
 """
@@ -132,7 +132,7 @@ def main() -> None:
             cases, engine = measure(name, folder / "model", dtype)
         known["cases"] = [case for case in known["cases"] if case["model"] != name] + cases
         known["engines"] = [other for other in known["engines"] if other["model"] != name] + [engine]
-    result = {
+    result: dict[str, Any] = {
         "dtype": dtype,
         "num_threads": NUM_THREADS,
         "learning_rate": LEARNING_RATE,
@@ -142,10 +142,8 @@ def main() -> None:
         "only_planned": [plan(name, kind, dtype) for name, kinds in ONLY_PLANNED.items() for kind in kinds],
     }
     result["took_s"] = sum(engine["model_took_s"] for engine in result["engines"])
-    is_complete = len(result["engines"]) == len(TRAINED)
-    save("scale", result | (compare(result, GOAL) if is_complete else {}), dtype)
-    if is_complete:
-        print("\n".join(tables(load_result())))
+    save("scale", result | compare(result, GOAL), dtype)
+    print("\n".join(tables(load_result())))
 
 
 if __name__ == "__main__":

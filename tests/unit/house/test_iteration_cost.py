@@ -31,7 +31,7 @@ def cost(scale: ModuleType) -> ModuleType:
     return iteration_cost
 
 
-@pytest.mark.parametrize(("kind", "most"), [("full", 1.0), ("LoRA", 1.1)])  # with LoRA, adapters are computed, too
+@pytest.mark.parametrize(("kind", "most"), [("full", 1.0), ("LoRA", 1.1)])  # adapters are computed, too
 def test_operations_are_those_that_pytorch_counts(kind: str, most: float, scale: Any, cost: Any) -> None:
     shape, config = cost.SHAPES[SIZE], scale.job_config(Path("none"), kind, "bfloat16")
     model = empty_model(config, scale.model_config(shape), Passes())
