@@ -239,10 +239,10 @@ def predictions_table(result: Measured) -> list[str]:
 def memory_table(result: Measured) -> list[str]:
     rows = []
     for case in [*result["cases"], *result["only_planned"]]:
-        planned = [f"{case[name] / 1e9:.1f}" for name in ("planned_bytes", "planned_when_kept_bytes")]
+        planned = [f"{case[name] / 1e9:.1f}" for name in ("planned_bytes", "both_moments_bytes")]
         peak = f"{case['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in case else "does not fit"
         rows.append([f"{case['model']}, {case['kind']}", *planned, peak])
-    return table(["trainer of", "planned, GB", "the same if freed memory is kept, GB", "measured peak, GB"], rows)
+    return table(["trainer of", "planned, GB", "parts of both moments, GB", "measured peak, GB"], rows)
 
 
 def short(number: float) -> str:

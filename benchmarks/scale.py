@@ -70,20 +70,21 @@ def write_model(folder: Path, shape: Shape, dtype: str) -> None:
 def plan(name: str, kind: str, dtype: str) -> dict[str, Any]:
     """Return the plan of `onbeat plan memory`, and the exact numbers of parameters.
 
-    The plan has the larger of two moments, pass and publish. A process that keeps what it has freed has the parts of
-    both: activations and gradients of the one, two versions of the other unless they are served in place.
+    The plan has the larger of two moments, pass and publish. The allocator keeps what a pass has freed until the
+    version is made. So the parts of both are there: activations and gradients, and two versions unless they are served
+    in place.
     """
     config = job_config(Path(name), kind, dtype)
     sizes = measure_sizes(config, model_config(SHAPES[name]), Passes(), PROMPT_TOKENS)
     parts = plan_trainer(config, sizes, Placement())["host"]
-    kept = parts | {
+    both = parts | {
         "gradients": sizes.num_trained * GRADIENT_BYTES,
         "activations": int(sizes.pass_bytes * PASS_ON_HOST),
     }
     if not is_served_in_place(config):
-        kept["published versions"] = 2 * sizes.num_parameters * DTYPES[dtype].itemsize
+        both["published versions"] = 2 * sizes.num_parameters * DTYPES[dtype].itemsize
     counts = {"parameters": sizes.num_parameters, "trained": sizes.num_trained}
-    totals = {"planned_bytes": sum(parts.values()), "planned_when_kept_bytes": sum(kept.values())}
+    totals = {"planned_bytes": sum(parts.values()), "both_moments_bytes": sum(both.values())}
     return {"model": name, "kind": kind} | counts | totals | {"planned_parts": parts}
 
 
@@ -104,7 +105,7 @@ def measure(name: str, folder: Path, dtype: str) -> tuple[list[dict[str, Any]], 
     cases = []
     for kind in TRAINED[name]:
         planned = plan(name, kind, dtype)
-        needed, available = planned["planned_when_kept_bytes"] + SPARE_BYTES, read_memory().available_bytes
+        needed, available = planned["both_moments_bytes"] + SPARE_BYTES, read_memory().available_bytes
         if available < needed:
             reason = f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} are available; end other programs"
             raise SystemExit(f"{name}, {kind} needs {reason}")
