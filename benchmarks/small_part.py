@@ -18,7 +18,8 @@ from harness import ROOT, command_line, own_dtype, run_job, save, start
 
 from onbeat.config import JobConfig
 from onbeat.contracts.records import IterationRecord
-from services.broker.doctor.learning import NUM_RECENT, Course, findings_of
+from services.broker.doctor.course import NUM_RECENT, Course
+from services.broker.doctor.learning import findings_of
 
 EXAMPLE = "examples/small_part.toml"
 SIGNALS = ("reward", "part:right")

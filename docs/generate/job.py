@@ -150,7 +150,8 @@ def type_of(field: Schema) -> str:
         return code(json.dumps(field["const"]))
     if "enum" in field:
         return " or ".join(code(json.dumps(value)) for value in field["enum"])
-    if alternatives := [alternative for alternative in field.get("anyOf", []) if alternative != {"type": "null"}]:
+    kinds_of_value = (*field.get("anyOf", []), *field.get("oneOf", []))
+    if alternatives := [alternative for alternative in kinds_of_value if alternative != {"type": "null"}]:
         return " or ".join(type_of(alternative) for alternative in alternatives)
     if field.get("type") == "array":
         inner = field.get("prefixItems") or [field["items"]]
@@ -175,6 +176,6 @@ def default_of(name: str, field: Schema, owner: Schema) -> str:
 def limits_of(field: Schema) -> str:
     limits = [text.format(field[key]) for key, text in LIMITS.items() if key in field]
     limits += [f"matches {code(field['pattern'])}"] if "pattern" in field else []
-    for inner in (*field.get("anyOf", []), *field.get("prefixItems", [])[:1]):
+    for inner in (*field.get("anyOf", []), *field.get("oneOf", []), *field.get("prefixItems", [])[:1]):
         limits += [limits_of(inner)] if limits_of(inner) else []
     return ", ".join(limits)

@@ -36,7 +36,8 @@ def memory(
 ) -> None:
     """Predict the memory that a trainer and a rollout take at their peak, part by part.
 
-    It assumes that all responses reach their limit. `model.dtype = "auto"` is planned for this machine.
+    It assumes that all responses reach their limit. `model.dtype = "auto"` is planned for this machine, and so is
+    `training.max_tokens_per_micro_batch = "auto"`; with --gpu, the latter is planned as a whole iteration.
     """
     from onbeat.config import JobConfig
     from onbeat.machine.processor import read_processor
@@ -45,22 +46,39 @@ def memory(
     require_extra("trainer", user="a plan of the memory")
     config = JobConfig.from_file(job, overrides)
     config = config.with_dtype(planned_dtype(config.model.dtype, read_processor().bfloat16 == "native"))
-    plan = plan_memory(config, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    plan, row_tokens = plan_with_rows(config, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    is_auto = config.training.max_tokens_per_micro_batch == "auto"
     if as_json:
-        print_json(plan)
-    else:
-        typer.echo("\n".join(describe(plan, num_ranks, is_on_gpu)))
+        print_json(plan | {"max_tokens_per_micro_batch": row_tokens} if is_auto else plan)
+        return
+    if is_auto:
+        reason = "a whole iteration: what fits on the GPU is not known" if is_on_gpu else "what auto would choose here"
+        typer.echo(f"planned with rows of {row_tokens:,} tokens, {reason}")
+    typer.echo("\n".join(describe(plan, num_ranks, is_on_gpu)))
 
 
 def plan_memory(config: "JobConfig", prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
     """Plan the memory of trainer and rollout. Raises ValueError where the model cannot be planned."""
+    return plan_with_rows(config, prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)[0]
+
+
+def plan_with_rows(
+    config: "JobConfig", prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int
+) -> tuple[Plan, int]:
+    """Plan as `plan_memory` does; return the tokens of a row, too: those of the job, or that a trainer would choose."""
+    from onbeat.machine.memory import read_memory
+
     job = config.model_dump(mode="json")
     trainer = plan_of("trainer", trainer_request(job, prompt_tokens, num_ranks, is_on_gpu))
     names = {"host": "trainer", "device": "trainer's GPU"}
-    plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
     if is_on_gpu:  # the engine has its own GPU, and vLLM takes a fixed share of it
-        return plan
-    return plan | plan_of("rollout", rollout_request(job, trainer, bool(config.environments), max_num_seqs))
+        return {names[place]: parts for place, parts in trainer["parts"].items()}, trainer["row_tokens"]
+    rollout: Plan = plan_of("rollout", rollout_request(job, trainer, bool(config.environments), max_num_seqs))
+    if config.training.max_tokens_per_micro_batch == "auto":
+        others = OTHERS_BYTES + sum(sum(parts.values()) for parts in rollout.values())
+        available_bytes = max(0, read_memory().available_bytes - others) // num_ranks
+        trainer = plan_of("trainer", trainer_request(job, prompt_tokens, num_ranks, available_bytes=available_bytes))
+    return {names[place]: parts for place, parts in trainer["parts"].items()} | rollout, trainer["row_tokens"]
 
 
 def plan_of(service: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def try_reward(
         show_groups(broker, job_id, num_rows)
         return
     config = JobConfig.from_file(job, overrides)
+    refuse_examples(config)
     refuse_episodes(config)
     check_services(config)
     require_extra("broker", user="the data of a job")
@@ -86,6 +87,15 @@ def try_reward(
                     say(f"  {'':<12}remark: the reward gives a row's own answer {ZERO}")
     if any("reward" not in answer for _, answers in scores for answer in answers.values()):
         raise typer.Exit(1)
+
+
+def refuse_examples(config: "JobConfig") -> None:
+    """Raise ValueError for a job of examples alone."""
+    if not config.prompted:
+        raise ValueError(
+            "objective.type: sft learns from examples, which get no reward; to try the rewards of its [evaluation], "
+            "write a job of another objective with that data as its [data]"
+        )
 
 
 def refuse_episodes(config: "JobConfig") -> None:

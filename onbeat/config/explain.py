@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from onbeat.config.sections import JobSections
 from onbeat.contracts.rewards import LIST, TABLE
+from onbeat.contracts.section import AUTO, NUMBER
 from onbeat.contracts.suggestions import close_names, suggest
 from onbeat.objectives import INSTALLED
 
@@ -89,7 +90,7 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
     path: list[str] = []
     here = body
     for step in location:
-        if step in (TABLE, LIST):
+        if step in (TABLE, LIST, AUTO, NUMBER):
             continue
         is_mapping = isinstance(here, dict)
         if is_mapping and step not in here and step in tags_at(path):

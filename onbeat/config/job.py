@@ -65,6 +65,11 @@ class JobConfig(JobSections):
         """Return the job as its trainer and rollouts see it once the dtype is resolved."""
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
+    def with_row_tokens(self, num_tokens: int) -> "JobConfig":
+        """Return the job with a number in place of training.max_tokens_per_micro_batch = "auto"."""
+        training = self.training.model_copy(update={"max_tokens_per_micro_batch": num_tokens})
+        return self.model_copy(update={"training": training})
+
     def extended(self, num_iterations: int) -> "JobConfig":
         """Return the finished job with a new total of iterations; the previous total joins `earlier_ends`."""
         return self.with_ends([*self.schedule.ends, num_iterations])
@@ -100,6 +105,11 @@ class JobConfig(JobSections):
     def rendering(self) -> DataConfig:
         """The data whose template arguments and form (`as_chat`) are those of all prompts: the first source."""
         return self.sources[0][1]
+
+    @property
+    def rendering_field(self) -> str:
+        """The field of these data."""
+        return self.sources[0][0]
 
     @property
     def has_system_prompt(self) -> bool:
@@ -217,6 +227,14 @@ class JobConfig(JobSections):
         }
         return self.model_copy(update=sections)
 
+    def is_evaluated(self, version: int) -> bool:
+        """Return whether an evaluation of this version is due: of the first one, every few, the one at the end of a
+        warm start, and the last."""
+        if self.evaluation is None:
+            return False
+        edges = (self.first_iteration, self.num_supervised, self.schedule.num_iterations)
+        return version in edges or version % self.evaluation.every_iterations == 0
+
     @property
     def first_generated(self) -> int:
         """The first iteration of this job that rollouts generate."""
@@ -264,7 +282,7 @@ class JobConfig(JobSections):
 
     @classmethod
     def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
-        """Return the job of a ledger's record, with its dtype resolved if a trainer has recorded one.
+        """Return the job of a ledger's record, with the dtype and the tokens of a row that its trainer has recorded.
 
         Its objective need not be installed here. Raises pydantic's ValidationError for a job of another version of
         Onbeat.
@@ -272,6 +290,8 @@ class JobConfig(JobSections):
         config = cls.model_validate_json(fields["config"], context=IS_ACCEPTED)
         if "created_at" in fields:  # the job is of a version that recorded no date of its prompts
             config = config.dated(moment_of(float(fields["created_at"])))
+        if (num_tokens := fields.get("max_tokens_per_micro_batch")) is not None:
+            config = config.with_row_tokens(int(num_tokens))
         return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
 
     @classmethod
@@ -437,11 +457,13 @@ def problems_of_long_responses(job: JobConfig) -> Iterator[str]:
             "rollout.overlong_cache: an episode has the limit of tokens in each turn, so there is no one length to "
             "punish; leave it out, and let the environment's reward punish long episodes"
         )
-    if cache is not None and cache > rollout.max_response_tokens:
-        yield (
-            f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
-            f"rollout.max_response_tokens, which is {rollout.max_response_tokens}, or less"
-        )
+    limits = [(field, source.max_response_tokens) for field, source in job.sources]
+    for field, limit in [("rollout", rollout.max_response_tokens), *limits]:
+        if cache is not None and limit is not None and cache > limit:
+            yield (
+                f"rollout.overlong_cache: {cache} tokens are more than a response may have; lower it to "
+                f"{field}.max_response_tokens, which is {limit}, or less"
+            )
     if cache is None and rollout.overlong_penalty != 1:
         yield (
             f"rollout.overlong_penalty: {rollout.overlong_penalty:g} has no effect without overlong_cache; set "

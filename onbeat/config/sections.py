@@ -9,7 +9,7 @@ from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
 from onbeat.config.schedule import ScheduleConfig
 from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
 from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
-from onbeat.config.warm_start import WarmStartConfig
+from onbeat.config.warm_start import EXAMPLES, SFT, WarmStartConfig
 from onbeat.contracts.rewards import OneOrSeveralRewards
 from onbeat.contracts.section import Float, Int, Section
 from onbeat.objectives import AnyObjective
@@ -76,7 +76,13 @@ class JobSections(Section):
 
     @property
     def sources(self) -> list[tuple[str, DataConfig]]:
-        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on."""
+        """The sources of its prompts by their fields: `data`, or of several `data.0`, `data.1` and so on; with the
+        objective sft the file of examples, `warm_start.data`."""
         if not isinstance(self.data, list):
-            return [("data", self.data)]
+            return [(EXAMPLES if self.objective.type == SFT else "data", self.data)]
         return [(f"data.{place}", source) for place, source in enumerate(self.data)]
+
+    @property
+    def prompted(self) -> list[tuple[str, DataConfig]]:
+        """The sources whose prompts the policy answers: none with the objective sft."""
+        return [] if self.objective.type == SFT else self.sources

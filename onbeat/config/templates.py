@@ -1,5 +1,6 @@
 """The arguments of a chat template that a job sets: options, and the date that its prompts show."""
 
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -21,12 +22,13 @@ def check_names(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def option_problem(options: dict[str, Any], names: set[str]) -> str:
-    """Return why options do not fit a template with these undeclared names; '' if they do."""
+def option_problem(options: dict[str, Any], names: set[str], section: str) -> str:
+    """Return why options, which are those of a section, do not fit a template with these undeclared names; '' if they
+    do."""
     known = sorted(names - GIVEN)
     unknown = sorted(set(options).difference(known))
     has = f"it has {', '.join(known)}" if known else "it has none"
-    return f"data.template_options: the chat template has no option {unknown[0]!r}; {has}" if unknown else ""
+    return f"{section}.template_options: the chat template has no option {unknown[0]!r}; {has}" if unknown else ""
 
 
 def read_moment(text: str) -> str:
@@ -77,3 +79,12 @@ class TemplateArguments(Section):
     def template_arguments(self) -> dict[str, Any]:
         """Return these fields alone, as JSON."""
         return self.model_dump(mode="json", include=set(TemplateArguments.model_fields))
+
+
+def repeated_arguments(
+    section: TemplateArguments, home: str, names: Iterable[str] = tuple(TemplateArguments.model_fields)
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a section that are given at its `home` for all prompts of the job, and why they are refused."""
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
+            yield name, f"{home}.{name} is for all prompts of the job; leave this out"

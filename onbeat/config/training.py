@@ -1,10 +1,10 @@
 """Training: how groups become optimizer steps."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from onbeat.contracts.section import Float, Fraction, Int, PositiveInt, Section
+from onbeat.contracts.section import AUTO, NUMBER, Float, Fraction, Int, PositiveInt, Section, refuse_boolean
 
 
 class OptimizerConfig(Section):
@@ -40,11 +40,19 @@ class GacConfig(Section):
         return self
 
 
+def form_of_number(value: Any) -> str:
+    return AUTO if value == "auto" else NUMBER
+
+
 class TrainingConfig(Section):
-    max_tokens_per_micro_batch: PositiveInt = Field(
+    max_tokens_per_micro_batch: Annotated[
+        Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(refuse_boolean), Tag(NUMBER)]
+        | Annotated[Literal["auto"], Tag(AUTO)],
+        Discriminator(form_of_number),
+    ] = Field(
         4096,
-        le=2**31 - 1,
-        description="tokens packed into one forward and backward pass; a larger group is split, its prompt repeated",
+        description="tokens packed into one forward and backward pass; a larger group is split, its prompt repeated; "
+        "auto: as many as the trainer has memory for, chosen before its first pass",
     )
     num_updates_per_iteration: PositiveInt = Field(
         1, description="optimizer steps in an iteration, each on its own share of the prompts, in their order"
@@ -53,3 +61,9 @@ class TrainingConfig(Section):
         False,
         description="recompute activations in the backward pass: less memory, about a third more time",
     )
+
+    @property
+    def row_tokens(self) -> int:
+        """The number, which a trainer has chosen if the job says "auto"."""
+        assert self.max_tokens_per_micro_batch != "auto", "the trainer chooses it before its first pass"
+        return self.max_tokens_per_micro_batch

@@ -1,18 +1,20 @@
 """Supervised iterations: those of a warm start before RL (`[warm_start]`), or all of a job with the objective sft."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from onbeat.config.data import FileData
-from onbeat.config.rollout import MAX_PROMPTS
-from onbeat.config.templates import TemplateArguments
+from onbeat.config.rollout import MAX_PROMPTS, RolloutConfig
+from onbeat.config.templates import TemplateArguments, repeated_arguments
 from onbeat.config.training import OptimizerConfig
+from onbeat.contracts.examples import Learn
 from onbeat.contracts.section import Float, PositiveFloat, PositiveInt, Section
 
 SFT = "sft"
+ROLLOUT_OF_SFT = {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 1, "max_response_tokens": 1}
+EXAMPLES = "warm_start.data"  # the field of the file with examples
 
 
 class ExampleData(TemplateArguments):
@@ -89,7 +91,7 @@ class WarmStartConfig(Section):
         lt=1,
         description="learning rate of AdamW in supervised iterations; the schedule of `[optimizer]` begins after them",
     )
-    learn: Literal["answers", "last_answer", "all"] = Field(
+    learn: Learn = Field(
         "answers",
         description="tokens that are learned. answers: the assistant's messages, each with the token that ends it; "
         "last_answer: the last of them alone; all: every token",
@@ -129,11 +131,15 @@ def fill_sections_of_sft(job: Any) -> Any:
     examples = warm_start.get("data") if isinstance(warm_start, dict) else None
     if not isinstance(warm_start, dict) or not isinstance(examples, dict):
         raise ValueError("warm_start.data: missing; the objective sft learns from examples, so name their file there")
-    rollout = {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 1}
-    if job.get("evaluation") is None:  # else the user says how long the held-out responses may be
-        rollout["max_response_tokens"] = 1
+    rollout = dict(ROLLOUT_OF_SFT)
+    if job.get("evaluation") is not None:  # then the user says how long the held-out responses may be
+        del rollout["max_response_tokens"]
     if isinstance(given := job.get("rollout", {}), dict):
         rollout |= given
+    try:
+        ExampleData.model_validate(examples)
+    except ValidationError:  # an error of warm_start.data, which is reported there, and only once
+        examples = {"type": "jsonl", "path": ""}
     return {"data": data_of(examples), **job, "rollout": rollout}
 
 
@@ -142,14 +148,6 @@ def data_of(examples: Mapping[str, Any]) -> dict[str, Any]:
     rendering = {name: examples[name] for name in (*RENDERING, "system_prompt") if name in examples}  # chats have them
     prompt_field = examples.get("messages_field") or examples.get("prompt_field", "prompt")
     return {"type": examples.get("type"), "path": examples.get("path"), "prompt_field": prompt_field, **rendering}
-
-
-def name_examples(job: Any, text: str) -> str:
-    """Return a text with the keys of the file of examples, where that is the job's `data`."""
-    if job.objective.type != SFT:
-        return text
-    keys = "|".join(ExampleData.model_fields)
-    return re.sub(rf"(?<![\w./])data\.(?=({keys})\b)", "warm_start.data.", text)
 
 
 def problems_of_warm_start(job: Any) -> Iterator[str]:
@@ -182,14 +180,13 @@ def problems_of_warm_start(job: Any) -> Iterator[str]:
 
 def problems_of_rendering(job: Any) -> Iterator[str]:
     """Yield the keys of examples that are given in another place, and what rows of plain text cannot have."""
-    start, home = job.warm_start, "warm_start.data" if job.objective.type == SFT else "data"
+    start, home = job.warm_start, job.rendering_field
     sections = {"warm_start.data": start.data}
     if start.held_out is not None:
         sections["warm_start.held_out.data"] = start.held_out.data
     for field, data in sections.items():
-        for name in RENDERING if field != home else ():
-            if getattr(data, name) != ExampleData.model_fields[name].get_default(call_default_factory=True):
-                yield f"{field}.{name}: {home}.{name} is for all prompts of the job; leave this out"
+        for name, message in repeated_arguments(data, home, RENDERING) if field != home else ():
+            yield f"{field}.{name}: {message}"
         if data.system_prompt is not None and not getattr(job.rendering, "as_chat", True):
             yield f"{field}.system_prompt: needs {home}.as_chat = true; a plain prompt has no messages"
 
@@ -202,12 +199,11 @@ def problems_of_sft(job: Any) -> Iterator[str]:
         yield "warm_start.min_pass_at_k: is a limit before RL, and with sft there is none; leave it out"
     if job.teacher is not None:
         yield "teacher: has no effect with the objective sft, which learns from examples alone; leave it out"
-    for name in ("reward", "environment") if job.evaluation is None else ():
-        if getattr(job, name) is not None:
-            yield (
-                f"{name}: has no effect with the objective sft, which generates responses for an [evaluation] only; "
-                "add that section, or leave it out"
-            )
+    for name in sections_of_responses(job) if job.evaluation is None else ():
+        yield (
+            f"{name}: has no effect with the objective sft, which generates responses for an [evaluation] only; add "
+            "that section, or leave it out"
+        )
     for name in ("learning_rate", "num_warmup_iterations", "decay"):
         if getattr(job.optimizer, name) != OptimizerConfig.model_fields[name].default:
             yield (
@@ -221,3 +217,12 @@ def problems_of_sft(job: Any) -> Iterator[str]:
         yield "data: the objective sft has no prompts but those of warm_start.data, where their keys are; leave it out"
     if job.training.num_updates_per_iteration > 1:
         yield "training.num_updates_per_iteration: a supervised iteration is one step; leave it out"
+
+
+def sections_of_responses(job: Any) -> Iterator[str]:
+    """Yield the sections and keys of a job that are about responses, where the user gave them."""
+    yield from (name for name in ("reward", "environment") if getattr(job, name) is not None)
+    for name, field in RolloutConfig.model_fields.items():
+        default = ROLLOUT_OF_SFT.get(name, field.get_default(call_default_factory=True))
+        if getattr(job.rollout, name) != default:
+            yield f"rollout.{name}"

@@ -20,23 +20,26 @@ CONVERSATION = [
 FILE = "chat_template.jinja in its folder, or model.chat_template_file of the job"
 
 
-def template_problem(render: Render, template: str, *, has_environment: bool, has_system_prompt: bool) -> str:
+def template_problem(
+    render: Render, template: str, section: str, *, has_environment: bool, has_system_prompt: bool
+) -> str:
     """Return why the model's template cannot show a job's prompts, or its environments' conversations, and what to do;
-    '' if it can. `template`: its name in the message. `has_system_prompt`: of prompts that are answered in one turn."""
+    '' if it can. `template`: its name in the message. `section`: the job's data, which has `as_chat`.
+    `has_system_prompt`: of prompts that are answered in one turn."""
     if has_environment and (problem := problem_of(render, CONVERSATION)):
         return (
             f"{template} {problem}; episodes need that: give the model a template that does ({FILE}), or set "
-            "data.as_chat = false for an environment that sends token ids only"
+            f"{section}.as_chat = false for an environment that sends token ids only"
         )
     if not has_environment and (problem := problem_of(render, [QUESTION])):
         return (
-            f"{template} {problem}; give the model a template that does ({FILE}), or set data.as_chat = false for "
+            f"{template} {problem}; give the model a template that does ({FILE}), or set {section}.as_chat = false for "
             "prompts that are rendered already"
         )
     if has_system_prompt and (problem := problem_of(render, [SYSTEM, QUESTION])):
         return (
-            f"{template} {problem}; put the text of data.system_prompt into the prompts, or give the model a template "
-            f"that does ({FILE})"
+            f"{template} {problem}; put the text of {section}.system_prompt into the prompts, or give the model a "
+            f"template that does ({FILE})"
         )
     return ""
 

@@ -11,9 +11,24 @@ CACHE_GIB = 1.0
 Fields = dict[str, Any]
 
 
-def trainer_request(job: Fields, prompt_tokens: int, num_ranks: int = 1, is_on_gpu: bool = False) -> Fields:
-    """Return the trainer's question. `job`: a configuration as JSON; its dtype may not be "auto"."""
-    return {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
+def trainer_request(
+    job: Fields,
+    prompt_tokens: int,
+    num_ranks: int = 1,
+    is_on_gpu: bool = False,
+    available_bytes: int | None = None,
+) -> Fields:
+    """Return the trainer's question. `job`: a configuration as JSON; its dtype may not be "auto".
+
+    `available_bytes`: of a rank that chooses the tokens of a row itself; None: it has memory for a whole iteration.
+    """
+    return {
+        "job": job,
+        "prompt_tokens": prompt_tokens,
+        "num_ranks": num_ranks,
+        "is_on_host": not is_on_gpu,
+        "available_bytes": available_bytes,
+    }
 
 
 def rollout_request(job: Fields, trainer: Fields, has_episodes: bool, max_num_seqs: int = MAX_NUM_SEQS) -> Fields:

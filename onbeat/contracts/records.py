@@ -1,6 +1,6 @@
 """The records that cross process boundaries as JSON: of jobs, iterations, groups, workers and what is shown of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Self
 
@@ -39,6 +39,11 @@ class Picture:
         return Picture, ()
 
 
+def num_before_rl(config: Mapping[str, Any]) -> int:
+    """Return the number of supervised iterations before RL in a recorded job, whatever version of Onbeat it is of."""
+    return int((config.get("warm_start") or {}).get("num_iterations") or 0)
+
+
 class JobRecord(Record):
     """A job as REST shows it. Times are Unix seconds by the Redis clock."""
 
@@ -59,6 +64,8 @@ class JobRecord(Record):
     # Engine and trainer share this: "cores" | "accelerators" | "nothing"; None: not known (yet).
     sharing: str | None = None
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
+    # Tokens of a packed row; None where the job has the number itself, or no trainer has chosen it yet.
+    max_tokens_per_micro_batch: int | None = Field(None, exclude_if=lambda num_tokens: num_tokens is None)
     teacher_digest: str | None = None  # BLAKE3 of the teacher; None: there is none, or no trainer has loaded it yet
     num_handed_back: int = 0  # times that a rollout handed a group back: after an error, at a stop or a move
     num_discarded_tokens: int = 0  # sampled for groups that were then handed back, lost or failed, as far as reported
@@ -70,7 +77,7 @@ class JobRecord(Record):
     @property
     def first_after_warm_start(self) -> int:
         """The first iteration whose time and reward tell of those to come; of a job with sft alone, its first one."""
-        return max(self.first_iteration, (self.config.get("warm_start") or {}).get("num_iterations") or 0)
+        return max(self.first_iteration, num_before_rl(self.config))
 
     def drawn_by(self, draw: Callable[["JobRecord"], str | None]) -> Self:
         """Have notebooks show the HTML that `draw` returns for the job; None: they show it as text."""

@@ -19,6 +19,7 @@ PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(refuse_boolean)]
 
 
+AUTO, NUMBER = "[auto]", "[number]"  # forms of a value, in the locations of Pydantic's errors
 IS_ACCEPTED = {"is_accepted": True}  # context of a validation: the job has been checked, and is only read
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from onbeat.contracts.errors import JobNotFound
 from onbeat.contracts.intervals import Interval, share_of
-from onbeat.contracts.records import EvaluationRecord, IterationRecord
+from onbeat.contracts.records import EvaluationRecord, IterationRecord, num_before_rl
 from onbeat.streams.inspection import IterationHashes, iteration_hashes
 from onbeat.streams.ledger import Ledger
 
@@ -179,13 +179,12 @@ async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list
     config = json.loads(job["config"])
     section, schedule = config.get("evaluation"), config["schedule"]
     ends = [*schedule.get("earlier_ends", []), int(job["num_iterations"])]
-    num_supervised = (config.get("warm_start") or {}).get("num_iterations") or 0
     records, evaluation = [], first_iteration(job)
     while section and evaluation < int(job.get("next_evaluation", "0")):
         if evaluation > after and (fields := await ledger.evaluations.fields(job_id, evaluation)):
             records.append(evaluation_record(fields))  # one that was not opened before an earlier end is left out
         end = next((end for end in ends if evaluation < end), ends[-1])
-        evaluation = following_evaluation(evaluation, section["every_iterations"], end, num_supervised)
+        evaluation = following_evaluation(evaluation, section["every_iterations"], end, num_before_rl(config))
     return records
 
 

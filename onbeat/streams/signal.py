@@ -18,11 +18,11 @@ from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.contracts.response_stats import is_solved
+from onbeat.objectives import find_objective
 from onbeat.objectives.base.objective import PART, is_signal
 from onbeat.streams.codec import MAX_REWARD, Response, RolloutGroup, do_rewards_differ, given_rewards
 
 TEACHER = "teacher"  # the rule of objectives without rewards
-WITHOUT_REWARDS = ("distill", "sft")  # Onbeat's objectives with that rule
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,15 @@ class Signal:
 
     @classmethod
     def of_record(cls, config: Mapping[str, Any]) -> "Signal":
-        """Return the signal of a recorded job. One of an older release has none, or a key of its own objective."""
+        """Return the signal of a recorded job. One of an older release has none, or a key of its own objective. An
+        objective that is not installed here counts as one by rewards."""
         objective = config.get("objective") or {}
         rule = objective.get("signal")
         sources = data if isinstance(data := config.get("data"), list) else []
         by_source = {source["name"]: source["solved_at"] for source in sources if source.get("solved_at") is not None}
         rule = rule if isinstance(rule, str) and is_signal(rule) else "reward"
         rules = {source["name"]: source["signal"] for source in sources if source.get("signal") is not None}
-        rule = TEACHER if objective.get("type") in WITHOUT_REWARDS else rule
+        rule = rule if needs_reward(objective.get("type", "")) else TEACHER
         return cls(rule, config.get("solved_at", 1.0), by_source, rules)
 
     def rule_of(self, source: str) -> str:
@@ -77,6 +78,14 @@ class Signal:
     def key_of(self, source: str) -> str:
         """Return the key of the job that has the rule for this source, with its value."""
         return f"{'data' if source in self.rules else 'objective'}.signal = {self.rule_of(source)}"
+
+
+def needs_reward(objective: str) -> bool:
+    """Return whether the objective of this name learns from rewards; True for one that is not installed here."""
+    try:
+        return find_objective(objective).needs_reward
+    except ValueError:
+        return True
 
 
 def does_part_differ(name: str, responses: Iterable[Response]) -> bool:

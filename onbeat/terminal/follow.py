@@ -23,7 +23,8 @@ NUMBER = re.compile(r"\d+")
 NUMBERED_KINDS = frozenset(
     {"checkpoint.failed", "evaluation.failed", "evaluation.missed", "group.failed", "group.stale", "tracker.failed"}
 )
-TELLING_KINDS = frozenset({"job.dtype", "job.taken_over", "process.ended", "process.silent"})  # they need no heading
+# Kinds that need no heading.
+TELLING_KINDS = frozenset({"job.dtype", "job.row_tokens", "job.taken_over", "process.ended", "process.silent"})
 NOTICE_KINDS = TELLING_KINDS | frozenset(
     {"group.failed", "group.stale", "job.state", "job.warning", "worker.left"}
     | {

@@ -29,11 +29,13 @@ def make_report(
 ) -> dict[str, Any]:
     """Return the report of committed iterations and scored evaluations: unfinished ones have no numbers yet."""
     committed = [record for record in iterations if record.state == IterationState.COMMITTED]
+    chosen = job.max_tokens_per_micro_batch
     return {
         "job_id": job.id,
         "state": job.state.value,
         "mode": job.config.get("schedule", {}).get("mode"),
         "dtype": job.dtype,
+        **({} if chosen is None else {"max_tokens_per_micro_batch": chosen}),
         "error": job.error,
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),

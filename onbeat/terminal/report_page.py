@@ -61,6 +61,7 @@ def about(run: RunReport) -> Iterator[str]:
     yield str(config.get("model", {}).get("path", "")).removeprefix("bundled:")
     yield str(config.get("objective", {}).get("type", ""))
     yield job.dtype or ""
+    yield f"rows of {job.max_tokens_per_micro_batch} tokens" if job.max_tokens_per_micro_batch else ""
     totals = run.report["totals"]
     yield f"{totals['iterations']} of {job.num_iterations - job.first_iteration} iterations"
     yield duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])

@@ -36,6 +36,8 @@ MAX_SOURCES = 8  # sources for one payload, before it is given up
 # A first source is left if it would take longer than this for a payload, the next one if it would take twice as long,
 # and so on: one slow source costs little time, and a slow link here is not blamed on all sources.
 SLOWEST_PULL_S = 3600.0
+# Bytes of tensors that are applied at a time: engines load them while the next ones are applied.
+APPLY_BYTES = 16 << 20
 
 
 class WrongBytes(WeightsError):
@@ -338,18 +340,19 @@ class PayloadPull:
         entries, starts, num_applied = payload.plan.entries, payload.plan.starts, 0
         while num_applied < len(entries):
             await payload.wait_for(starts[num_applied + 1])
-            ready = bisect_right(starts, payload.available) - 1
-            started = time.monotonic()
-            await asyncio.to_thread(self._apply, payload, num_applied, ready)
+            started, arrived = time.monotonic(), bisect_right(starts, payload.available) - 1
+            end = await asyncio.to_thread(self._apply, payload, num_applied, arrived)
             self._pull.stats.apply_s += time.monotonic() - started
             if self._is_last:
-                self._pull.announce(entry.tensor_index for entry in entries[num_applied:ready])
-            num_applied = ready
+                self._pull.announce(entry.tensor_index for entry in entries[num_applied:end])
+            num_applied = end
         if self._is_last:
             await asyncio.to_thread(self._attempt.check_rest, self._key.shard)
             self._pull.announce(self._host.layout.shards[self._key.shard])
 
-    def _apply(self, payload: Payload, first: int, end: int) -> None:
+    def _apply(self, payload: Payload, first: int, end: int) -> int:
+        """Apply and check the tensors from `first` on, up to `end` or APPLY_BYTES. Return where it stopped."""
+        num_bytes = 0
         for position in range(first, end):
             entry = payload.plan.entries[position]
             tensor = self._host.layout.tensors[entry.tensor_index]
@@ -363,3 +366,7 @@ class PayloadPull:
             self._attempt.as_held.discard(entry.tensor_index)
             if self._is_last:
                 self._attempt.check(entry.tensor_index, payload.key.shard)
+            num_bytes += tensor.size_bytes
+            if num_bytes >= APPLY_BYTES:
+                return position + 1
+        return end

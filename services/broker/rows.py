@@ -1,6 +1,7 @@
 """The rows of supervised iterations, read from the job's file of examples."""
 
 from onbeat.config import JobConfig
+from onbeat.config.warm_start import EXAMPLES
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
 from services.broker.datasets.sources import move_error
@@ -10,7 +11,7 @@ async def read_rows(config: JobConfig, iteration: int, process: DatasetProcess) 
     """Return the rows of a supervised iteration: `{"row": NUMBER, "messages": [...]}` each. Raises DatasetError."""
     assert config.warm_start is not None
     num_rows, spec = config.warm_start.num_rows_per_iteration, DatasetSpec.of_examples(config)
-    return await read(spec, iteration * num_rows, num_rows, process, "warm_start.data")
+    return await read(spec, iteration * num_rows, num_rows, process, EXAMPLES)
 
 
 async def read_held_out_rows(config: JobConfig, process: DatasetProcess) -> list[str]:

@@ -27,8 +27,7 @@ from services.broker.deadlines import (
 from services.broker.doctor.explain import explain_work
 from services.broker.engine_failures import why_not_loaded
 from services.broker.evaluations import Evaluator
-from services.broker.prompts import JobPrompts
-from services.broker.rows import read_held_out_rows, read_rows
+from services.broker.prompts import Contents, JobPrompts
 from services.broker.tasks import longest_first
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def read_config(fields: Fields) -> JobConfig | None:
 
 class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
-        self._ledger, self._process, self._job_id = ledger, process, job_id
+        self._ledger, self._job_id = ledger, job_id
         self._config: JobConfig | None = None  # also None: it is of another version of Onbeat
         self._config_text: tuple[str | None, ...] = ()
         self._prompts = JobPrompts(ledger, process, job_id)
@@ -85,7 +84,7 @@ class JobWatcher:
         if (config := self._config) is None:
             return False
         if state is JobState.PENDING:
-            self._prompts.prepare(config, max(int(fields["num_opened"]), config.first_generated))
+            self._prompts.prepare(config, int(fields["num_opened"]))
             self._evaluator.prepare(config)
             deadline_s = config.schedule.start_deadline_s
             if time.monotonic() - self._began > min(ARRIVAL_S, deadline_s):
@@ -107,50 +106,44 @@ class JobWatcher:
     # ---- opening -------------------------------------------------------------------------------------------------
 
     async def _open_if_due(self, config: JobConfig, fields: Fields) -> None:
-        """Open the next iteration as soon as the published version may generate it. While rollouts still have prompts
-        to claim, wait for a newer version."""
+        """Open the next iteration as soon as the published version may generate it, or as its rows may be trained."""
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
             return
-        if config.is_supervised(iteration):
-            return await self._open_rows(config, fields, iteration)
         self._prompts.prepare(config, iteration)
-        if version < max(0, iteration - config.max_staleness):
-            return
-        if version < iteration and await self._ledger.rollout.num_unclaimed_prompts(self._job_id):
+        if not await self._is_due(config, fields, iteration, version):
             return
         try:
-            tasks, choice = await self._prompts.take(config, iteration)
+            contents = await self._prompts.take(config, iteration)
         except DatasetError as error:
-            reason = f"iteration {iteration} has no prompts: {error}"
+            reason = f"iteration {iteration} has no {'rows' if config.is_supervised(iteration) else 'prompts'}: {error}"
             return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
-        num_prompts = config.rollout.num_prompts_per_iteration
-        first = tasks[:num_prompts]
-        if config.rollout.dispatch == "longest_first":
-            first = await longest_first(self._ledger, self._job_id, first)
-        spares = tasks[num_prompts:]
-        reason = await self._ledger.iterations.open(self._job_id, iteration, version, first, spares, choice)
-        if reason:
+        if reason := await self._open(config, iteration, version, contents):
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
             return
         logger.info("job %s: iteration %d is open on version %d", self._job_id, iteration, version)
         await record_sharing(self._ledger, fields)
         self._prompts.prepare(config, iteration + 1)
 
-    async def _open_rows(self, config: JobConfig, fields: Fields, iteration: int) -> None:
-        """Open a supervised iteration once the one before is committed, and prepare the first prompts meanwhile."""
-        self._prompts.prepare(config, max(iteration, config.first_generated))
-        if int(fields["next_iteration"]) < iteration or "policy_version" not in fields:
-            return
-        try:
-            rows = await read_rows(config, iteration, self._process)
-            is_first = iteration == config.first_iteration
-            held_out = await read_held_out_rows(config, self._process) if is_first else []
-        except DatasetError as error:
-            reason = f"iteration {iteration} has no rows: {error}"
-            return await try_move(self._ledger, self._job_id, JobState.FAILED, reason)
-        reason = await self._ledger.iterations.open_rows(self._job_id, iteration, rows, held_out)
-        logger.info("job %s: iteration %d: %s", self._job_id, iteration, reason or f"open with {len(rows)} rows")
+    async def _is_due(self, config: JobConfig, fields: Fields, iteration: int, version: int) -> bool:
+        """Return whether an iteration may open. A supervised one follows the commit of the one before, whose version
+        need not be published. While rollouts still have prompts to claim, others wait for a newer version."""
+        if config.is_supervised(iteration):
+            return version >= 0 and int(fields["next_iteration"]) >= iteration
+        if version < max(0, iteration - config.max_staleness):
+            return False
+        return version >= iteration or not await self._ledger.rollout.num_unclaimed_prompts(self._job_id)
+
+    async def _open(self, config: JobConfig, iteration: int, version: int, contents: Contents) -> str:
+        """Open an iteration with its prompts or rows. Return '' or the reason why it was not opened."""
+        opening = self._ledger.iterations
+        if contents.rows:
+            return await opening.open_rows(self._job_id, iteration, contents.rows, contents.held_out)
+        num_prompts = config.rollout.num_prompts_per_iteration
+        first, spares = list(contents.tasks[:num_prompts]), contents.tasks[num_prompts:]
+        if config.rollout.dispatch == "longest_first":
+            first = await longest_first(self._ledger, self._job_id, first)
+        return await opening.open(self._job_id, iteration, version, first, spares, contents.choice)
 
     # ---- ending --------------------------------------------------------------------------------------------------
 

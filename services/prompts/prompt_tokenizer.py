@@ -95,12 +95,13 @@ class PromptTokenizer:
         return token_ids
 
 
-def check_template_options(tokenizer: Any, arguments: TemplateArguments) -> None:
-    """Raise ValueError for an option that the model's chat template does not name: it would change nothing."""
+def check_template_options(tokenizer: Any, arguments: TemplateArguments, section: str = "data") -> None:
+    """Raise ValueError for an option that the model's chat template does not name: it would change nothing. `section`:
+    the field of the arguments."""
     if not arguments.template_options:
         return
     from transformers.utils.chat_template_utils import _get_template_variables  # knows the tags that templates add
 
     names = set(_get_template_variables(tokenizer.get_chat_template()))
-    if problem := option_problem(arguments.template_options, names):
+    if problem := option_problem(arguments.template_options, names, section):
         raise ValueError(problem)

@@ -81,7 +81,7 @@ class GroupProducer:
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
                 await self._filler.fill(flight, group, deadline)
-            reward_truncated(group, self._limits)
+            reward_truncated(group, self._limits.model_copy(update={"max_response_tokens": task.max_response_tokens}))
             await self._decoder.add_parts(group)
             refuse_broken(group)
         except GroupFailed as failure:

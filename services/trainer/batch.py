@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
 from onbeat.streams.codec import Response, RolloutGroup, do_rewards_differ, is_truncated
 from onbeat.streams.signal import Signal
-from services.trainer.attention import PackedLayout, build_layout
+from services.trainer.attention import PackedLayout, Tree, build_layout
 from services.trainer.episode import lay_out, num_response_places
 
 MIN_PREFIX = 16  # tokens; a shorter prefix is not worth the one or two more calls that every kernel makes for it
@@ -52,7 +52,11 @@ def pack(
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     responses = [part.group.responses[member] for part in parts for member in part.members]
     prompts = [list(part.group.prompt_token_ids) for part in parts]
-    token_ids, layout = lay_out_row(parts, prompts, is_prefix_shared, device)
+    laid_out = [
+        [lay_out(part.group.responses[member], len(part.group.prompt_token_ids)) for member in part.members]
+        for part in parts
+    ]
+    token_ids, layout = lay_out_row(prompts, laid_out, is_prefix_shared, device)
     targets = [token for response in responses for token in response.token_ids]
     rollout_logprobs = [logprob for response in responses for logprob in response.rollout_logprobs]
     batch = MicroBatch(
@@ -71,25 +75,27 @@ def pack(
     prompts = [list(part.group.teacher_prompt_token_ids) for part in parts]
     if not any(prompts):
         return batch
-    token_ids, layout = lay_out_row(parts, prompts, is_prefix_shared, device)
+    token_ids, layout = lay_out_row(prompts, laid_out, is_prefix_shared, device)
     return replace(batch, for_teacher=replace(batch, token_ids=token_ids, layout=layout))
 
 
 def lay_out_row(
-    parts: Sequence[Part], prompts: Sequence[list[int]], is_prefix_shared: bool, device: torch.device
+    prompts: Sequence[list[int]],
+    laid_out: Sequence[Sequence[tuple[list[int], Tree]]],
+    is_prefix_shared: bool,
+    device: torch.device,
 ) -> tuple[torch.Tensor, PackedLayout]:
-    """Return the input tokens [T] of the responses of these parts after these prompts, and their places."""
+    """Return the input tokens [T] of prompts, each with the responses behind it as `lay_out` gives them, and their
+    places."""
     prefix = common_prefix(prompts) if is_prefix_shared else []
     inputs = [*prefix]
-    shape = []
-    for part, prompt in zip(parts, prompts, strict=True):
+    for prompt, responses in zip(prompts, laid_out, strict=True):
         inputs += prompt[len(prefix) :]
-        trees = []
-        for member in part.members:
-            tokens, tree = lay_out(part.group.responses[member], len(part.group.prompt_token_ids))
+        for tokens, _ in responses:
             inputs += tokens
-            trees.append(tree)
-        shape.append((len(prompt), trees))
+    shape = [
+        (len(prompt), [tree for _, tree in responses]) for prompt, responses in zip(prompts, laid_out, strict=True)
+    ]
     return torch.tensor(inputs, device=device), build_layout(shape, device, len(prefix))
 
 
@@ -139,7 +145,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     reward ties responses together: such a group is never split, and may exceed the budget.
     """
     parts = (part for group in groups for part in parts_of(group, config))
-    return fill_rows(parts, config.training.max_tokens_per_micro_batch)
+    return fill_rows(parts, config.training.row_tokens)
 
 
 def fill_rows(parts: Iterable[Part], budget: int) -> list[list[Part]]:
@@ -164,7 +170,7 @@ def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     parts: list[tuple[int, ...]] = []
     for member in members:
         longer = (*parts[-1], member) if parts else (member,)
-        if parts and num_places(group, longer) <= config.training.max_tokens_per_micro_batch:
+        if parts and num_places(group, longer) <= config.training.row_tokens:
             parts[-1] = longer
         else:
             parts.append((member,))

@@ -6,7 +6,6 @@ For a model in a folder, the broker makes it at submission as well.
 import re
 
 from onbeat.config import JobConfig
-from onbeat.config.warm_start import name_examples
 from onbeat.contracts.chat_check import QUESTION, template_problem
 from services.prompts.prompt_tokenizer import PromptTokenizer, check_template_options
 from services.prompts.tokenizer import load_tokenizer
@@ -20,15 +19,16 @@ def check_chat_template(source: str, config: JobConfig) -> str:
     if not getattr(config.rendering, "as_chat", True):
         return ""
     tokenizer = load_tokenizer(source, config.model.chat_template)
-    check_template_options(tokenizer, config.rendering)
+    check_template_options(tokenizer, config.rendering, config.rendering_field)
     prompts = PromptTokenizer(tokenizer, config.rendering)
     if problem := template_problem(
         prompts.render,
         f"the chat template of {config.model.path}" if config.model.chat_template is None else "model.chat_template",
+        config.rendering_field,
         has_environment=bool(config.environments),
         has_system_prompt=config.has_system_prompt,
     ):
-        raise ValueError(name_examples(config, problem))
+        raise ValueError(problem)
     if not (tag := OPEN_TAG.search(prompts.suffix([QUESTION]))):
         return ""
     return (

@@ -34,13 +34,25 @@ class GroupFeed:
     arrived and `sync` waits for all groups first. Either way the partition is recorded before it is trained.
     """
 
-    def __init__(self, job: TrainingJob, config: JobConfig, num_replicas: int = 1) -> None:
-        self._job, self._config, self._num_replicas = job, config, num_replicas
+    def __init__(self, job: TrainingJob, config: JobConfig, num_replicas: int = 1, num_shares: int = 1) -> None:
+        """Create the feed. `num_shares`: ranks among which each micro-batch is dealt out."""
+        self._job, self._config, self._num_replicas, self._num_shares = job, config, num_replicas, num_shares
         self._now = config  # the job as the iteration at hand is trained
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: dict[str, RolloutGroup] = {}  # groups by id, in the order of arrival
         self._quiet_since = self._looked_at = time.monotonic()
         self._num_opened = job.groups.num_opened()  # deliveries of these iterations may be with a predecessor
+
+    def use(self, config: JobConfig) -> None:
+        """Go on with the job whose tokens of a row are chosen."""
+        self._config = config
+
+    def longest_prompt(self, iteration: int) -> int:
+        """Wait until a group of the iteration is accepted; return the tokens of the longest prompt so far."""
+        self._quiet_since = time.monotonic()
+        while not (groups := self._job.groups.accepted(iteration)):
+            self._wait(iteration, self._config.rollout.num_prompts_per_iteration)
+        return max(max(len(group.prompt_token_ids), len(group.teacher_prompt_token_ids)) for group in groups)
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration, and with
@@ -77,6 +89,11 @@ class GroupFeed:
             self._quiet_since = time.monotonic()
 
     @property
+    def _budget(self) -> int:
+        """The most tokens of a micro-batch of more than one group."""
+        return self._config.training.row_tokens * self._num_shares
+
+    @property
     def _is_dynamic(self) -> bool:
         return self._now.rollout.max_prompts_per_iteration is not None
 
@@ -101,7 +118,7 @@ class GroupFeed:
         """Return the groups of `left` that have arrived, enough for about one micro-batch. A single replica waits a
         moment for groups close behind; several replicas take one group at a time.
         """
-        budget = self._config.training.max_tokens_per_micro_batch
+        budget = self._budget
         self._receive(timeout_s=0.001)
         while True:
             ready = [group for group_id, group in self._waiting.items() if group_id in left]
@@ -118,7 +135,7 @@ class GroupFeed:
 
     def _fill_budget(self, ready: list[RolloutGroup]) -> list[str]:
         """Return the ids of the first groups that fit the token budget; of one at least."""
-        budget = self._config.training.max_tokens_per_micro_batch
+        budget = self._budget
         batch: list[str] = []
         for group in ready:
             budget -= cost(group, self._now)
@@ -158,21 +175,32 @@ class LockstepFeed:
         assert (feed is not None) == world.is_main
         self._world, self._feed, self._config = world, feed, config
 
+    def use(self, config: JobConfig) -> None:
+        """Go on with the job whose tokens of a row are chosen."""
+        self._config = config
+        if self._feed is not None:
+            self._feed.use(config)
+
+    def longest_prompt(self, iteration: int) -> int:
+        """Wait as `GroupFeed.longest_prompt` does, and return the same on all ranks."""
+        length = None if self._feed is None else str(self._feed.longest_prompt(iteration)).encode()
+        return int(self._world.broadcast_bytes(length))
+
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield this rank's share of each micro-batch; it may be empty."""
+        config = self._config.at(iteration)
         if self._feed is not None:
             for groups in self._feed.micro_batches(iteration, wanted):
                 for group in groups:
                     self._world.broadcast_bytes(group.SerializeToString())
                 self._world.broadcast_bytes(b"")  # the micro-batch is complete
-                yield self._share(groups, iteration)
+                yield self._share(groups, config)
             self._world.broadcast_bytes(b"")  # an empty one: there are no more
             return
         while groups := list(map(decode_group, iter(lambda: self._world.broadcast_bytes(None), b""))):
-            yield self._share(groups, iteration)
+            yield self._share(groups, config)
 
-    def _share(self, groups: list[RolloutGroup], iteration: int) -> list[RolloutGroup]:
-        config = self._config.at(iteration)
+    def _share(self, groups: list[RolloutGroup], config: JobConfig) -> list[RolloutGroup]:
         shares = deal([cost(group, config) for group in groups], self._world.size)
         return [groups[index] for index in shares[self._world.rank]]
 
@@ -181,7 +209,5 @@ def create_feed(job: TrainingJob, config: JobConfig, world: World, is_sharded: b
     """Create the feed: whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
     if not is_sharded:
         return GroupFeed(job, config, num_replicas=world.size)
-    budget = config.training.max_tokens_per_micro_batch * world.size
-    training = config.training.model_copy(update={"max_tokens_per_micro_batch": budget})
-    for_all = config.model_copy(update={"training": training})
-    return LockstepFeed(world, GroupFeed(job, for_all) if world.is_main else None, config)
+    feed = GroupFeed(job, config, num_shares=world.size) if world.is_main else None
+    return LockstepFeed(world, feed, config)

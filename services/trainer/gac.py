@@ -52,11 +52,15 @@ class GradientControl:
         self._config, self._world = config, world
         self._history: Gradients = {}
 
+    @property
+    def is_on(self) -> bool:
+        return self._config.mode != "off"
+
     @torch.no_grad()
     def apply(self, gradients: Gradients) -> GacDecision:
         """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing."""
         decision = GacDecision(GacAction.NONE, None)
-        if self._config.mode == "off":
+        if not self.is_on:
             return decision
         if self._history.keys() == gradients.keys():
             dot, square_g, square_h = inner_products(gradients, self._history, self._world)
@@ -80,7 +84,7 @@ class GradientControl:
         return {f"gac.{name}": tensor for name, tensor in self._history.items()}
 
     def load_state_tensors(self, tensors: Gradients) -> None:
-        if self._config.mode == "off":  # a fork's; the job that it starts from may have a history
+        if not self.is_on:  # a fork's; the job that it starts from may have a history
             return
         self._history = {
             name.removeprefix("gac."): tensor.to(self._world.device, copy=True)

@@ -37,6 +37,7 @@ from services.trainer.feed import create_feed
 from services.trainer.gac import GacAction, GacDecision
 from services.trainer.iteration import OpenIteration
 from services.trainer.job.interface import Stopped, TrainingJob
+from services.trainer.job.row_tokens import choose_row_tokens
 from services.trainer.passes.warm_up import warm_up
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
@@ -63,6 +64,7 @@ class TrainLoop:
             self._publisher.start()
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
                 self._warm_start.before(state)
+                self._choose_row_tokens(state.next_iteration)
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
             self._job.wait_for_evaluation(self._config.schedule.num_iterations)
@@ -83,6 +85,16 @@ class TrainLoop:
         for _ in warm_up(model, device):
             self._job.check()
         self._policy.optimizer.drop_gradients()
+
+    def _choose_row_tokens(self, iteration: int) -> None:
+        """Choose the tokens of a row, once, if the job leaves them to its trainer: when the engines that generate its
+        first groups have taken their memory, and before the first micro-batch, which follows from the number."""
+        if self._config.training.max_tokens_per_micro_batch != "auto":
+            return
+        prompt_tokens = None if self._config.is_supervised(iteration) else self._feed.longest_prompt(iteration)
+        self._config = choose_row_tokens(self._job, self._config, self._policy, prompt_tokens)
+        self._feed.use(self._config)
+        self._warm_start = WarmStart(self._job, self._config, self._policy, self._publisher.leave)
 
     def _is_between_iterations(self) -> bool:
         """Return whether the weights are those of the last committed iteration, unchanged by updates of the next."""
@@ -155,8 +167,9 @@ class TrainLoop:
         divisor = config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
         self._publisher.wait_for_reader()
-        gradients = optimizer.rescale(max(1, divisor))
-        decision = KEEP_ALL if stats.is_supervised else self._policy.control.apply(gradients)
+        optimizer.rescale(max(1, divisor))
+        control = self._policy.control
+        decision = control.apply(optimizer.gradients()) if control.is_on and not stats.is_supervised else KEEP_ALL
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip(gradient)
         if decision.action is GacAction.SKIP:

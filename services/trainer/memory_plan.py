@@ -14,6 +14,7 @@ A version that is served in place takes no memory of its own.
 import json
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.checkpoints.saver import state_bytes
 from services.trainer.model.bundled import resolve_model
 from services.trainer.model.errors import TRIAL_ERRORS
+from services.trainer.model.lean_layers import MASTER
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
@@ -44,6 +46,7 @@ from services.trainer.model.model import (
 from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.trial import architecture_name
 from services.trainer.policy import has_old_policies, is_served_in_place
+from services.trainer.row_tokens import Bounds, beyond_counted, bounds_of, longest_row, reserve_of
 from services.trainer.settings import Settings
 from services.trainer.supervised import SupervisedRow
 from services.trainer.teacher import Teacher
@@ -72,6 +75,18 @@ class Sizes:
     num_layers: int
     num_teacher: int = 0  # number of the teacher's parameters
 
+    @classmethod
+    def of(cls, model: Any, pass_bytes: int, teacher: Teacher | None = None) -> "Sizes":
+        parameters = list(model.parameters())
+        return cls(
+            num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
+            pass_bytes=pass_bytes,
+            num_layers=model.config.get_text_config().num_hidden_layers,
+            num_teacher=0 if teacher is None else sum(p.numel() for p in teacher.model.parameters()),
+        )
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -83,6 +98,19 @@ class Placement:
 
 def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[str, Parts]:
     """Return the parts of one rank, by the memory they are in, at the moment when that memory holds most."""
+    held, in_pass = held_parts(config, sizes, placement), pass_parts(config, sizes, placement)
+    served, published = (version_parts(config, sizes, placement, is_publishing) for is_publishing in (False, True))
+    program = {"program": PROGRAM_BYTES}
+    if placement.is_on_host:
+        moments = [held | in_pass | served | program, held | published | program]
+        return {"host": max(moments, key=lambda parts: sum(parts.values()))}
+    # On a CPU a checkpoint is written from the tensors themselves; from a device their state is copied.
+    checkpoint = {"checkpoint while it is written": state_bytes(config, sizes.num_trained) // placement.num_ranks}
+    return {"device": held | in_pass, "host": published | checkpoint | program}
+
+
+def held_parts(config: JobConfig, sizes: Sizes, placement: Placement) -> Parts:
+    """Return the parts that a rank holds from the first step to the last."""
     item, shared = DTYPES[config.model.dtype].itemsize, placement.num_ranks
     whole, trained = sizes.num_parameters, sizes.num_trained
     frozen = whole - trained if config.lora is None else whole
@@ -99,28 +127,31 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
         held["older policies"] = whole * item // shared
     if config.gac.mode != "off":
         held["last gradient"] = trained * GRADIENT_BYTES // shared
-    one_layer = (whole - sizes.num_outside_layers) // sizes.num_layers
+    return held
+
+
+def pass_parts(config: JobConfig, sizes: Sizes, placement: Placement) -> Parts:
+    """Return the parts that a rank holds during passes alone."""
+    item, shared, trained = DTYPES[config.model.dtype].itemsize, placement.num_ranks, sizes.num_trained
+    one_layer = (sizes.num_parameters - sizes.num_outside_layers) // sizes.num_layers
     gathered = (sizes.num_outside_layers * 2 + one_layer * 2) * item if shared > 1 else 0  # and the root's gradient
-    in_pass = {
+    return {
         "gradients": trained * GRADIENT_BYTES // shared,
         "activations": int(sizes.pass_bytes * (PASS_ON_HOST if placement.is_on_host else 1.0)),
         **({"gathered layers": gathered} if gathered else {}),
     }
-    version = whole * item // shared
+
+
+def version_parts(config: JobConfig, sizes: Sizes, placement: Placement, is_publishing: bool) -> Parts:
+    """Return the parts that a rank serves from the host's memory. `is_publishing`: the next version is made."""
+    item, shared = DTYPES[config.model.dtype].itemsize, placement.num_ranks
+    version = sizes.num_parameters * item // shared
     is_in_place = placement.is_on_host and shared == 1 and is_served_in_place(config)
-    num_held, num_made = (0, 0) if is_in_place else (num_served(config), 1)
-    num_held += config.has_started_reference  # the version at the end of the warm start is kept
+    num_versions = 0 if is_in_place else num_served(config) + is_publishing
+    num_versions += config.has_started_reference  # the version at the end of the warm start is kept
     # Deltas of float32 take no memory: they are parts of the version that they lead to.
     deltas = 0 if item == MASTER_BYTES else int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
-    served = {"published versions": num_held * version, "deltas": deltas}
-    published = served | {"published versions": (num_held + num_made) * version}
-    program = {"program": PROGRAM_BYTES}
-    if placement.is_on_host:
-        moments = [held | in_pass | served | program, held | published | program]
-        return {"host": max(moments, key=lambda parts: sum(parts.values()))}
-    # On a CPU a checkpoint is written from the tensors themselves; from a device their state is copied.
-    checkpoint = {"checkpoint while it is written": state_bytes(config, trained) // shared}
-    return {"device": held | in_pass, "host": published | checkpoint | program}
+    return {"published versions": num_versions * version, "deltas": deltas}
 
 
 def measure_sizes(
@@ -133,24 +164,22 @@ def measure_sizes(
 ) -> Sizes:
     """Measure a model, and its teacher, without building them in memory. Raises ValueError as `add_adapters` does."""
     model = empty_model(config, model_config, passes)
-    parameters, batch = list(model.parameters()), largest_row(config, prompt_tokens)
+    return Sizes.of(model, count_pass(model, config, prompt_tokens, num_ranks > 1, teacher), teacher)
+
+
+def count_pass(
+    model: Any, config: JobConfig, prompt_tokens: int, is_sharded: bool, teacher: Teacher | None = None
+) -> int:
+    """Return the bytes of the pass over the job's largest row, on a model without memory: see `tracked_pass`."""
+    batch = largest_row(config, prompt_tokens)
     if config.warm_start is not None:
         batch = max(batch, row_of_examples(config), key=lambda row: row.layout.num_places)
-    return Sizes(
-        num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
-        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-        num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
-        pass_bytes=tracked_pass(model, batch, is_sharded=num_ranks > 1, teacher=teacher),
-        num_layers=model_config.get_text_config().num_hidden_layers,
-        num_teacher=0 if teacher is None else sum(p.numel() for p in teacher.model.parameters()),
-    )
+    return tracked_pass(model, batch, is_sharded, teacher)
 
 
-def empty_teacher(config: JobConfig, teacher_config: Any, num_tokens: int, is_sharded: bool) -> Teacher:
+def empty_teacher(config: JobConfig, teacher_config: Any, passes: Passes, num_tokens: int) -> Teacher:
     """Return the job's teacher without memory. `num_tokens`: the policy's rows of tokens."""
     assert config.teacher is not None
-    dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
-    passes, _ = choose_passes(teacher_config, limit, torch.device("cpu"), dtype, is_sharded)
     plain = config.model_copy(update={"lora": None, "training": TrainingConfig()})
     model = empty_model(plain, teacher_config, passes).requires_grad_(False)
     return Teacher(model, config.teacher, torch.ones(num_tokens, dtype=torch.bool, device=META), is_complete=True)
@@ -176,14 +205,19 @@ def tracked_pass(model: Any, batch: MicroBatch, is_sharded: bool, teacher: Teach
     """Return the most bytes that a forward and a backward pass, with a teacher's pass before them, hold besides the
     models and the sum of gradients.
 
-    That of a float32 parameter is there before the pass, which adds to it. A sharded parameter, and one of bfloat16,
-    gets a gradient of its own in each pass, which is added to the sum as soon as it is made.
+    The sum is there before the pass, which adds to it. A sharded parameter, and most of those in bfloat16, get a
+    gradient of their own in each pass, which is added to the sum as soon as it is made.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.requires_grad:
+    for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
+        if is_sharded:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
+        elif parameter.dtype == torch.float32:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+            master = torch.zeros_like(parameter, dtype=torch.float32)
+            master.grad = torch.zeros_like(master)
+            setattr(parameter, MASTER, master)
     live = LiveBytes()
     with live:
         compare = None
@@ -263,7 +297,7 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
     An episode may sample the tokens of all of its turns, and no more than the context takes. How many it will observe
     is not known: they count within the budget only.
     """
-    rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
+    rollout, budget = config.rollout, config.training.row_tokens
     size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
     longest = config.longest_response
     if config.model.max_context_tokens and any(config.environments_by_source.values()):
@@ -287,39 +321,81 @@ def row_of_examples(config: JobConfig) -> MicroBatch:
     """Pack examples that fill the token budget, as far as the context lets them, and all of whose tokens are learned:
     how long the rows of a warm start are is not known. One that is longer than the budget takes more."""
     assert config.warm_start is not None
-    budget = config.training.max_tokens_per_micro_batch
+    budget = config.training.row_tokens
     context = config.model.max_context_tokens or budget
     num_tokens = max(2, min(budget, config.warm_start.num_rows_per_iteration * context))
     row = SupervisedRow([0] * num_tokens, [False] + [True] * (num_tokens - 1))
     return pack([row.as_group()], torch.device(META))
 
 
+def choose_rows(
+    config: JobConfig,
+    sizes_of_row: Callable[[int], Sizes],
+    placement: Placement,
+    bounds: Bounds,
+    available_bytes: int | None,
+) -> int:
+    """Return the tokens of a row that the rest of a trainer leaves memory for; None: the most that are of use."""
+    if available_bytes is None:
+        return bounds.most
+
+    def planned_bytes(num_tokens: int) -> int:
+        parts = plan_trainer(config, sizes_of_row(num_tokens), placement)
+        return sum(parts["host" if placement.is_on_host else "device"].values())
+
+    return longest_row(planned_bytes, available_bytes - reserve_of(available_bytes), bounds)
+
+
+def tried_passes(config: JobConfig, model_config: Any, is_sharded: bool = False) -> Passes:
+    dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
+    return choose_passes(model_config, limit, torch.device("cpu"), dtype, is_sharded)[0]
+
+
+def plan(config: JobConfig, model_config: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts, the tokens of a row, the number of parameters, and the model's configuration, which an engine's
+    plan needs. Raises ValueError, and TRIAL_ERRORS for a model that cannot be planned without building it."""
+    placement, prompt_tokens = Placement(request["num_ranks"], request["is_on_host"]), request["prompt_tokens"]
+    is_sharded, teacher = placement.num_ranks > 1, None
+    model = empty_model(config, model_config, tried_passes(config, model_config))
+    if config.teacher is not None:
+        teacher_config = load_config(resolve_model(config.teacher.path, Settings().cache_dir))
+        passes = tried_passes(config, teacher_config, is_sharded)
+        teacher = empty_teacher(config, teacher_config, passes, model_config.get_text_config().vocab_size)
+
+    def count(num_tokens: int) -> int:
+        return count_pass(model, config.with_row_tokens(num_tokens), prompt_tokens, is_sharded, teacher)
+
+    row_tokens = config.training.max_tokens_per_micro_batch
+    bytes_of_row = beyond_counted(count) if row_tokens == "auto" else count
+
+    def sizes_of_row(num_tokens: int) -> Sizes:
+        return Sizes.of(model, bytes_of_row(num_tokens), teacher)
+
+    if row_tokens == "auto":
+        bounds = bounds_of(config, prompt_tokens, model_config.to_dict(), placement.num_ranks)
+        row_tokens = choose_rows(config, sizes_of_row, placement, bounds, request["available_bytes"])
+    sizes = sizes_of_row(row_tokens)
+    return {
+        "parts": plan_trainer(config, sizes, placement),
+        "row_tokens": row_tokens,
+        "num_parameters": sizes.num_parameters,
+        "num_trained": sizes.num_trained,
+        "model": model_config.get_text_config().to_dict(),
+    }
+
+
 def main() -> None:
-    """Print JSON: the parts, the number of parameters and the model's configuration, which an engine's plan needs."""
+    """Print JSON: see `plan`."""
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     config = JobConfig.model_validate(request["job"]).with_warm_start(1)  # `epochs` are not counted yet
     try:
         model_config = load_config(resolve_model(config.model.path, Settings().cache_dir))
-        dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
-        passes, _ = choose_passes(model_config, limit, torch.device("cpu"), dtype)
-        teacher = None
-        if config.teacher is not None:
-            teacher_config = load_config(resolve_model(config.teacher.path, Settings().cache_dir))
-            num_tokens = model_config.get_text_config().vocab_size
-            teacher = empty_teacher(config, teacher_config, num_tokens, request["num_ranks"] > 1)
-        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"], request["num_ranks"], teacher)
+        report = plan(config, model_config, request)
     except ValueError as error:
         sys.exit(str(error))
     except TRIAL_ERRORS as error:
         name = architecture_name(model_config)
         sys.exit(f"the memory of {name} cannot be planned without building it ({type(error).__name__}: {error})")
-    placement = Placement(request["num_ranks"], request["is_on_host"])
-    report = {
-        "parts": plan_trainer(config, sizes, placement),
-        "num_parameters": sizes.num_parameters,
-        "num_trained": sizes.num_trained,
-        "model": model_config.get_text_config().to_dict(),
-    }
     sys.stdout.write(json.dumps(report, default=str) + "\n")
 
 

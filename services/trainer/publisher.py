@@ -146,16 +146,14 @@ class Publisher:
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
         """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it, and the
         versions that are to be evaluated."""
-        schedule, evaluation = self._config.schedule, self._config.evaluation
-        if self._config.is_supervised(self.state.next_iteration):  # the next iteration needs no engine
-            is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
-            return is_evaluated or self.state.next_iteration in schedule.ends
+        schedule, version = self._config.schedule, self.state.next_iteration
+        is_wanted = version in schedule.ends or self._config.is_evaluated(version)  # users want the last one
+        if self._config.is_supervised(version):  # the next iteration needs no engine
+            return is_wanted
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        is_last = self.state.next_iteration in schedule.ends  # users want it
-        is_evaluated = evaluation is not None and self.state.next_iteration % evaluation.every_iterations == 0
-        return is_due or is_last or is_evaluated or stats.divergence > schedule.publish_above_kl
+        return is_due or is_wanted or stats.divergence > schedule.publish_above_kl
 
     def _new_writer(self, version: int) -> SnapshotWriter:
         memory = None if self._newest is None else self._newest.memory  # a rank that serves nothing has published none

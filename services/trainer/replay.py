@@ -84,6 +84,12 @@ class RecordedJob:
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
 
+    def num_engines_to_come(self) -> int:
+        return 0
+
+    def record_row_tokens(self, num_tokens: int, reason: str) -> int:
+        raise AssertionError("the tokens of a row were recorded before the first pass")
+
     def check(self) -> JobState:
         return JobState.RUNNING
 

@@ -138,7 +138,8 @@ class IterationStats:
         is_any_solved = any(
             is_solved(reward, self.responses.solved_at_of(group.source)) for reward in given_rewards(group)
         )
-        is_counted = do_rewards_differ(group) and not is_any_solved
+        is_by_reward = self.signal.rules.get(group.source, "reward") == "reward"  # else it teaches by another rule
+        is_counted = is_by_reward and do_rewards_differ(group) and not is_any_solved
         self._add("rollout/mixed_unsolved_groups", is_counted)
         names = {name for response in group.responses for name in response.reward_parts} if is_counted else set()
         for name in sorted(names):

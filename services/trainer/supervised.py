@@ -16,18 +16,18 @@ by name, and `last_answer` learns the last answer behind the history as the temp
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from onbeat.config.templates import TemplateArguments
+from onbeat.contracts.examples import Learn, problem_of_example
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.prompts.control_tokens import END, unguarded
 from services.prompts.prompt_tokenizer import PromptTokenizer
 from services.trainer.batch import MicroBatch, Part, fill_rows, pack
 from services.trainer.chat_template import OPEN_TAG
 
-Learn = Literal["answers", "last_answer", "all"]  # all answers of the assistant; its last one; every token
 Messages = list[dict[str, str]]
 
 
@@ -70,13 +70,6 @@ def pack_rows(rows: Sequence[SupervisedRow], max_tokens: int, device: torch.devi
     return [pack(row, device) for row in fill_rows(parts, max_tokens)]
 
 
-def tokenize_row(
-    messages: Messages, tokenizer: Any, options: TemplateArguments | None, learn: Learn = "answers"
-) -> SupervisedRow:
-    """Tokenise one row. For many, keep a `RowTokenizer`. Raises SupervisedRowError."""
-    return RowTokenizer(tokenizer, options, learn).tokenize(messages)
-
-
 @dataclass(frozen=True)
 class Piece:
     text: str
@@ -100,7 +93,8 @@ class RowTokenizer:
         """Tokenise one row. Raises SupervisedRowError."""
         from jinja2.exceptions import TemplateError
 
-        check_messages(messages, is_last_only=self._learn == "last_answer")
+        if problem := problem_of_example(messages, self._learn, is_chat=self._is_chat):
+            raise SupervisedRowError(problem)
         try:
             if not self._is_chat:
                 return self._complete(messages)
@@ -114,12 +108,6 @@ class RowTokenizer:
 
     def _complete(self, messages: Messages) -> SupervisedRow:
         """Tokenise a prompt and its completion, which ends with the model's end of a sequence."""
-        roles = [message["role"] for message in messages]
-        if roles != ["user", "assistant"]:
-            raise SupervisedRowError(
-                f"has messages of {', '.join(roles)}, and without a chat template there are only a prompt and its "
-                "response; give the model a template (model.chat_template_file), or split the row"
-            )
         prompt, answer = (message["content"] for message in messages)
         piece = Piece(self._prompts.plain_text(answer), is_answer=True, has_end=False)
         return self._join(self._prompts.encode_text(prompt), [piece])
@@ -200,23 +188,6 @@ class RowTokenizer:
         raise rewritten(turns[-1], len(turns) == 1)
 
 
-def check_messages(messages: Messages, is_last_only: bool) -> None:
-    """Raise SupervisedRowError for messages that are no conversation with an answer to learn."""
-    if not messages or messages[-1].get("role") != "assistant":
-        role = messages[-1].get("role") if messages else None
-        raise SupervisedRowError(
-            f"ends with a message of the role {role!r}, which has no answer; end it with one of the assistant"
-        )
-    for number, message in enumerate(messages, start=1):
-        if others := sorted(key for key in message if key not in ("role", "content")):
-            raise SupervisedRowError(f"has {', '.join(others)} in message {number}, which would not be shown")
-        is_learned = message["role"] == "assistant" and (not is_last_only or number == len(messages))
-        if is_learned and not message["content"].strip():
-            raise SupervisedRowError(f"has an empty answer in message {number}; write one, or leave the row out")
-    if messages[0]["role"] == "assistant":
-        raise SupervisedRowError("begins with an answer, and has no prompt before it; write one")
-
-
 def squeezed(text: str) -> str:
     """Return text without spaces, which templates add and remove."""
     return "".join(text.split())
@@ -227,7 +198,7 @@ def rewritten(turn: int, is_alone: bool) -> SupervisedRowError:
     if is_alone:
         return SupervisedRowError(
             f"{shown} behind the prompt; write the answer in the form that the template shows, change "
-            "data.template_options, or give the model another template (model.chat_template_file)"
+            "template_options, or give the model another template (model.chat_template_file)"
         )
     return SupervisedRowError(
         f"{shown} there (some templates remove the reasoning of earlier turns); learn only the last answer of each "

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import JobFailed
 from services.trainer.checkpoints.store import TrainState
-from services.trainer.held_out_loss import held_out_loss
+from services.trainer.held_out_loss import held_out_loss, perplexity
 from services.trainer.job.interface import TrainingJob
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
@@ -29,7 +29,7 @@ class WarmStart:
         if config.warm_start is None:
             return
         if config.is_supervised(iteration):
-            if config.evaluation is not None and is_evaluated(config, iteration):
+            if config.is_evaluated(iteration):
                 self._job.wait_for_evaluation(iteration)
             return
         if self._policy.started is not None and not self._policy.started.snapshots:
@@ -63,13 +63,7 @@ class WarmStart:
             self._held_out = [SupervisedRow(**row) for row in everywhere]
         if (iteration + 1) % section.every_iterations and iteration + 1 != config.num_supervised:
             return
-        measured = held_out_loss(self._policy, self._held_out, config.training.max_tokens_per_micro_batch)
-        stats.values["sft/held_out_loss"] = measured.loss
-        stats.values["sft/held_out_perplexity"] = measured.perplexity
+        loss = held_out_loss(self._policy, self._held_out, config.training.row_tokens)
+        stats.values["sft/held_out_loss"] = loss
+        stats.values["sft/held_out_perplexity"] = perplexity(loss)
         stats.values["sft/held_out_rows"] = len(self._held_out)
-
-
-def is_evaluated(config: JobConfig, iteration: int) -> bool:
-    """Return whether an evaluation is due when this iteration opens."""
-    assert config.evaluation is not None
-    return iteration == config.first_iteration or iteration % config.evaluation.every_iterations == 0

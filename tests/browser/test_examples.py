@@ -24,6 +24,7 @@ async def test_job_of_examples_shows_its_loss_and_no_rollouts(visit, gallery):
 async def test_job_of_examples_waits_for_no_rollout_at_its_start(visit, broker, ledger, world):
     start = {"data": {"type": "jsonl", "path": "examples.jsonl"}, "num_rows_per_iteration": 2}
     sections = {"objective": {"type": "sft"}, "warm_start": start, "data": start["data"], "reward": None}
+    sections |= {"rollout": None}
     job_id = await world.create_job(**sections)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await expect(page.get_by_text("The loss of the examples is shown from the first committed")).to_be_visible()

@@ -45,6 +45,7 @@ METHODS = {
     "services.trainer": [
         f"{LEDGER}.trainer_side:TrainerSide.claim_job",
         f"{LEDGER}.trainer_side:TrainerSide.take",
+        f"{LEDGER}.trainer_side:TrainerSide.record_row_tokens",
         f"{LEDGER}.trainer_side:TrainerSide.record_micro_batch",
         f"{LEDGER}.trainer_side:TrainerSide.record_rows",
         f"{LEDGER}.versions:Versions.announce",

@@ -29,6 +29,8 @@ def check_exactly_once(stack: RunningStack, job_id: str, scratch: Path) -> list[
     report = stack.client.jobs.audit(job_id)
     assert report.is_clean, report.violation
     config = JobConfig.model_validate(job.config)
+    if job.max_tokens_per_micro_batch is not None:  # a trainer has chosen it
+        config = config.with_row_tokens(job.max_tokens_per_micro_batch)
     groups, micro_batches, num_left = asyncio.run(read_streams(stack, job_id, config.schedule.num_iterations))
     assert num_left == 0, f"{num_left} prompts or groups were never acknowledged"
     for record in stack.client.jobs.iterations(job_id):

@@ -65,6 +65,11 @@ JOBS: list[tuple[Window, Window, dict[str, Any]]] = [
         {"environment": GAME},
     ),
     (
+        Window("trainer:rows-sized-not-trained", "TrainerSide.record_row_tokens.after"),
+        Window("rollout:before-claim", "RolloutSide.claim.before", nth=2),
+        {"training": {"max_tokens_per_micro_batch": "auto"}},
+    ),
+    (
         Window("trainer:recorded-not-trained", "TrainerSide.record_micro_batch.after"),  # so the version stays a while
         Window("broker:evaluation-due-not-opened", "Evaluations.open.before"),
         {"evaluation": EVALUATION, "options": "parts"},

@@ -50,6 +50,11 @@ class TrainerSide(LedgerPart):
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
         return str((await self._run_as_owner("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)).decode())
 
+    async def record_row_tokens(self, job_id: str, epoch: str, num_tokens: int, reason: str) -> int:
+        """Record the tokens of a packed row that the trainer has chosen, once; return the recorded number. Raise
+        LeaseLost."""
+        return int(await self._run_as_owner("record_row_tokens", JobKeys(job_id), [], epoch, num_tokens, reason))
+
     async def record_teacher(self, job_id: str, epoch: str, digest: str) -> str:
         """Record the digest of the job's teacher, once; return the recorded one. Raise LeaseLost."""
         return str((await self._run_as_owner("record_teacher", JobKeys(job_id), [], epoch, digest)).decode())

@@ -35,8 +35,11 @@ async def describe_memory(config: JobConfig, prompt_tokens: int | None) -> str:
         return f"memory is not predicted: the plan took longer than {PLAN_S:g} s; use `onbeat plan memory`"
     peaks = {"trainer": trainer["parts"]["host"]} | rollout
     words = ", ".join(f"{name} {sum(parts.values()) / GB:.1f} GB" for name, parts in peaks.items())
+    is_auto = config.training.max_tokens_per_micro_batch == "auto"
+    rows = f", with a whole iteration in a row of {trainer['row_tokens']:,} tokens, or less where less is free"
     return (
-        f"memory at the peak on a CPU, if all responses reach their limit: {words} (`onbeat plan memory` has the parts)"
+        f"memory at the peak on a CPU, if all responses reach their limit: {words}{rows if is_auto else ''} (`onbeat "
+        "plan memory` has the parts)"
     )
 
 

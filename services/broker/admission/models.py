@@ -165,11 +165,9 @@ def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
         return []
     user, plain = "episodes need", "an environment that sends token ids only"
     if not config.environments:
-        user, plain = "data.as_chat = true needs", "a model that continues plain text"
-    message = (
-        f"{folder} has no chat template, which {user}; put chat_template.jinja into it, or set data.as_chat = false"
-    )
-    return wrong_model(f"{message} for {plain}")
+        user, plain = f"{config.rendering_field}.as_chat = true needs", "a model that continues plain text"
+    message = f"{folder} has no chat template, which {user}; put chat_template.jinja into it, or set "
+    return wrong_model(f"{message}{config.rendering_field}.as_chat = false for {plain}")
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:

@@ -12,8 +12,8 @@ from typing import Any
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import MAX_SHOWN, show
 from onbeat.config.service_rewards import problems_of_service_reward
-from onbeat.config.templates import TemplateArguments
-from onbeat.config.warm_start import SFT
+from onbeat.config.templates import repeated_arguments
+from onbeat.config.warm_start import EXAMPLES
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.installed import ENVIRONMENTS, REWARDS
 from onbeat.contracts.records import RowCounts
@@ -46,7 +46,6 @@ REWARD_OPTIONS = {
     "reasoning_gym": ("answer_pattern",),
 }
 
-EXAMPLES = "warm_start.data"  # the field of the file with examples
 MAX_TRIALS = 2  # trials of rewards at a time, each of which is a process, and of models
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
@@ -111,9 +110,9 @@ class Admission:
             model_complaints = await asyncio.to_thread(review_model, config, self._has_model_folders)
             if not model_complaints and self._has_model_folders and is_folder_path(config.model.path):
                 model_complaints = await review_tokenizer(config)
-            adapter_complaints = (
-                review_adapter_to_train(config, self._has_model_folders) if not model_complaints else []
-            )
+            adapter_complaints = []
+            if not model_complaints:
+                adapter_complaints = await asyncio.to_thread(review_adapter_to_train, config, self._has_model_folders)
             teacher_complaints = await asyncio.to_thread(review_teacher, config, self._has_model_folders)
             if not model_complaints + teacher_complaints and self._has_model_folders:
                 teacher_complaints = await review_vocabulary(config)
@@ -146,7 +145,7 @@ class Admission:
         JobRefused, TooBusy."""
         if unusable := review_numbers(config) + review_free_values(config):
             raise JobRefused(name_sources(config, unusable))
-        spec = DatasetSpec.of_examples(config) if config.objective.type == SFT else DatasetSpec.of_job(config)
+        spec = DatasetSpec.of_job(config) if config.prompted else DatasetSpec.of_examples(config)
         count = min(count, spec.num_items)
         try:
             if isinstance(config.data, list):
@@ -155,8 +154,8 @@ class Admission:
             else:
                 items, _ = await self._process.read(spec, 0, count)
         except DatasetError as error:
-            named = name_source(config, error)
-            raise JobRefused([(named.field, named.message)]) from error
+            moved = error if isinstance(config.data, list) else move_error(error, config.rendering_field)
+            raise JobRefused([(moved.field, moved.message)]) from error
         async with hold(self._trials):
             return await preview_prompts(config, items)
 
@@ -178,7 +177,7 @@ class Admission:
             except DatasetError as error:
                 complaints.append((error.field, error.message))
         firsts: dict[str, PromptItem] = {}
-        for number, (field, _) in enumerate(config.sources if config.objective.type != SFT else []):
+        for number, (field, _) in enumerate(config.prompted):
             try:
                 (firsts[field],), note = await self._process.read(DatasetSpec.of_job(config, number), 0, 1)
             except DatasetError as error:
@@ -236,10 +235,8 @@ def review_free_values(config: JobConfig) -> list[Complaint]:
         *((f"{held_out.field}.data", held_out.data) for held_out in config.held_out),
     ]:
         options[f"{field}.template_options"] = data.template_options
-        for name in sorted(TemplateArguments.model_fields) if field != training[0] else ():
-            if getattr(data, name) != TemplateArguments.model_fields[name].get_default(call_default_factory=True):
-                message = f"{training[0]}.{name} is for all prompts of the job; leave this out"
-                complaints.append((f"{field}.{name}", message))
+        for name, message in repeated_arguments(data, training[0]) if field != training[0] else ():
+            complaints.append((f"{field}.{name}", message))
         if data.template_options and not config.environments and not getattr(data, "as_chat", True):
             complaints.append((f"{field}.template_options", "needs as_chat = true; plain prompts have no template"))
         if data.control_tokens == "text" and getattr(data, "as_chat", True):
@@ -265,11 +262,11 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     environments = config.environments_by_source
     shared = [
         (field, source)
-        for field, source in config.sources
+        for field, source in config.prompted
         if source.reward is None and environments[source.name or ""] is None
     ]
     uses = []
-    for field, source in config.sources:
+    for field, source in config.prompted:
         if source.reward is not None:
             uses += uses_in(f"{field}.reward", source.reward, [(field, source)])
     for held_out, section in zip_longest(config.held_out, [held_out_set.reward for held_out_set in sets]):
@@ -283,10 +280,9 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
 
 def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     """Return the data sets of the job with the rewards that score each, those for training first."""
-    specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.sources)}
+    specs = {field: DatasetSpec.of_job(config, number) for number, (field, _) in enumerate(config.prompted)}
     if config.warm_start is not None:
-        examples = {EXAMPLES: DatasetSpec.of_examples(config)}
-        specs = examples if config.objective.type == SFT else specs | examples
+        specs[EXAMPLES] = DatasetSpec.of_examples(config)
         if (held_out_rows := DatasetSpec.of_held_out_examples(config)) is not None:
             specs["warm_start.held_out.data"] = held_out_rows
     specs |= {
@@ -294,7 +290,7 @@ def sections_of(config: JobConfig, uses: Sequence[RewardUse]) -> list[Section]:
     }
     rewards: dict[str, dict[str, RewardConfig]] = {field: {} for field in specs}
     for use in uses:
-        for field in rewards.keys() & {field for field, _ in use.data}:  # a job with sft alone has no prompts
+        for field, _ in use.data:
             rewards[field][use.field] = use.reward
     return [Section(field=field, spec=spec, rewards=rewards[field]) for field, spec in specs.items()]
 

@@ -20,6 +20,7 @@ async def review_tokenizer(config: JobConfig) -> list[Complaint]:
     job's prompts. What is not known in time is left to the trainer, which checks the template again."""
     request = {
         "model": config.model.path,
+        "section": config.rendering_field,
         "as_chat": getattr(config.rendering, "as_chat", True),
         "has_environment": bool(config.environments),
         "has_system_prompt": config.has_system_prompt,

@@ -2,8 +2,9 @@
 
 It takes one JSON request from standard input, and gives one JSON answer on standard output.
 
-    -> {"model": "/models/mine", "as_chat": true, "has_environment": false, "has_system_prompt": true,
-        "chat_template": null, "options": {"enable_thinking": false}, "now": "2026-01-31T12:00:00Z"}
+    -> {"model": "/models/mine", "section": "data", "as_chat": true, "has_environment": false,
+        "has_system_prompt": true, "chat_template": null, "options": {"enable_thinking": false},
+        "now": "2026-01-31T12:00:00Z"}
     <- {"problem": "..."}    a sentence with a remedy; '' if there is none
 
 The files are the user's: a broken or huge one ends this process, by its limits, and not the broker.
@@ -53,6 +54,7 @@ def find_problem(
     model: str,
     *,
     as_chat: bool,
+    section: str = "data",
     has_environment: bool = False,
     has_system_prompt: bool = False,
     chat_template: str | None = None,
@@ -81,9 +83,10 @@ def find_problem(
     return template_problem(
         render_with(template, special, options, now),
         name,
+        section,
         has_environment=has_environment,
         has_system_prompt=has_system_prompt,
-    ) or option_problem(dict(options), names_in(template))
+    ) or option_problem(dict(options), names_in(template), section)
 
 
 def read_object(path: Path) -> dict[str, Any]:

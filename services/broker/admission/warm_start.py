@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from onbeat.config import JobConfig
+from onbeat.config.warm_start import EXAMPLES
 from onbeat.contracts.records import RowCounts
-from services.broker.admission.review import EXAMPLES, JobRefused
+from services.broker.admission.review import JobRefused
 
 
 def count_epochs(config: JobConfig, counts: Sequence[RowCounts]) -> JobConfig:

@@ -79,6 +79,7 @@ export const aboutOf = (job) =>
     job.started_at && !job.queued_at && `started ${clock(job.started_at)}`,
     job.policy_version !== null && `policy version ${number(job.policy_version)}`,
     job.dtype && `precision ${job.dtype}`,
+    job.max_tokens_per_micro_batch && `rows of ${number(job.max_tokens_per_micro_batch)} tokens`,
   ].filter(Boolean).join(" · ");
 
 /** The change of the reward: the newest tenth against the first one, of at least 4 iterations. */

@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onbeat.config import DataConfig, HeldOutSet, JobConfig, ReasoningGymData, RowData
+from onbeat.config import DataConfig, FileData, HeldOutSet, JobConfig, ReasoningGymData, RowData
 from onbeat.config.data import KEYS_OF_SEVERAL
 from onbeat.config.templates import TemplateArguments
 from onbeat.contracts.data_folder import SECRET_NAMES
 from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.examples import Learn
 from onbeat.contracts.records import RowCounts
 from onbeat.contracts.rewards import RewardConfig
 
@@ -71,7 +72,8 @@ class DatasetSpec(BaseModel):
     model_path: str = ""  # model of the tokenizer, where prompts are counted
     chat_template: str | None = None  # the job's own, where prompts are counted
     is_held_out: bool = False  # no row may come twice
-    is_examples: bool = False  # rows are conversations with their answers
+    learn: Learn | None = None  # answers to learn, of rows that are examples; None: rows are prompts
+    is_chat: bool = True  # examples are shown by a chat template
     teacher_prompt_field: str | None = None  # field with the teacher's prompt; None: it reads the policy's
 
     @classmethod
@@ -104,7 +106,7 @@ class DatasetSpec(BaseModel):
         """Return the spec of the job's file of examples."""
         assert config.warm_start is not None
         num_items = config.num_supervised * config.warm_start.num_rows_per_iteration
-        return cls(data=config.warm_start.data.rows, seed=config.seed, num_items=num_items, is_examples=True)
+        return cls._of_rows(config, config.warm_start.data.rows, num_items)
 
     @classmethod
     def of_held_out_examples(cls, config: JobConfig) -> "DatasetSpec | None":
@@ -112,7 +114,19 @@ class DatasetSpec(BaseModel):
         if config.warm_start is None or (held_out := config.warm_start.held_out) is None:
             return None
         data = held_out.data.rows.model_copy(update={"order": "in_order"})
-        return cls(data=data, seed=config.seed, num_items=held_out.num_rows, is_held_out=True, is_examples=True)
+        return cls._of_rows(config, data, held_out.num_rows, is_held_out=True)
+
+    @classmethod
+    def _of_rows(cls, config: JobConfig, data: FileData, num_items: int, is_held_out: bool = False) -> "DatasetSpec":
+        assert config.warm_start is not None
+        return cls(
+            data=data,
+            seed=config.seed,
+            num_items=num_items,
+            is_held_out=is_held_out,
+            learn=config.warm_start.learn,
+            is_chat=getattr(config.rendering, "as_chat", True),
+        )
 
     def of_level(self, level: int) -> "DatasetSpec":
         """Return the spec of one level of a generated task."""

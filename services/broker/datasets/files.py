@@ -44,8 +44,9 @@ class FileDataset(PromptDataset):
     def __init__(self, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> None:
         check_options(data)
         self._data = data
-        to_prompt = functools.partial(to_item, teacher_field=spec.teacher_prompt_field)
-        self._to_item = to_example if spec.is_examples else to_prompt
+        self._to_item = functools.partial(to_item, teacher_field=spec.teacher_prompt_field)
+        if spec.learn is not None:
+            self._to_item = functools.partial(to_example, learn=spec.learn, is_chat=spec.is_chat)
         self._path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         self._identity = file_identity(self._path)
         try:
@@ -55,7 +56,7 @@ class FileDataset(PromptDataset):
             if num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             if spec.is_held_out and num_rows < spec.num_items:
-                key = "warm_start.held_out.num_rows" if spec.is_examples else "evaluation.num_prompts"
+                key = "warm_start.held_out.num_rows" if spec.learn is not None else "evaluation.num_prompts"
                 message = f"{data.path} has {num_rows} rows, and {key} is {spec.num_items}"
                 raise DatasetError("data.path", f"{message}; set it to {num_rows} or less")
             self.rows: Sequence[int] = range(num_rows)  # rows that prompts are drawn from
@@ -160,7 +161,7 @@ def check_options(data: RowData) -> None:
         raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
     if data.answer_pattern is not None:
         if not data.answer_field:
-            raise DatasetError("data.answer_pattern", "needs data.answer_field, in which it finds the answer")
+            raise DatasetError("data.answer_pattern", "needs answer_field, in which it finds the answer")
         try:
             re.compile(data.answer_pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -239,7 +240,7 @@ def refuse_other_formats(start: bytes) -> None:
     }
     for magic, name in formats.items():
         if start.startswith(magic):
-            remedy = "set data.type = 'parquet'" if name == "Parquet" else "write it as plain text in UTF-8"
+            remedy = "set type = 'parquet'" if name == "Parquet" else "write it as plain text in UTF-8"
             raise DatasetError("data.path", f"this is a {name} file, not JSON lines; {remedy}")
 
 

@@ -81,7 +81,7 @@ def choose_rows(data: RowData, lengths: "array[int]", place: Any) -> tuple["arra
         f"{place(longest)} with {lengths[longest]}"
     )
     if data.on_too_long == "refuse":
-        raise DatasetError(FIELD, f"{problem}; shorten them, raise this, or set data.on_too_long = 'drop'")
+        raise DatasetError(FIELD, f"{problem}; shorten them, raise this, or set on_too_long = 'drop'")
     if not kept:
         raise DatasetError(FIELD, f"{problem}; raise it")
     return kept, f"{problem}. They are left out"

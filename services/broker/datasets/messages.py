@@ -10,7 +10,7 @@ from services.broker.datasets import ChatMessage, DatasetError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 FIELD = "data.prompt_field"
-REMEDY = "render it into a text with the model's template and set data.as_chat = false, or take it out of the row"
+REMEDY = "render it into a text with the model's template and set as_chat = false, or take it out of the row"
 # Columns that data sets in the field use for inputs of the model, beside the prompt.
 INPUT_COLUMNS = {"audio", "audios", "chat_template_kwargs", "documents", "functions", "history", "image", "image_path"}
 INPUT_COLUMNS |= {"image_url", "image_urls", "images", "pixel_values", "system", "system_message", "system_prompt"}
@@ -28,7 +28,7 @@ def check_columns(row: Mapping[str, Any], data: RowData, teacher_field: str | No
     for name in sorted(row.keys() & inputs - used):
         if not is_empty(row[name]):
             message = f"has something in {name!r}, which the model would not see; take the column out, or name it in "
-            raise DatasetError("data.metadata_only", f"{message}data.metadata_only if it is for the reward alone")
+            raise DatasetError("data.metadata_only", f"{message}metadata_only if it is for the reward alone")
 
 
 def pick(row: Mapping[str, Any], name: str, field: str) -> Any:
@@ -41,9 +41,9 @@ def pick(row: Mapping[str, Any], name: str, field: str) -> Any:
     if value is None and name in row:
         raise DatasetError(field, f"has null in {name!r}; give it a value, or remove the row")
     if value is None:
-        there = ", ".join(sorted(row)) or "nothing"
+        there, key = ", ".join(sorted(row)) or "nothing", field.rpartition(".")[2]
         hint = ', or to "": there are no answers' if field == "data.answer_field" else ""
-        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
+        raise DatasetError(field, f"has no {name!r}; it has: {there}. Set {key} to one of them{hint}")
     return value
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig, ReasoningGymData
-from onbeat.config.warm_start import name_examples
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem, moved_field
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 
@@ -93,9 +92,8 @@ def move_error(error: DatasetError, field: str) -> DatasetError:
 
 
 def name_source(config: JobConfig, error: DatasetError) -> DatasetError:
-    """Return the error with the name of the source whose field it blames, if it blames one of several; in a job of
-    examples alone with the field of these."""
+    """Return the error with the name of the source whose field it blames, if it blames one of several."""
     for field, source in config.sources:
         if source.name is not None and f"{error.field}.".startswith(f"{field}."):
             return DatasetError(error.field, f"source {source.name}: {error.message}")
-    return DatasetError(name_examples(config, error.field), name_examples(config, error.message))
+    return error

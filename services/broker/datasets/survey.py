@@ -140,7 +140,7 @@ def changes_of(item: PromptItem, data: RowData) -> Iterator[str]:
     if item.context.get(IS_NUMBER):
         yield "the answer is a JSON number, which exact and regex compare as a number"
     if data.answer_pattern is not None:
-        yield "data.answer_pattern took the answer out of its field"
+        yield "answer_pattern took the answer out of its field"
 
 
 def note_look(rows: Rows, row: int, context: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ def report(rows: Rows, num_looked: int, num_rows: int, result: Survey) -> None:
         sentence = f"{share} of the answers in {path} {look}, such as {answer[:MAX_SHOWN]!r} in {place(row)}"
         remedy = f"{texts[0]} compares text; set {texts[0]}.options.as_number = true to compare numbers"
         if look in TEXT_LOOKS:
-            remedy = f"{texts[0]} compares text as it stands; data.answer_pattern can take a part of it"
+            remedy = f"{texts[0]} compares text as it stands; {rows.section.field}.answer_pattern can take a part of it"
         result.notes.append(f"{sentence}, and {remedy}")
 
 
@@ -195,7 +195,9 @@ def count_rows(rows: Rows, num_looked: int, num_rows: int) -> RowCounts:
     data = rows.section.spec.data
     assert isinstance(data, RowData)
     num_refused, num_long = sum(rows.refused.values()), rows.dataset.num_rows - len(rows.dataset.rows)
-    reasons = rows.changed + Counter(f"refused: {blamed}" for blamed, _ in rows.refused.elements())
+    reasons = rows.changed + Counter(
+        f"refused: {moved_field(blamed, rows.section.field)}" for blamed, _ in rows.refused.elements()
+    )
     if num_long:
         reasons[f"left out: more than {data.max_prompt_tokens} tokens"] = num_long
     return RowCounts(

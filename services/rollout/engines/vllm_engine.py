@@ -396,10 +396,13 @@ async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrival
     # pause_generation would also sleep 20 ms, for outputs of requests, of which there are none.
     await llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
     await llm.start_weight_update()
-    while names := await arrived.take():
+    names: list[str] = []  # the first call prepares all layers while the first tensors are on their way
+    while True:
         # The path is not resolved: a file without a name is reached through a link in /proc that only looks like one.
         update_info = {"weights_file": str(weights_file.absolute()), "names": names}  # noqa: ASYNC240, no disk involved
         await llm.update_weights(WeightTransferUpdateRequest(update_info))
+        if not (names := await arrived.take()):
+            break
     await llm.finish_weight_update()
 
 

@@ -22,6 +22,7 @@ from onbeat.machine.malloc import give_back_if_scarce
 from services.rollout.engines import vllm_kernels
 from services.rollout.engines.failure import keep_causes
 from services.rollout.engines.vllm_core import end_with_parent
+from services.rollout.engines.vllm_linears import PlainLinears
 
 BACKEND = "onbeat_safetensors"
 
@@ -49,6 +50,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     supports_draft_weight_update = False
     _file: tuple[str, Any] | None = None  # path and open file of an update that has touched layers
     _expert_kernels: dict[Any, Any]  # keyed by the layer's vLLM method, while an update may replace them
+    _linears: PlainLinears | None = None  # once an update has come
+    _loaded: set[str]  # the tensors of this update that have been loaded
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -58,13 +61,19 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         tensors = self._open(update_info.weights_file)
+        assert self._linears is not None
+        names = self._linears.load(update_info.names, tensors.get_tensor)
         # Views of the mapped file: a layer's loaders copy them once it is complete.
-        self.model.load_weights((name, tensors.get_tensor(name)) for name in update_info.names)
+        self.model.load_weights((name, tensors.get_tensor(name)) for name in names)
+        self._loaded.update(update_info.names)
 
     def _open(self, weights_file: str) -> Any:
         """Return the open file. The first call of an update reads its header, and only then touches the layers."""
         if self._file is None:
             file = safe_open(weights_file, framework="pt")
+            self._linears = self._linears or PlainLinears(self.model)
+            self._linears.begin()
+            self._loaded = set()
             initialize_layerwise_reload(self.model)
             self._expert_kernels = self._take_expert_kernels()
             self._file = (weights_file, file)
@@ -82,6 +91,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 method.moe_kernel = kernel
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._share_packed_embedding()
+        assert self._linears is not None
+        self._linears.learn(self._loaded, self._file[1].get_tensor)
         self._file = None
         give_back_if_scarce()  # memory of the load, and at first of vLLM's start
 

@@ -8,6 +8,7 @@ from typing import Any
 from onbeat.contracts.errors import WeightsError
 from onbeat.contracts.records import PublishedWeights
 from onbeat.contracts.states import IterationState, JobState
+from onbeat.machine.memory import read_memory
 from onbeat.streams.codec import RolloutGroup
 from onbeat.weights.host import host_id
 from onbeat.weights.security import join_address, reachable_host
@@ -116,6 +117,20 @@ class JobSession:
     def record_teacher(self, digest: str) -> str:
         """Record the teacher's digest if the job has none yet; return the recorded one."""
         return self.lease.run(self._ledger.trainer.record_teacher(self.job_id, self.epoch, digest))
+
+    def record_row_tokens(self, num_tokens: int, reason: str) -> int:
+        """Record the tokens of a packed row if the job has no number yet; return the recorded one."""
+        return self.lease.run(self._ledger.trainer.record_row_tokens(self.job_id, self.epoch, num_tokens, reason))
+
+    def num_engines_to_come(self) -> int:
+        """Return how many rollouts of the pool on this machine have no model in their engine yet."""
+        if not self.config.has_rollouts:
+            return 0
+        here, now = read_memory().name, self.lease.run(self._ledger.now())
+        rollouts = self.lease.run(self._ledger.workers.records(self.config.pool))
+        to_come = [rollout for rollout in rollouts if rollout.policy_version is None and rollout.state != "unsuited"]
+        to_come = [rollout for rollout in to_come if rollout.is_alive(now) or rollout.is_starting(now)]
+        return sum(rollout.host is not None and rollout.host.name == here for rollout in to_come)
 
     def close(self, is_handover: bool = False) -> None:
         """Stop serving and give the lease back. `is_handover`: see `Lease.close`."""

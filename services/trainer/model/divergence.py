@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.model.logprobs import are_kept, blocks, head_gradients, num_rows_of
+from services.trainer.model.logprobs import are_kept, blocks, divided, head_gradients, num_rows_of
 
 Gap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # log ratios [R, V], known tokens [V] -> gaps [R, V]
 
@@ -68,9 +68,9 @@ def slopes_of(
     num_shared = min(logits.shape[1], teacher_logits.shape[1])
     for start in range(0, len(hidden), num_rows_of(hidden.device)):
         rows = slice(start, start + num_rows_of(hidden.device))
-        scaled = logits[rows].to(precise).div_(teacher.temperature)
+        scaled = divided(logits[rows].to(precise), teacher.temperature)
         log_ratio, probabilities = scaled.log_softmax(-1), scaled.softmax(-1)
-        log_q = teacher_logits[rows].to(precise).div_(teacher.temperature).log_softmax(-1)
+        log_q = divided(teacher_logits[rows].to(precise), teacher.temperature).log_softmax(-1)
         log_ratio[:, :num_shared] -= log_q[:, :num_shared]
         gap = teacher.gap(log_ratio, teacher.is_known)
         divergence[rows] = (probabilities * gap).sum(-1)

@@ -26,6 +26,7 @@ from torch.nn.utils import skip_init
 from services.trainer.model.errors import TRIAL_ERRORS
 
 WIDTH = 16  # width of the small copies
+MASTER = "onbeat_master"  # attribute of a parameter: its master in float32
 SCALES = (1e-2, 1.0, 1e2, 1e4)  # scales of the rows of their input; some layers clamp large values
 
 
@@ -86,7 +87,7 @@ class EmbeddingRows(torch.autograd.Function):
             added = torch.ops.aten.embedding_dense_backward(grads[0], token_ids, len(weight), ctx.padding_idx, False)
             return added, None, None
         ids, places = distinct(token_ids)
-        rows = torch.ops.aten.embedding_dense_backward(grads[0], places, len(ids), -1, False)
+        rows = torch.ops.aten.embedding_dense_backward(grads[0].to(kept.dtype), places, len(ids), -1, False)
         kept.index_add_(0, ids, rows.masked_fill_((ids == ctx.padding_idx)[:, None], 0.0))
         return None, None, None
 
@@ -99,11 +100,13 @@ def distinct(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kept_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor in which this parameter's gradient adds up, if there is one: `backward` of a function may add
-    to it and return no gradient, which saves the memory of another one.
+    to it and return no gradient, which saves the memory of another one. It is the gradient of the parameter's master,
+    where it has one besides itself (`MasterAdamW`).
 
-    `torch.autograd.grad` and hooks of the weight get no gradient then. The trainer uses neither.
+    `torch.autograd.grad` and hooks of the weight get no gradient then. The trainer needs neither of them there.
     """
-    return weight.grad if weight.is_leaf else None
+    master: torch.Tensor = getattr(weight, MASTER, weight)
+    return master.grad if weight.is_leaf else None
 
 
 def use_lean_layers(model: nn.Module) -> None:

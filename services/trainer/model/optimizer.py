@@ -1,11 +1,15 @@
 """AdamW on float32 master weights, whatever dtype the model computes in.
 
-    bfloat16           parameters --backward--> gradient (bf16), added to the master's (float32) after each micro-batch
+    bfloat16           parameters --backward--> gradient (bf16), added to the master's (float32) after each micro-batch;
+                       those of embedding and head are added in parts (`kept_gradient`)
     float32, FSDP2     the parameters are float32 and are the masters themselves
 
 DDP sums the masters' gradients over ranks at the barrier; FSDP sums them on the way.
 
     barrier: rescale, clip, AdamW on the masters, masters -> parameters
+
+Rescaling and clipping only change a factor. A bucket's gradients are multiplied by it just before its step, while they
+are in the cache, so that a step reads all gradients twice: for their norm, and for AdamW.
 
 So the trainer's weights, the published weights and the weights that rollouts sample with are the same bits, and small
 updates are not lost in bf16. Only parameters that require a gradient take part.
@@ -22,12 +26,14 @@ from torch.distributed.tensor import DTensor
 from onbeat.config import OptimizerConfig
 from onbeat.contracts.errors import JobFailed
 from services.trainer.device import has_fused_adamw
+from services.trainer.model.lean_layers import MASTER
 from services.trainer.model.rounding import spread_masters
 from services.trainer.world import buckets
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 32 << 20  # bytes of masters stepped together
+NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class MasterAdamW:
         names, runs = iter(self.masters), buckets(list(self.masters.values()), BUCKET_BYTES)
         self.buckets = [self._bucket([next(names) for _ in run]) for run in runs]
         self.num_steps = 0
+        self._factor = self._factor_of_step = 1.0  # the first: what the gradients are still to be multiplied by
 
     def _bucket(self, names: list[str]) -> Bucket:
         masters, config = [self.masters[name] for name in names], self.config
@@ -76,8 +83,11 @@ class MasterAdamW:
         if torch.finfo(parameter.dtype).bits >= MASTER_BITS:
             return parameter
         master = spread_masters(name, parameter.detach())
+        setattr(parameter, MASTER, master)
 
         def accumulate(parameter: Any) -> None:
+            if parameter.grad is None:  # it was added by what made it
+                return
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
@@ -91,33 +101,33 @@ class MasterAdamW:
         """Return the accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.
 
         A parameter without gradient gets zeros: every replica has the same tensors to add, and momentum continues in an
-        iteration without signal.
+        iteration without signal. What `rescale` and `clip` have decided is done to them first.
         """
-        gradients = {}
-        for name, master in self.masters.items():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            gradients[name] = master.grad
+        gradients = self._sums()
+        multiply(list(gradients.values()), self._factor)
+        self._factor = 1.0
         return gradients
 
-    @torch.no_grad()
-    def rescale(self, denominator: float) -> dict[str, torch.Tensor]:
-        """Divide the accumulated gradient, once. Returns it by name, as `gradients`."""
-        gradients = self.gradients()
-        torch._foreach_mul_(list(gradients.values()), 1.0 / denominator)
-        return gradients
+    def _sums(self) -> dict[str, torch.Tensor]:
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def rescale(self, denominator: float) -> None:
+        """Divide the accumulated gradient, once."""
+        self._factor /= denominator
 
     def clip(self) -> float:
         """Clip the global norm; returns the norm before clipping, over all ranks when sharded.
 
         Raises JobFailed when it is not finite: such a gradient never reaches the weights.
         """
-        norm = torch.nn.utils.get_total_norm(list(self.gradients().values()))
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = torch.nn.utils.get_total_norm(list(self._sums().values()))
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor
         if not torch.isfinite(norm):
             raise JobFailed(f"the accumulated gradient is not finite (norm {norm.item()}); no step was taken")
-        torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
+        self._factor *= torch.clamp(self.config.max_grad_norm / (norm + NORM_EPS), max=1.0).item()
         return norm.item()
 
     def begin_step(self, place: int | None = None, fixed_rate: float | None = None) -> float:
@@ -128,6 +138,7 @@ class MasterAdamW:
         the learning rate of a step outside of the schedule.
         """
         self.num_steps += 1
+        self._factor_of_step, self._factor = self._factor, 1.0
         place = self.num_steps if place is None else place
         end = next((end for end in self._decay_ends if place <= end), self._decay_ends[-1])
         learning_rate = scheduled_learning_rate(self.config, place, end, self._num_warmup_steps)
@@ -138,6 +149,7 @@ class MasterAdamW:
 
     def step_bucket(self, bucket: Bucket) -> None:
         """Take the AdamW step of a bucket: its parameters become the rounded masters."""
+        multiply([self.masters[name].grad for name in bucket.names], self._factor_of_step)
         bucket.adamw.step()
         bucket.adamw.zero_grad(set_to_none=True)
         self.write_parameters(bucket.names)
@@ -155,6 +167,7 @@ class MasterAdamW:
                 self.parameters[name].copy_(self.masters[name])
 
     def drop_gradients(self) -> None:
+        self._factor = 1.0
         for bucket in self.buckets:
             bucket.adamw.zero_grad(set_to_none=True)
 
@@ -181,6 +194,14 @@ class MasterAdamW:
                     bucket.adamw.state[master] = {"step": step, **copies}
         self.num_steps = num_steps
         self.write_parameters(self.masters)
+
+
+@torch.no_grad()
+def multiply(gradients: list[torch.Tensor | None], factor: float) -> None:
+    """Multiply gradients by a factor in place. Parameters that no pass has reached have none."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if factor != 1.0 and present:
+        torch._foreach_mul_(present, factor)
 
 
 def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup: int) -> float:

@@ -114,6 +114,7 @@ class SnapshotWriter:
         """Begin a version. `memory` is that of an older one, to be used again; by default that of `base`."""
         self._version, self._base, self._is_in_place = version, base, is_in_place
         self._started_at = time.monotonic()
+        self._inputs: dict[str, tuple[Tensor, memoryview, int]] = {}  # arguments of `_encode` by name
         self._encoded: dict[str, Future[Encoded]] = {}
         self._held: dict[str, tuple[Tensor, memoryview | None]] = {}  # the base's, with its bytes if they are here
         self._memory = memory or (HostMemory() if base is None else base.memory)
@@ -135,15 +136,21 @@ class SnapshotWriter:
         buffer = host_bytes(tensor, is_copied=not self._is_in_place) if is_here else self._memory.copy(tensor)
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
         entry = Tensor(name=name, dtype=dtype, shape=tensor.shape, size_bytes=len(buffer))
-        self._encoded[name] = self._threads.submit(self._encode, entry, buffer, tensor.element_size())
+        self._inputs[name] = (entry, buffer, tensor.element_size())
+        self._encoded[name] = self._threads.submit(self._encode, *self._inputs[name])
 
     def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
-        """Wait for the threads after all tensors are put. `order`: of the manifest's tensors; default: as put.
+        """Encode what the threads have not begun, and wait for them, after all tensors are put. `order`: of the
+        manifest's tensors; default: as put.
 
         In a `world` of several ranks, each puts its own run of the tensors, ascending by rank: its shard. All must
         call this.
         """
-        encoded = [self._encoded[name].result() for name in (self._encoded if order is None else order)]
+        here = {
+            name: self._encode(*self._inputs[name]) for name in reversed(self._encoded) if self._encoded[name].cancel()
+        }
+        names = self._encoded if order is None else order
+        encoded = [here[name] if name in here else self._encoded[name].result() for name in names]
         self._threads.shutdown()
         manifest = join_shards(self._version, [tensor.entry for tensor in encoded], world)
         change = None

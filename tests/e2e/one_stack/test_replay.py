@@ -11,11 +11,12 @@ from functools import partial
 import pytest
 
 from onbeat.contracts.errors import OnbeatError
+from onbeat.contracts.states import JobState
 from onbeat.machine.cores import available_cores
 from onbeat.streams.codec import decode_group
 from onbeat.streams.keys import JobKeys
 from tests.conftest import free_port
-from tests.e2e.stack import RunningStack, replay
+from tests.e2e.stack import RunningStack, replay, tiny_job
 
 
 @contextmanager
@@ -45,6 +46,16 @@ def test_replay_agrees_bit_for_bit(stack, finished):
         assert (report["bits_agree"], report["replayed_from"]) == (True, start)
     with pytest.raises(OnbeatError, match="is not committed"):
         replay(stack, finished.id, finished.num_iterations)
+
+
+def test_rows_as_long_as_memory_allows_replay_bit_for_bit(stack, folder):
+    job = tiny_job(folder, training={"max_tokens_per_micro_batch": "auto"}, schedule={"num_iterations": 3})
+    done = stack.wait(stack.client.jobs.create(job).id)
+    assert done.state is JobState.SUCCEEDED, done.error
+    (event,) = stack.events(done.id, "job.row_tokens")
+    assert event.message.startswith(f"rows of up to {done.max_tokens_per_micro_batch} tokens")
+    assert done.config["training"]["max_tokens_per_micro_batch"] == "auto"
+    assert replay(stack, done.id, 2)["bits_agree"]
 
 
 def test_replay_command_notices_a_forged_record(stack, finished):

@@ -117,6 +117,13 @@ async def test_memory_is_what_the_command_predicts(broker, model):
     assert answer["notes"][-1].startswith(f"memory at the peak on a CPU, if all responses reach their limit: {words} (")
 
 
+async def test_memory_of_rows_by_memory_is_that_of_a_whole_iteration(broker, model):
+    answer = await ask(broker, model, 1, training={"max_tokens_per_micro_batch": "auto"})
+    num_tokens = 2 * (answer["prompts"][0]["num_tokens"] + 2 * 8)
+    rows = f", with a whole iteration in a row of {num_tokens} tokens, or less where less is free (`onbeat plan memory`"
+    assert rows in answer["notes"][-1]
+
+
 async def test_memory_that_cannot_be_planned_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr("services.broker.admission.memory.PLAN_S", 0.01)
     config = JobConfig.model_validate(job_body())

@@ -261,6 +261,7 @@ LATE_CALLS: dict[str, Call] = {
     "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
     "record_rows": lambda ledger, job: ledger.trainer.record_rows(job, "1", 0, "trainer-a", [ROW]),
+    "record_row_tokens": lambda ledger, job: ledger.trainer.record_row_tokens(job, "1", 512, "by itself"),
     "record_teacher": lambda ledger, job: ledger.trainer.record_teacher(job, "1", "d"),
     "release_job": lambda ledger, job: ledger.trainer.release_job(job, "run-1"),
     "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),

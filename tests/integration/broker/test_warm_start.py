@@ -9,7 +9,8 @@ from onbeat.streams.codec import Response, RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.outcomes import Outcome
 from services.broker.auditor import run_audit
-from services.broker.watcher import read_config
+from services.broker.datasets.process import DatasetProcess
+from services.broker.watcher import JobWatcher, read_config
 from tests.broker_fixtures import submit
 from tests.world import World, job_body, make_group
 
@@ -130,6 +131,26 @@ async def test_rows_come_first_and_then_prompts(broker, ledger, world):
     assert (await run_audit(ledger, job_id)).violation is None
     records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert ["is_supervised" in record for record in records] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("examples")
+async def test_rows_are_read_before_they_are_due(ledger, world, tmp_path):
+    """The first ones before a trainer comes; the next ones once these are open, so that their file may go."""
+    process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
+    start = {"data": EXAMPLES, "num_rows_per_iteration": 2, "num_iterations": 2}
+    job_id = await world.create_job(warm_start=start)
+    watcher = JobWatcher(ledger, process, job_id)
+    await watcher.step()
+    assert list(watcher._prompts._prepared) == [0]
+    epoch = await world.start_training(job_id)
+    await watcher.step()
+    await watcher._prompts._prepared[1]
+    (tmp_path / "examples.jsonl").unlink()
+    assert await supervise(world, ledger, job_id, epoch, 0) == ["p0", "p1"]
+    await watcher.step()
+    assert await supervise(world, ledger, job_id, epoch, 1) == ["p2", "p3"]
+    await watcher._prompts.close()
+    await process.close()
 
 
 @pytest.mark.usefixtures("examples")

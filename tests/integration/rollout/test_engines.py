@@ -333,6 +333,23 @@ async def test_prompt_blocks_shared_in_one_step_give_right_logprobs(tied: Subjec
             assert gap.max() < 1.5 * largest
 
 
+async def test_vllm_prepares_its_layers_while_tensors_travel(tied: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_prepared, update_weights = asyncio.Event(), tied.engine._llm.update_weights
+
+    async def recorded(request: object) -> None:
+        await update_weights(request)
+        is_prepared.set()
+
+    async def arrivals() -> AsyncIterator[Sequence[str]]:
+        await asyncio.wait_for(is_prepared.wait(), 20)
+        yield tied.names()
+
+    monkeypatch.setattr(tied.engine._llm, "update_weights", recorded)
+    tied.next_version += 1
+    await tied.engine.load(tied.next_version, tied.second_weights, arrivals())
+    assert sampled(await probe(tied.engine, tied.next_version)) == sampled(tied.fresh_probe)
+
+
 async def test_prefix_cache_of_old_weights_is_dropped(subject: Subject) -> None:
     sampling = Sampling(max_response_tokens=24, temperature=1.0, seed=1)
     old = await subject.load(subject.first_weights)

@@ -316,7 +316,8 @@ def trained(world, seed=0):
     shard(model, world, torch.float32)
     optimizer, control = MasterAdamW(model, OPTIMIZER), GradientControl(GacConfig(mode="metric"), world)
     train_dealt(model, world)
-    control.apply(optimizer.rescale(17.0))
+    optimizer.rescale(17.0)
+    control.apply(optimizer.gradients())
     optimizer.clip()
     optimizer.step()
     return optimizer, control, optimizer.state_tensors() | control.state_tensors()
@@ -344,7 +345,7 @@ def save_sharded(world, folder):
     assert store.restore("job", "tiny", load, sharded=other.parameters) == STATE
     for resumed, its_control in ((optimizer, control), (other, other_control)):
         next(iter(resumed.gradients().values())).add_(0.1)
-        its_control.apply(resumed.rescale(1.0))
+        its_control.apply(resumed.gradients())
         resumed.step()
     for name, tensor in (other.state_tensors() | other_control.state_tensors()).items():
         expected = (optimizer.state_tensors() | control.state_tensors())[name]

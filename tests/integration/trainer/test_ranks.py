@@ -230,6 +230,25 @@ async def test_two_processes_train_the_weights_of_one(name, ledger, model, train
     assert_same_weights(sharded, alone)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+async def test_ranks_train_rows_of_the_same_chosen_tokens(kind, ledger, model, trainers):
+    jobs = []
+
+    async def note(job_id, version) -> None:
+        jobs.append(job_id)
+
+    sections = {"schedule": PERIODIC, "training": {"max_tokens_per_micro_batch": "auto"}}
+    (weights, taken), (expected, _) = await asyncio.gather(
+        train(ledger, model, trainers[kind], sections, on_version=note),
+        train(ledger, model, trainers["alone"], sections),
+    )
+    assert_each_group_once(taken)
+    assert_same_weights(weights, expected)
+    (event,) = [event for event in await ledger.event_log.read(jobs[0]) if event.kind == "job.row_tokens"]
+    assert int((await ledger.jobs.fields(jobs[0]))["max_tokens_per_micro_batch"]) > 0
+    assert "as many as an update has" in event.message
+
+
 class Follower:
     """Pulls each version as it is published, like a rollout."""
 

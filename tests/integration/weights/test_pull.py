@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 
 import pytest
@@ -612,6 +613,27 @@ async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, smal
             may_end.set()
             assert await asyncio.wait_for(end, 5) is None
             await rollout.see_through(pull)
+
+
+async def test_tensor_is_final_while_the_next_ones_are_applied(plane, monkeypatch):
+    """The bytes of all of them have arrived: an engine loads the first ones meanwhile."""
+    await plane.trainer.publish(0, weights(0))
+    rollout, may_check = await plane.join("r0"), threading.Event()
+    await rollout.pull(0)
+    await plane.trainer.publish(1, stepped(weights(0), seed=1))
+    check = Attempt.check
+
+    def check_late(attempt, index, shard):
+        if attempt.host.layout.tensors[index].name == "half":
+            assert may_check.wait(5)
+        check(attempt, index, shard)
+
+    monkeypatch.setattr(Attempt, "check", check_late)
+    monkeypatch.setattr(pull_module, "APPLY_BYTES", size_of({"big": weights(0)["big"]}))
+    pull = rollout.start(1)
+    assert await asyncio.wait_for(anext(pull.arrivals(["big", "half"])), 4) == ["big"]
+    may_check.set()
+    await rollout.see_through(pull)
 
 
 # ---- what answers is not the trainer -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.config import JobConfig
 from services.broker.admission.models import review_template
-from services.broker.admission.review import name_sources, review_free_values
+from services.broker.admission.review import review_free_values
 from services.trainer import session
 from services.trainer.chat_template import check_chat_template
 from services.trainer.settings import Settings
@@ -146,7 +146,7 @@ def job_of_examples(**data: object) -> JobConfig:
 
 def test_examples_for_a_model_without_a_template(tmp_path):
     folder, config = model_with(tmp_path, None), job_of_examples()
-    ((_, message),) = name_sources(config, review_template(config, folder))
+    ((_, message),) = review_template(config, folder)
     assert "which warm_start.data.as_chat = true needs; put chat_template.jinja into it" in message
     assert "set warm_start.data.as_chat = false for a model that continues plain text" in message
     with pytest.raises(ValueError, match=r"or set warm_start\.data\.as_chat = false for prompts"):
@@ -159,6 +159,15 @@ def test_examples_for_a_model_without_a_template(tmp_path):
 
 def test_refusals_of_examples_name_their_own_keys():
     config = job_of_examples(control_tokens="text")
-    ((field, _),) = name_sources(config, review_free_values(config))
+    ((field, _),) = review_free_values(config)
     assert field == "warm_start.data.control_tokens"
-    assert name_sources(config, [("model.path", "/data.now/x")]) == [("model.path", "/data.now/x")]
+
+
+def test_template_options_of_examples_are_refused_by_their_field(tmp_path):
+    folder, options = model_with(tmp_path, QWEN_LIKE), {"thinking": True}
+    for config, field in (
+        (job_of_examples(template_options=options), "warm_start.data"),
+        (job_of_responses(template_options=options), "data"),
+    ):
+        with pytest.raises(ValueError, match=f"^{field}.template_options: the chat template has no option 'thinking'"):
+            check_chat_template(str(folder), config)

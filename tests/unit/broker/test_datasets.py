@@ -240,10 +240,10 @@ async def test_values_that_json_does_not_have_come_as_text(tmp_path):
         ([ROWS[0]], {"type": "parquet"}, "data.path", "not a Parquet file"),
         ('{"prompt": "x", "answer": "y"}'.encode("utf-16"), {}, "data.path", "a UTF-16 file"),
         (b"\x1f\x8b\x08\x00rest", {}, "data.path", "a gzip file"),
-        (b"PAR1rest", {}, "data.path", "a Parquet file, not JSON lines; set data.type = 'parquet'"),
+        (b"PAR1rest", {}, "data.path", "a Parquet file, not JSON lines; set type = 'parquet'"),
         ([FOUR], {"answer_pattern": "#"}, "data.answer_pattern", "match of '#' in its answer, which ends with 'four'"),
         ([FOUR], {"answer_pattern": "(("}, "data.answer_pattern", "is no regular expression: "),
-        ([FOUR], {"answer_pattern": "x", "answer_field": None}, "data.answer_pattern", "needs data.answer_field"),
+        ([FOUR], {"answer_pattern": "x", "answer_field": None}, "data.answer_pattern", "needs answer_field, in"),
     ],
 )
 def test_wrong_file_is_refused_with_field_and_place(tmp_path, rows, options, field, message):

@@ -9,14 +9,17 @@ from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.files import FileDataset
 from tests.world import job_body
 
+QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 PAIR = {"prompt": "2+2?", "response": "4"}
 
 
-def read(folder, row, **data):
+def read(folder, row, learn="answers", **data):
     path = folder / "examples.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    section = {"data": {"type": "jsonl", "path": path.name} | data, "num_rows_per_iteration": 1, "num_iterations": 1}
-    spec = DatasetSpec.of_examples(JobConfig.model_validate(job_body(warm_start=section)))
+    prompts = {"as_chat": data.pop("as_chat", True)}
+    section = {"num_rows_per_iteration": 1, "num_iterations": 1, "learn": learn}
+    section |= {"data": {"type": "jsonl", "path": path.name} | data}
+    spec = DatasetSpec.of_examples(JobConfig.model_validate(job_body(data=prompts, warm_start=section)))
     return [(message.role, message.content) for message in FileDataset(spec.data, spec, folder).item(0).messages]
 
 
@@ -44,13 +47,13 @@ WRONG = [
         {"a": [{"role": "user", "content": "x"}]},
         {"messages_field": "a"},
         "data.messages_field",
-        "ends with a message of the role user, so that there is no answer to learn",
+        "ends with a message of the role 'user', which has no answer",
     ),
     (
         {"a": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]},
         {"messages_field": "a"},
         "data.messages_field",
-        "has an empty answer in message 2",
+        "has an empty answer, number 1 of 1",
     ),
     (
         {"a": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [1]}]},
@@ -58,6 +61,15 @@ WRONG = [
         "data.messages_field",
         "has a message 2 with tool_calls, which the prompt would not show",
     ),
+    ({"a": [ANSWER]}, {"messages_field": "a"}, "data.messages_field", "begins with an answer, and has no prompt"),
+    ({"prompt": [ANSWER, QUESTION], "response": "4"}, {}, "data.prompt_field", "line 1 begins with an answer"),
+    (
+        {"prompt": [QUESTION, ANSWER | {"content": " "}, QUESTION], "response": "4"},
+        {},
+        "data.prompt_field",
+        "has an empty answer, number 1 of 2",
+    ),
+    ({"a": [QUESTION, ANSWER] * 2}, {"messages_field": "a", "as_chat": False}, "data.messages_field", "split the row"),
 ]
 
 
@@ -67,3 +79,12 @@ def test_wrong_rows_are_named(tmp_path, row, data, field, sentence):
         read(tmp_path, row, **data)
     assert refused.value.field == field
     assert sentence in refused.value.message
+    assert "data." not in refused.value.message  # the section may be another one, such as warm_start.held_out.data
+
+
+def test_rows_are_taken_as_the_trainer_takes_them(tmp_path):
+    """Answers that are not learned may be empty, and plain rows are a prompt with its response."""
+    turns = [QUESTION, ANSWER | {"content": ""}, QUESTION, ANSWER]
+    shown = [(turn["role"], turn["content"]) for turn in turns]
+    assert read(tmp_path, {"a": turns}, learn="last_answer", messages_field="a") == shown
+    assert read(tmp_path, PAIR, as_chat=False) == [("user", "2+2?"), ("assistant", "4")]

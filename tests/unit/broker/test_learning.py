@@ -11,7 +11,8 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.contracts.records import EvaluationRecord, Finding, IterationRecord
 from onbeat.contracts.states import EvaluationState, IterationState
-from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of, look_at_young
+from services.broker.doctor.course import NUM_RECENT, Course, best_of
+from services.broker.doctor.learning import findings_of, look_at_young
 from tests.world import job_body
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -279,6 +280,16 @@ def test_groups_that_teach_a_lesser_part_alone_name_the_signal():
     assert not any("leave out" in finding.sentence for finding in findings)
     (note,) = [finding for finding in find(shaped(3, [0.1, 0.2] * 4), reward=PARTS) if finding.key]
     assert (note.key, note.is_problem) == ("objective.signal", False), "the task is learned, too"
+
+
+def test_groups_of_a_source_with_its_own_signal_do_not_count():
+    """Three of four groups are of the source that teaches by its rewards."""
+    file = {"type": "jsonl", "path": "prompts.jsonl"}
+    data = [file | {"name": "a"}, file | {"name": "b", "signal": "part:exact"}]
+    counts = {"source/a/groups": 3.0, "source/b/groups": 1.0}
+    findings = find(shaped(3, [0.0] * 8, **counts), reward=PARTS, data=data)
+    assert problems(findings)["objective.signal"].startswith("in 24 of 24 groups of job-1 no answer is solved")
+    assert "objective.signal" not in problems(find(shaped(2, [0.0] * 8, **counts), reward=PARTS, data=data))
 
 
 @pytest.mark.parametrize(

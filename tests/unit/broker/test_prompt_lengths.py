@@ -58,7 +58,7 @@ def test_too_long_prompts_are_dropped_in_every_epoch(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_prompt_tokens": 100, "on_too_long": "refuse"}, "or set data.on_too_long = 'drop'"),
+        ({"max_prompt_tokens": 100, "on_too_long": "refuse"}, "or set on_too_long = 'drop'"),
         ({"max_prompt_tokens": 2}, "5 of 5 prompts have more than 2 tokens"),
     ],
 )

@@ -234,6 +234,8 @@ def test_evaluations_are_every_so_many_iterations_and_at_the_end(every, num_iter
         ("rollout", {"num_samples_per_prompt": 10**30}, "rollout.num_samples_per_prompt", "or equal to 1024"),
         ("rollout", {"temperature": 0}, "rollout.temperature", "greater than or equal to 0.01"),
         ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
+        ("training", {"max_tokens_per_micro_batch": 0}, "training.max_tokens_per_micro_batch", "equal to 1, got 0"),
+        ("training", {"max_tokens_per_micro_batch": "many"}, "training.max_tokens_per_micro_batch", "got 'many' ("),
         ("schedule", {"mode": "fast"}, "schedule", "has no mode 'fast'; set schedule.mode to one of: "),
         ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
         ("schedule", {"num_iterations": 10**9}, "schedule.num_iterations", "or equal to 1000000"),

@@ -1,18 +1,23 @@
 """The section `[warm_start]` and the objective sft: what is refused in one sentence, and what an iteration is."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.config.explain import explain_errors
+from onbeat.config.storage import ForkConfig
 from onbeat.contracts.records import RowCounts
-from services.broker.admission.review import JobRefused
+from services.broker.admission.review import JobRefused, review_reward, reward_uses, sections_of
 from services.broker.admission.warm_start import count_epochs
 from tests.world import job_body
 
 START = {"data": {"type": "jsonl", "path": "examples.jsonl"}, "num_rows_per_iteration": 4}
 WARM = {"warm_start": START | {"num_iterations": 2}, "schedule": {"num_iterations": 5}}
-SFT = {"objective": {"type": "sft"}, "warm_start": START, "data": None, "reward": None}
+SFT = {"objective": {"type": "sft"}, "warm_start": START, "data": None, "reward": None, "rollout": None}
 SCORED = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "every_iterations": 1}
+SFT_SCORED = SFT | {"evaluation": SCORED, "rollout": {"max_response_tokens": 8, "stop": "\n"}}
 HELD_OUT = {"held_out": {"data": START["data"] | {"template_options": {"a": 1}, "as_chat": False}}}
 REFUSED = [
     ({"objective": {"type": "sft"}}, "warm_start.data: missing; the objective sft learns from examples"),
@@ -67,8 +72,9 @@ REFUSED = [
         SFT | {"training": {"num_updates_per_iteration": 2}},
         "training.num_updates_per_iteration: a supervised iteration is one step",
     ),
+    (SFT | {"rollout": {"stop": "\n"}}, "rollout.max_response_tokens: has no effect with the objective sft"),
     (
-        SFT | {"evaluation": SCORED},
+        SFT_SCORED,
         "evaluation: held-out responses are scored by a reward; add [reward]",
     ),
 ]
@@ -85,8 +91,34 @@ def test_refusals_are_sentences(sections, sentence):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("examples", "field"),
+    [
+        ({"type": "csv"}, "warm_start.data.type"),
+        ({"path": 1}, "warm_start.data.path"),
+        ({"now": "soon"}, "warm_start.data.now"),
+        ({"prompt_feld": "x"}, "warm_start.data.prompt_feld"),
+    ],
+)
+def test_wrong_examples_of_sft_are_reported_once(examples, field):
+    given = body(SFT | {"warm_start": START | {"data": START["data"] | examples}})
+    with pytest.raises(ValidationError) as refused:
+        JobConfig.model_validate(given)
+    errors = [{**error, "loc": ("body", *error["loc"])} for error in refused.value.errors()]
+    assert [blamed for blamed, _ in explain_errors(errors, given)] == [field]
+
+
+def test_every_setting_of_rollouts_is_refused_by_name():
+    given = {"max_response_tokens": 8, "stop": "\n", "truncated": "zero"}
+    with pytest.raises(ValidationError) as refused:
+        JobConfig.model_validate(body(SFT | {"rollout": given}))
+    keys = re.findall(r"(rollout\.\w+): has no effect with the objective sft", str(refused.value))
+    of_the_fixture = ("num_prompts_per_iteration", "num_samples_per_prompt")  # `job_body` has more of one each
+    assert set(keys) == {f"rollout.{key}" for key in (*of_the_fixture, *given)}
+
+
 def test_sft_needs_no_prompts_reward_or_rollout():
-    config = JobConfig.model_validate(body(SFT | {"rollout": None}))
+    config = JobConfig.model_validate(body(SFT))
     assert config.num_supervised == config.schedule.num_iterations == 3
     assert not config.has_rollouts
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
@@ -112,18 +144,29 @@ def test_a_dated_sft_job_is_read_back():
 @pytest.mark.parametrize(
     "sections",
     [
-        {"evaluation": SCORED, "environment": {"name": "guess_number"}},
+        {"environment": {"name": "guess_number"}},
         {
             "evaluation": {
                 "sets": [{"name": "a", "data": SCORED["data"], "environment": {"name": "guess_number"}}],
                 "every_iterations": 1,
             }
         },
-        {"evaluation": SCORED, "reward": {"name": "exact"}},
+        {"reward": {"name": "exact"}},
     ],
 )
 def test_held_out_responses_are_scored_as_in_rl(sections):
-    assert JobConfig.model_validate(body(SFT | sections)).has_rollouts
+    assert JobConfig.model_validate(body(SFT_SCORED | sections)).has_rollouts
+
+
+def test_rewards_of_sft_score_held_out_data_alone():
+    evaluation = {"data": {"type": "reasoning_gym", "task": "chain_sum"}}
+    config = JobConfig.model_validate(
+        body(SFT_SCORED | {"evaluation": evaluation, "reward": {"name": "reasoning_gym"}})
+    )
+    (use,) = reward_uses(config)
+    assert [field for field, _ in use.data] == ["evaluation.data"]
+    assert review_reward(use) == [], "the examples have rows, which this reward cannot score"
+    assert [section.field for section in sections_of(config, [use])] == ["warm_start.data", "evaluation.data"]
 
 
 def test_the_benchmark_of_examples_is_a_job():
@@ -139,6 +182,15 @@ def test_only_the_first_iterations_are_supervised():
     assert first.training.num_updates_per_iteration == 1
     assert third is config
     assert config.decay_ends == [6], "the schedule of the learning rate begins after the warm start"
+
+
+def test_evaluated_versions_are_the_ends_and_every_few():
+    warm = {"warm_start": START | {"num_iterations": 3}, "schedule": {"num_iterations": 7}}
+    config = JobConfig.model_validate(job_body(**warm, evaluation=SCORED | {"every_iterations": 4}))
+    assert [version for version in range(8) if config.is_evaluated(version)] == [0, 3, 4, 7]
+    fork = config.model_copy(update={"fork": ForkConfig(job="parent", iteration=5)})
+    assert fork.is_evaluated(5)
+    assert not JobConfig.model_validate(job_body(**warm)).is_evaluated(0)
 
 
 def test_a_job_without_a_warm_start_has_no_such_key():

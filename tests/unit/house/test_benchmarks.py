@@ -13,7 +13,9 @@ import pytest
 from onbeat.local.redis_choice import RedisServer, Release
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-STARTED_BY_OTHERS = {"trl_baseline", "trl_episodes", "weights_peer"}  # processes of other benchmarks
+STARTED_BY_OTHERS = {  # processes of other benchmarks
+    *("scale_engine", "scale_trainer", "trl_baseline", "trl_episodes", "weights_peer"),
+}
 SCRIPTS = sorted(
     path for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text() and path.stem not in STARTED_BY_OTHERS
 )

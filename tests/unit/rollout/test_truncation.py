@@ -123,6 +123,18 @@ async def test_a_rollout_submits_the_rewards_of_its_job(rule: Rule, rewards: lis
     assert [response.reward for response in group.responses] == rewards
 
 
+async def test_the_penalty_is_that_of_the_limit_of_the_source() -> None:
+    """One token of at most two; the job allows eight."""
+    limits = job(overlong_cache=2).rollout
+    producer = GroupProducer(Filler(), PromptDecoder(tokenizer_of(None)), BusyMeter(), limits)
+    flight = flight_of()
+    rewards = []
+    for limit in (2, 8):
+        flight.claim.task.max_response_tokens = limit
+        rewards.append([response.reward for response in (await producer.produce(flight)).responses])
+    assert rewards == [[0.0, 0.5], [0.0, 1.0]]
+
+
 def job(reward: Any = None, **rollout: Any) -> JobConfig:
     body = job_body()
     return JobConfig.model_validate(
@@ -146,6 +158,8 @@ def test_a_rule_that_is_not_there_is_refused_by_name() -> None:
 
 
 NAMED = [{"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}, "part": "overlong"}]
+FILE = {"type": "jsonl", "path": "prompts.jsonl"}
+SHORT = {"data": [FILE | {"name": "a"}, FILE | {"name": "b", "max_response_tokens": 3}]}
 KL_IN_REWARD = {"type": "grpo", "kl": {"coef": 0.1, "placement": "reward"}}
 
 
@@ -157,6 +171,11 @@ KL_IN_REWARD = {"type": "grpo", "kl": {"coef": 0.1, "placement": "reward"}}
         ({"objective": KL_IN_REWARD}, {"truncated": "mask"}, "mask takes responses .* a KL term in the reward needs"),
         ({"reward": None, "environment": {"name": "game"}}, {"overlong_cache": 4}, "overlong_cache: an episode has"),
         ({}, {"overlong_cache": 9}, "overlong_cache: 9 tokens are more than a response may have; lower it"),
+        (
+            SHORT,
+            {"overlong_cache": 4},
+            r"4 tokens are more than .*; lower it to data.1.max_response_tokens, which is 3",
+        ),
         ({}, {"overlong_penalty": 0.5}, "overlong_penalty: 0.5 has no effect without overlong_cache; set"),
         ({"reward": NAMED}, {"overlong_cache": 4}, "reward.part: overlong is the part of the penalty"),
     ],

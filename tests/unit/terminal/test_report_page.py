@@ -49,6 +49,14 @@ def run_report(job: JobRecord, text: str = "plain") -> RunReport:
     )
 
 
+def test_rows_are_named_only_where_a_trainer_has_chosen_them() -> None:
+    chosen, given = job(max_tokens_per_micro_batch=640), job()
+    assert "rows of 640 tokens" in page_of(run_report(chosen))
+    assert "rows of None" not in page_of(run_report(given))
+    assert make_report(chosen, [])["max_tokens_per_micro_batch"] == 640
+    assert "max_tokens_per_micro_batch" not in make_report(given, [])
+
+
 class Tags(HTMLParser):
     """The names of all tags of a page; each must be closed where it has to be."""
 

@@ -144,3 +144,11 @@ def test_group_reward_compares_the_responses_to_a_row(
     shown = onbeat("reward", "try", str(job), "--set", "reward={name = 'rank'}", "--rows", "1").out
     assert "own answer  '6'\n              reward 0.5\n" in shown
     assert "empty       ''\n              reward 0\n" in shown
+
+
+def test_job_of_examples_has_no_reward_to_try(tmp_path: Path, onbeat: Command) -> None:
+    start = {"data": {"type": "jsonl", "path": "rows.jsonl"}, "num_rows_per_iteration": 1}
+    sft = {"model": {"path": "./mine"}, "objective": {"type": "sft"}, "warm_start": start}
+    (tmp_path / "job.json").write_text(json.dumps(sft | {"schedule": {"num_iterations": 1}}), encoding="utf-8")
+    error = onbeat("reward", "try", str(tmp_path / "job.json"), code=2).err
+    assert "sft learns from examples, which get no reward; to try the rewards of its [evaluation], write a job" in error

@@ -148,7 +148,7 @@ def test_a_teacher_is_planned_with_its_pass(divergence) -> None:
     """The weights are held; its pass is over before that of the policy, but for the states of the full vocabulary."""
     config = config_of(objective={"type": "distill"}, teacher={"path": "t", "divergence": divergence})
     wide = tiny_config(num_hidden_layers=6, hidden_size=256, vocab_size=8192)
-    teacher = empty_teacher(config, tiny_config(hidden_size=512, vocab_size=8192), 8192, is_sharded=False)
+    teacher = empty_teacher(config, tiny_config(hidden_size=512, vocab_size=8192), Passes(), 8192)
     alone, taught = (measure_sizes(config, wide, Passes(), PROMPT, teacher=model) for model in (None, teacher))
     assert taught.num_teacher == sum(parameter.numel() for parameter in teacher.model.parameters()) > 512 * 8192
     logits = 4 * 8192 * 2 * SIZE * RESPONSE  # bytes of the teacher's, and of the slopes
@@ -184,10 +184,11 @@ def test_an_engine_is_planned_with_the_weights_it_packs(dtype, bfloat16, expecte
     assert {name: size / MB for name, size in engine.items() if name not in other} == expected
 
 
-def plan_of(model: Path, folder: Path, *options: str):
+def plan_of(model: Path, folder: Path, *options: str, **sections):
     job = job_body(
         model={"path": str(model), "dtype": "float32", "max_context_tokens": 64},
         data={"type": "reasoning_gym", "task": "chain_sum"},
+        **sections,
     )
     (folder / "job.json").write_text(json.dumps(job))
     return CliRunner().invoke(app, ["plan", "memory", str(folder / "job.json"), *options])
@@ -200,6 +201,40 @@ def test_the_command_shows_every_process(tmp_path: Path) -> None:
     plan = json.loads(shown.stdout)
     assert set(plan) == {"trainer", "rollout", "engine core"}
     assert plan["engine core"]["cache"] > 0
+
+
+AUTO = {"rollout": {"max_response_tokens": 24}, "training": {"max_tokens_per_micro_batch": "auto"}}
+
+
+def test_the_command_plans_the_rows_that_a_trainer_would_choose(tmp_path: Path, monkeypatch) -> None:
+    """Plenty of memory takes a whole iteration: 2 prompts of 40 tokens with 2 responses of 24."""
+    tiny_config().save_pretrained(tmp_path / "model")
+    model, prompt = tmp_path / "model", ("--prompt-tokens", "40")
+    much, exact = (json.loads(plan_of(model, tmp_path, *prompt, "--json", **more).stdout) for more in (AUTO, {}))
+    assert much.pop("max_tokens_per_micro_batch") == 2 * (40 + 2 * 24)
+    assert much.keys() == exact.keys()
+    assert (
+        "planned with rows of 176 tokens, what auto would choose here"
+        in plan_of(model, tmp_path, *prompt, **AUTO).stdout
+    )
+    gpu = plan_of(model, tmp_path, *prompt, "--gpu", **AUTO).stdout
+    assert "planned with rows of 176 tokens, a whole iteration: what fits on the GPU is not known" in gpu
+
+
+def test_less_memory_plans_shorter_rows(tmp_path: Path) -> None:
+    rollout = {"num_prompts_per_iteration": 512, "num_samples_per_prompt": SIZE, "max_response_tokens": RESPONSE}
+    config = config_of(rollout=rollout)
+    config = config.model_copy(update={"training": job_config(training=AUTO["training"]).training})
+    request = {"num_ranks": 1, "is_on_host": True, "prompt_tokens": PROMPT}
+    plans = [
+        memory_plan.plan(config, tiny_config(), request | {"available_bytes": size})
+        for size in (600 * MB, 1100 * MB, 100_000 * MB, None)
+    ]
+    least, some, most, unknown = (answer["row_tokens"] for answer in plans)
+    assert least == 512 < some < most == unknown == 512 * (PROMPT + SIZE * RESPONSE)
+    assert sum(plans[1]["parts"]["host"].values()) <= 600 * MB  # half a GB is kept
+    given = memory_plan.plan(config.with_row_tokens(some), tiny_config(), request | {"available_bytes": None})
+    assert given["row_tokens"] == some
 
 
 def test_the_command_plans_sharded_passes_of_several_ranks(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.objectives import BUILT_IN
+from onbeat.objectives import BUILT_IN, INSTALLED
 from onbeat.streams.codec import GroupFailure, Response, RolloutGroup
 from onbeat.streams.signal import Signal
 from services.trainer.batch import compared, cost, does_count
+from services.trainer.stats import IterationStats
 from tests.trainer_fixtures import REWARDED, job_config, make_group, open_update, train
 
 RIGHT = Signal("part:right")
@@ -143,9 +144,11 @@ def test_a_failed_group_has_no_signal(rule):
     assert not Signal(rule).is_in(RolloutGroup(failure=GroupFailure(kind="reward_failed")))
 
 
-def test_signal_of_an_older_record_is_the_reward():
+def test_signal_of_an_older_record_is_the_reward(monkeypatch):
     assert Signal.of_record({"objective": {"type": "grpo"}}) == Signal()
     assert Signal.of_record({"objective": {"type": "own", "signal": 0.5}, "solved_at": 2.0}) == Signal("reward", 2.0)
+    monkeypatch.setitem(INSTALLED, "own", BUILT_IN["distill"])  # as a class of a package that needs no reward
+    assert Signal.of_record({"objective": {"type": "own"}}).rule == "teacher"
     recorded = {"objective": {"signal": "part:right"}, "solved_at": 0.5}
     assert Signal.of_record(recorded) == Signal("part:right", 0.5)
 
@@ -210,3 +213,13 @@ def test_unsolved_groups_are_counted_with_their_parts(tmp_path):
     assert metrics["rollout/mixed_unsolved_groups"] == 1
     assert metrics["rollout/mixed_unsolved_short"] == 1
     assert "rollout/mixed_unsolved_right" not in metrics
+
+
+def test_unsolved_groups_of_another_rule_are_not_counted():
+    """The source easy teaches by one part, so that its rewards say nothing."""
+    signal = Signal.of(with_sources(config_of("reward"), {"signal": "part:right"}, {}))
+    stats = IterationStats(policy_version=0, signal=signal)
+    for group, source in zip((groups_of(0)[0], groups_of(1)[0]), ("easy", "hard"), strict=True):
+        group.source = source
+        stats.add_group(group, is_trained=True)
+    assert stats.sums["rollout/mixed_unsolved_groups"] == stats.sums["unsolved/short"] == 1

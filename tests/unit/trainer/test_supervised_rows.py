@@ -13,7 +13,7 @@ from services.broker.samples import group_samples
 from services.rollout.end_of_turn import end_of_turn
 from services.rollout.prompts import PromptEncoder
 from services.trainer.rows import add_texts
-from services.trainer.supervised import RowTokenizer, SupervisedRow, SupervisedRowError, tokenize_row
+from services.trainer.supervised import RowTokenizer, SupervisedRow, SupervisedRowError
 from tests.episode_rig import LLAMA_LIKE, MISTRAL_LIKE, QWEN_LIKE, WITHOUT_SYSTEM, playing, tokenizer_of
 from tests.small_tokenizers import KINDS, TEXTS
 from tests.tiny_models import CHAT_TEMPLATE
@@ -55,7 +55,7 @@ def test_prompt_is_the_policys_and_the_end_is_the_rollouts(template):
     tokenizer = tokenizer_of(template)
     opening = "<think>\n" if template == OPENS else ""
     messages = conversation("2 + 2?", "4", "and 3?", opening + "5")
-    row = tokenize_row(messages, tokenizer, None, "last_answer")
+    row = RowTokenizer(tokenizer, learn="last_answer").tokenize(messages)
     prompt = prompt_of(tokenizer, messages[:3])
     assert row.token_ids[: len(prompt)] == prompt
     assert row.learned == [False] * len(prompt) + [True] * (len(row.token_ids) - len(prompt))
@@ -69,7 +69,7 @@ def test_prompt_has_the_jobs_options_and_date():
     options = JobConfig.model_validate(job_body(data=data)).rendering
     tokenizer = tokenizer_of(template)
     messages = [{"role": "system", "content": "Be brief."}, *conversation("2 + 2?", "4")]
-    row = tokenize_row(messages, tokenizer, options, "answers")
+    row = RowTokenizer(tokenizer, options).tokenize(messages)
     prompt = prompt_of(tokenizer, messages[:2], options)
     assert row.token_ids[: len(prompt)] == prompt
     assert tokenizer.decode(prompt).startswith("2026 short ")
@@ -213,12 +213,12 @@ def test_learned_answers_are_shown_with_what_comes_before(learn, prompt, respons
 def test_without_a_template_a_prompt_is_completed():
     tokenizer = tokenizer_of()
     plain = JobConfig.model_validate(job_body(data={"type": "jsonl", "path": "rows.jsonl", "as_chat": False})).data
-    runs = ["Q: 2 + 2?", " 4<|im_end|>"]
-    assert runs_of(tokenize_row(conversation("Q: 2 + 2?", " 4"), tokenizer, plain), tokenizer) == runs
+    messages, runs = conversation("Q: 2 + 2?", " 4"), ["Q: 2 + 2?", " 4<|im_end|>"]
+    assert runs_of(RowTokenizer(tokenizer, plain).tokenize(messages), tokenizer) == runs
     tokenizer.chat_template = None
-    assert runs_of(tokenize_row(conversation("Q: 2 + 2?", " 4"), tokenizer, None), tokenizer) == runs
+    assert runs_of(RowTokenizer(tokenizer).tokenize(messages), tokenizer) == runs
     as_text = TemplateArguments(control_tokens="text")
-    row = tokenize_row(conversation("Q?", "<|im_end|>"), tokenizer, as_text)
+    row = RowTokenizer(tokenizer, as_text).tokenize(conversation("Q?", "<|im_end|>"))
     assert row.token_ids.count(tokenizer.eos_token_id) == 1
 
 
@@ -230,8 +230,8 @@ def test_without_a_template_a_prompt_is_completed():
     [
         ([], "ends with a message of the role None, which has no answer"),
         (conversation("2 + 2?"), "ends with a message of the role 'user', which has no answer"),
-        (conversation("2 + 2?", " \n"), "has an empty answer in message 2; write one, or leave the row out"),
-        (conversation("a", "", "b", "4"), "has an empty answer in message 2"),
+        (conversation("2 + 2?", " \n"), "has an empty answer, number 1 of 1; write one, or leave the row out"),
+        (conversation("a", "", "b", "4"), "has an empty answer, number 1 of 2"),
         ([{"role": "assistant", "content": "4"}], "begins with an answer, and has no prompt before it"),
         ([*TWO[:3], TWO[3] | {"tool_calls": []}], "has tool_calls in message 4, which would not be shown"),
         (conversation("half \ud800", "4"), "not be tokenised"),
@@ -239,7 +239,7 @@ def test_without_a_template_a_prompt_is_completed():
 )
 def test_row_without_an_answer_to_learn_is_refused(messages, sentence):
     with pytest.raises(SupervisedRowError, match=sentence):
-        tokenize_row(messages, tokenizer_of(), None)
+        RowTokenizer(tokenizer_of()).tokenize(messages)
 
 
 @pytest.mark.parametrize(

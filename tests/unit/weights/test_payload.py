@@ -308,6 +308,23 @@ def test_snapshots_are_the_same_with_any_number_of_threads(num_cores, monkeypatc
     assert snapshot.delta.slices(0, alone.delta.plan.size_bytes) == alone.delta.slices(0, alone.delta.plan.size_bytes)
 
 
+def test_thread_that_finishes_encodes_what_others_have_not_begun(monkeypatch):
+    encoded_here, encode = threading.Event(), SnapshotWriter._encode
+
+    def encode_late(writer, *args):
+        if threading.current_thread() is threading.main_thread():
+            encoded_here.set()
+        else:
+            assert encoded_here.wait(5)
+        return encode(writer, *args)
+
+    monkeypatch.setattr(store, "available_cores", lambda: [0])
+    live = {f"{name}{layer}": tensor for layer in range(3) for name, tensor in weights(layer).items()}
+    alone = take_snapshot(1, live.items())
+    monkeypatch.setattr(SnapshotWriter, "_encode", encode_late)
+    assert take_snapshot(1, live.items()).manifest == alone.manifest
+
+
 def test_versions_from_a_device_use_the_memory_of_older_ones():
     class OnDevice(torch.Tensor):
         """A tensor that says that it is on a GPU."""
