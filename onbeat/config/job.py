@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from onbeat.config.data import KEYS_OF_SEVERAL, DataConfig
 from onbeat.config.evaluation import HeldOutSet
@@ -253,7 +253,10 @@ class JobConfig(JobSections):
         return self.schedule.max_staleness if isinstance(self.schedule, BoundedSchedule) else 0
 
     @model_validator(mode="after")
-    def check(self) -> "JobConfig":
+    def check(self, info: ValidationInfo) -> "JobConfig":
+        """Refuse what does not go together. A stored job passed the checks of the build that accepted it."""
+        if info.context == IS_ACCEPTED:
+            return self
         if problems := list(dict.fromkeys(problems_of(self))):
             raise ValueError("\n".join(problems))
         return self

@@ -39,6 +39,11 @@ class JobPrompts:
         outcomes decide on prompts, they are not known yet."""
         for old in [number for number in self._prepared if number < iteration - 1]:
             self._prepared.pop(old).cancel()
+        self._begin(config, iteration)
+        if config.is_supervised(iteration):  # the first prompts, too, which may take long to read for the first time
+            self._begin(config, config.first_generated)
+
+    def _begin(self, config: JobConfig, iteration: int) -> None:
         if config.chooses_prompts and not config.is_supervised(iteration):
             return
         if iteration not in self._prepared and iteration < config.schedule.num_iterations:

@@ -4,7 +4,8 @@
     a row      = as many tokens, in steps of 64, as a pass has memory for
 
 It is never longer than a rank's share of an update, since a row holds nothing else, and never shorter than the longest
-response needs behind its prompt, which cannot be split. An example that is longer is a row by itself.
+response needs behind its prompt, which cannot be split. An example or an episode, whose length is not known beforehand,
+is a row by itself where it is longer.
 """
 
 import functools
@@ -48,11 +49,13 @@ def bounds_of(config: JobConfig, prompt_tokens: int | None, model: Mapping[str, 
 
 
 def generated_bounds(config: JobConfig, prompt_tokens: int | None, context: int, num_ranks: int) -> Bounds:
-    longest = context if any(config.environments_by_source.values()) else config.longest_response
+    num_samples, is_played = config.rollout.num_samples_per_prompt, any(config.environments_by_source.values())
+    longest = context if is_played else config.longest_response
     prompt = max(1, context - longest) if prompt_tokens is None else prompt_tokens
-    response = max(1, min(longest, context - prompt))
-    group = prompt + config.rollout.num_samples_per_prompt * response
-    part = group if config.objective.needs_whole_group else prompt + response
+    group = prompt + num_samples * max(1, min(longest, context - prompt))
+    known_prompt = prompt_tokens or 0
+    known_response = 0 if is_played else min(longest, context - known_prompt)
+    part = known_prompt + known_response * (num_samples if config.objective.needs_whole_group else 1)
     num_prompts = config.rollout.num_reserved_prompts
     most = min(MOST_TOKENS, -(-num_prompts // (config.training.num_updates_per_iteration * num_ranks)) * group)
     return Bounds(min(most, max(LEAST_TOKENS, part)), most)
@@ -82,15 +85,16 @@ def longest_row(bytes_of_row: BytesOfRow, limit_bytes: int, bounds: Bounds) -> i
     return low
 
 
-def beyond_counted(count: BytesOfRow) -> BytesOfRow:
-    """Return a function that counts each row once, and takes a longer one than LONGEST_COUNTED for as many of those.
+def beyond_counted(count: BytesOfRow, least: int) -> BytesOfRow:
+    """Return a function that counts each row once, and takes a long one for as many of the longest that is counted: of
+    LONGEST_COUNTED tokens, or of `least`, as shorter rows hold one response, too, and so as much.
 
     That is more than it takes, by what does not grow with a row.
     """
-    counted = functools.cache(count)
+    counted, most_counted = functools.cache(count), max(LONGEST_COUNTED, least)
 
     def bytes_of_row(num_tokens: int) -> int:
-        longest = min(num_tokens, LONGEST_COUNTED)
+        longest = min(num_tokens, most_counted)
         return counted(longest) * num_tokens // longest
 
     return bytes_of_row

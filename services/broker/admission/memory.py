@@ -12,6 +12,10 @@ from onbeat.process.children import ChildDied, ChildProcess
 PLAN_S = 60.0  # time for a program to start, import PyTorch and build the model without its weights
 GB = 1e9
 USUAL_PROMPT_TOKENS = 128  # if the prompts could not be counted
+BY_MEMORY = (
+    "memory is not predicted here, as max_tokens_per_micro_batch = 'auto' takes rows as long as the trainer's memory "
+    "allows: `onbeat plan memory` on its machine says how long, and has the parts"
+)
 NO_TORCH = (
     "memory is not predicted where the broker runs, since PyTorch is not installed there: use `onbeat plan memory`"
 )
@@ -24,6 +28,8 @@ async def describe_memory(config: JobConfig, prompt_tokens: int | None) -> str:
     """
     if importlib.util.find_spec("torch") is None:
         return NO_TORCH
+    if config.training.max_tokens_per_micro_batch == "auto":
+        return BY_MEMORY
     job = config.model_dump(mode="json")
     job["model"]["dtype"] = planned_dtype(config.model.dtype, read_processor().bfloat16 == "native")
     try:
@@ -35,11 +41,8 @@ async def describe_memory(config: JobConfig, prompt_tokens: int | None) -> str:
         return f"memory is not predicted: the plan took longer than {PLAN_S:g} s; use `onbeat plan memory`"
     peaks = {"trainer": trainer["parts"]["host"]} | rollout
     words = ", ".join(f"{name} {sum(parts.values()) / GB:.1f} GB" for name, parts in peaks.items())
-    is_auto = config.training.max_tokens_per_micro_batch == "auto"
-    rows = f", with a whole iteration in a row of {trainer['row_tokens']:,} tokens, or less where less is free"
     return (
-        f"memory at the peak on a CPU, if all responses reach their limit: {words}{rows if is_auto else ''} (`onbeat "
-        "plan memory` has the parts)"
+        f"memory at the peak on a CPU, if all responses reach their limit: {words} (`onbeat plan memory` has the parts)"
     )
 
 

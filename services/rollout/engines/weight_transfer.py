@@ -57,7 +57,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         pass
 
     def start_weight_update(self) -> None:
-        self.finish_weight_update()  # closes an update that failed half way, if there is one
+        self._close()  # an update that failed half way, if there is one
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         tensors = self._open(update_info.weights_file)
@@ -85,14 +85,21 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def finish_weight_update(self) -> None:
         if self._file is None:
             return
+        _, file = self._file
+        self._close()
+        assert self._linears is not None
+        self._linears.learn(self._loaded, file.get_tensor)
+
+    def _close(self) -> None:
+        """Put the layers back together. The file of an update that failed may have other bytes by now."""
+        if self._file is None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         for method, kernel in self._expert_kernels.items():
             if method.moe_kernel is None:  # the weights of these experts did not arrive, so they are packed as before
                 method.moe_kernel = kernel
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._share_packed_embedding()
-        assert self._linears is not None
-        self._linears.learn(self._loaded, self._file[1].get_tensor)
         self._file = None
         give_back_if_scarce()  # memory of the load, and at first of vLLM's start
 

@@ -38,7 +38,7 @@ from services.trainer.row_tokens import BytesOfRow, beyond_counted, bounds_of, l
 from services.trainer.world import World
 
 GB = 1e9
-PLAN_S = 60.0  # limit of the program that plans an engine
+PLAN_S = 300.0  # limit of the program that plans an engine, on a machine where another one may be starting
 REMEDY = "give training.max_tokens_per_micro_batch a number in a new job"
 
 
@@ -71,7 +71,7 @@ def row_for(
     world = policy.world
     placement = Placement(world.size if policy.is_sharded else 1, world.device.type == "cpu")
     bounds = bounds_of(config, prompt_tokens, policy.model.config.to_dict(), world.size)
-    bytes_of_row = passes_of(config, policy, prompt_tokens or 1, placement)
+    bytes_of_row = passes_of(config, policy, prompt_tokens or 1, placement, bounds.least)
     to_come = still_to_come(config, policy, placement)
     limit_bytes = available_bytes - reserve_of(available_bytes) - to_come - for_engines
     num_tokens = longest_row(bytes_of_row, limit_bytes, bounds)
@@ -80,7 +80,7 @@ def row_for(
     for_others = f", engines that are still to start take {for_engines / GB:.1f} GB" if for_engines else ""
     reason = (
         f"rows of up to {num_tokens} tokens{kind}: {available_bytes / GB:.1f} GB of memory are free, the pass over one "
-        f"takes {row_bytes / GB:.1f} GB, gradients, optimizer and versions take {to_come / GB:.1f} GB more{for_others}"
+        f"takes {row_bytes / GB:.1f} GB, gradients, optimizer and versions up to {to_come / GB:.1f} GB more{for_others}"
     )
     if row_bytes > limit_bytes:
         reason += "; that may be too much: set training.has_gradient_checkpointing, or train with [lora]"
@@ -99,7 +99,8 @@ def read_available(world: World) -> int:
 
 
 def still_to_come(config: JobConfig, policy: Policy, placement: Placement) -> int:
-    """Return the bytes that this trainer will hold during later passes, besides a row's, and does not hold yet.
+    """Return the bytes that this trainer will hold during later passes, besides a row's, and does not hold yet; some of
+    the versions may be there already.
 
     AdamW makes its moments in its first step, and the last gradient is kept after it; a checkpoint brings both.
     """
@@ -113,8 +114,9 @@ def still_to_come(config: JobConfig, policy: Policy, placement: Placement) -> in
     return to_come
 
 
-def passes_of(config: JobConfig, policy: Policy, prompt_tokens: int, placement: Placement) -> BytesOfRow:
-    """Return the function that counts the bytes of a pass over the longest row, on models without memory."""
+def passes_of(config: JobConfig, policy: Policy, prompt_tokens: int, placement: Placement, least: int) -> BytesOfRow:
+    """Return the function that counts the bytes of a pass over the longest row, on models without memory. `least`: the
+    tokens of the shortest row."""
     teacher = policy.teacher
     with torch.random.fork_rng(devices=[]):
         model = empty_model(config, copy.deepcopy(policy.model.config), policy.model.passes)
@@ -127,7 +129,7 @@ def passes_of(config: JobConfig, policy: Policy, prompt_tokens: int, placement: 
         pass_bytes = count_pass(model, rows, prompt_tokens, placement.num_ranks > 1, teacher)
         return pass_parts(config, Sizes.of(model, pass_bytes), placement)["activations"]
 
-    return beyond_counted(count)
+    return beyond_counted(count, least)
 
 
 def engine_bytes(config: JobConfig, policy: Policy) -> int:
@@ -137,7 +139,10 @@ def engine_bytes(config: JobConfig, policy: Policy) -> int:
     request = rollout_request(config.model_dump(mode="json"), trainer, bool(config.environments))
     given = json.dumps(request, default=str)
     command = command_of("services.rollout.memory_plan", "/dev/stdin")
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=PLAN_S, check=False)
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=PLAN_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"the memory of an engine was not planned within {PLAN_S:g} s; {REMEDY}") from error
     if done.returncode != 0:
         raise ValueError(f"the memory of an engine cannot be planned ({last_words(done.stderr)}); {REMEDY}")
     return sum(sum(parts.values()) for parts in json.loads(done.stdout).values())

@@ -43,9 +43,9 @@ async def test_rows_are_read_before_they_are_taken():
     prompts, config = prompts_of(reader)
     prompts.prepare(config, 1)
     await asyncio.sleep(0)
-    assert reader.reads == [("examples.jsonl", 3)]
+    assert reader.reads == [("examples.jsonl", 3), ("prompts.jsonl", 4)]  # and the first prompts behind the rows
     contents = await prompts.take(config, 1)
-    assert len(reader.reads) == 1
+    assert len(reader.reads) == 2
     assert (len(contents.rows), contents.tasks, contents.held_out) == (3, (), [])
 
 
@@ -66,7 +66,7 @@ async def test_reading_that_failed_ahead_is_tried_again(iteration, field):
     prompts, config = prompts_of(Reader(num_failures=1))
     contents = await prompts.take(config, iteration)
     assert contents.rows or contents.tasks
-    prompts, config = prompts_of(Reader(num_failures=2))
+    prompts, config = prompts_of(Reader(num_failures=9))
     with pytest.raises(DatasetError) as refused:
         await prompts.take(config, iteration)
     assert refused.value.field == field

@@ -1,5 +1,6 @@
 """The section `[warm_start]` and the objective sft: what is refused in one sentence, and what an iteration is."""
 
+import json
 import re
 
 import pytest
@@ -208,3 +209,12 @@ def test_epochs_become_iterations_by_the_rows():
         JobRefused, match=r"1\.5 epochs of 10 rows are 4 supervised iterations, and the job has 4 in all"
     ):
         count_epochs(shorter, rows)
+
+
+def test_a_stored_job_of_a_build_that_accepted_it_is_read():
+    """A later build may refuse what had no effect; a job that runs goes on."""
+    stored = JobConfig.model_validate(body(SFT)).model_dump(mode="json")
+    stored["rollout"]["temperature"] = 0.7
+    with pytest.raises(ValidationError, match=r"rollout\.temperature: has no effect with the objective sft"):
+        JobConfig.model_validate(stored)
+    assert JobConfig.of_job({"config": json.dumps(stored)}).rollout.temperature == 0.7

@@ -1,14 +1,15 @@
 """`training.max_tokens_per_micro_batch = "auto"`: the rule, and the real loop with the number that is chosen."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onbeat.contracts.errors import LeaseLost
 from services.trainer.job import row_tokens
-from services.trainer.job.row_tokens import choose_row_tokens, row_for, still_to_come
-from services.trainer.memory_plan import DELTAS, Placement
+from services.trainer.job.row_tokens import choose_row_tokens, passes_of, row_for, still_to_come
+from services.trainer.memory_plan import DELTAS, Placement, Sizes, count_pass, empty_model, pass_parts
 from services.trainer.policy import Policy
 from services.trainer.row_tokens import (
     LEAST_RESERVE,
@@ -99,9 +100,12 @@ def test_a_row_is_no_longer_than_a_share_of_an_update(sections, num_ranks, least
 
 def test_episodes_and_unknown_prompts_may_fill_the_context():
     played = job_config(environment={"name": "x"}, reward=None, training=AUTO)
-    assert bounds_of(played, 40, {"max_position_embeddings": 1000}).most == 4 * (40 + 3 * 960)
+    assert bounds_of(played, 40, {"max_position_embeddings": 1000}) == Bounds(512, 4 * (40 + 3 * 960))
     config = job_config(rollout={"max_response_tokens": 300}, training=AUTO)
-    assert bounds_of(config, None, {"max_position_embeddings": 1000}).most == 4 * (700 + 3 * 300)
+    assert bounds_of(config, None, {"max_position_embeddings": 1000}) == Bounds(512, 4 * (700 + 3 * 300))
+    long = {"max_position_embeddings": 131_072}
+    start = job_config(rollout={"max_response_tokens": 300}, training=AUTO, warm_start=START)
+    assert [bounds_of(job, None, long).least for job in (played, config, start)] == [512, 512, 512]
 
 
 def test_the_reserve_is_a_fifth_and_half_a_gb_at_least():
@@ -125,7 +129,7 @@ def test_too_little_memory_gives_the_least_and_much_the_most():
 
 def test_long_rows_are_not_counted_but_follow_from_shorter_ones():
     counted = []
-    bytes_of_row = beyond_counted(lambda n: counted.append(n) or 7 * MB + n * 1000)
+    bytes_of_row = beyond_counted(lambda n: counted.append(n) or 7 * MB + n * 1000, 512)
     assert bytes_of_row(1000) == bytes_of_row(1000) == 8 * MB
     assert bytes_of_row(LONGEST_COUNTED * 10) == 70 * MB + LONGEST_COUNTED * 10_000
     assert sorted(counted) == [1000, LONGEST_COUNTED]
@@ -233,9 +237,19 @@ def test_the_rank_with_the_least_memory_decides(here_mb, there_mb, monkeypatch):
     assert choose_row_tokens(WaitingJob(config, []), config, policy, 40).training.row_tokens == expected
 
 
-def test_ranks_of_a_machine_share_what_it_has():
-    alone, shared = (row_tokens.read_available(World(local_size=size)) for size in (1, 4))
-    assert shared == pytest.approx(alone / 4, rel=0.2)
+def test_ranks_of_a_machine_share_what_it_has(monkeypatch):
+    monkeypatch.setattr(row_tokens, "read_memory", lambda: SimpleNamespace(available_bytes=4_000 * MB))
+    assert [row_tokens.read_available(World(local_size=size)) for size in (1, 4)] == [4_000 * MB, 1_000 * MB]
+
+
+def test_a_row_with_one_long_response_is_counted_as_it_is():
+    """Shorter rows hold that response, too: what one of them takes is not that of so few tokens."""
+    config = job_config(training=AUTO, rollout={"max_response_tokens": 2 * LONGEST_COUNTED})
+    policy, least = Policy.create(model_of(config), config), 40 + 2 * LONGEST_COUNTED
+    counted = passes_of(config, policy, 40, Placement(), least)
+    model = empty_model(config, policy.model.config, policy.model.passes)
+    sizes = Sizes.of(model, count_pass(model, config.with_row_tokens(least), 40, False, None))
+    assert counted(least) == pass_parts(config, sizes, Placement())["activations"]
 
 
 def test_random_numbers_of_the_training_stay_as_they_were():
