@@ -135,13 +135,14 @@ async def test_rows_come_first_and_then_prompts(broker, ledger, world):
 
 @pytest.mark.usefixtures("examples")
 async def test_rows_are_read_before_they_are_due(ledger, world, tmp_path):
-    """The first ones before a trainer comes; the next ones once these are open, so that their file may go."""
+    """The first ones before a trainer comes, and with them the first prompts; the next ones once these are open, so
+    that their file may go."""
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
     start = {"data": EXAMPLES, "num_rows_per_iteration": 2, "num_iterations": 2}
     job_id = await world.create_job(warm_start=start)
     watcher = JobWatcher(ledger, process, job_id)
     await watcher.step()
-    assert list(watcher._prompts._prepared) == [0]
+    assert list(watcher._prompts._prepared) == [0, 2]
     epoch = await world.start_training(job_id)
     await watcher.step()
     await watcher._prompts._prepared[1]
