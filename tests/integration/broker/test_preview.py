@@ -117,7 +117,7 @@ async def test_memory_is_what_the_command_predicts(broker, model):
     assert answer["notes"][-1].startswith(f"memory at the peak on a CPU, if all responses reach their limit: {words} (")
 
 
-async def test_memory_of_rows_by_memory_depends_on_the_trainers_machine(broker, model):
+async def test_memory_of_rows_by_memory_depends_on_the_trainer(broker, model):
     answer = await ask(broker, model, 1, training={"max_tokens_per_micro_batch": "auto"})
     assert answer["notes"][-1] == BY_MEMORY
 

@@ -10,7 +10,7 @@ from services.trainer.model.optimizer import MasterAdamW
 from tests.trainer_fixtures import tiny_model
 
 CONFIG = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-TOKENS = 37.0  # what the sums are divided by
+TOKENS = 37.0  # the divisor of the sums
 
 
 def random_sums(optimizer, seed):
