@@ -365,10 +365,9 @@ def plan(config: JobConfig, model_config: Any, request: dict[str, Any]) -> dict[
     def count(num_tokens: int) -> int:
         return count_pass(model, config.with_row_tokens(num_tokens), prompt_tokens, is_sharded, teacher)
 
-    row_tokens, bytes_of_row = config.training.max_tokens_per_micro_batch, count
+    row_tokens = config.training.max_tokens_per_micro_batch
     bounds = bounds_of(config, prompt_tokens, model_config.to_dict(), placement.num_ranks)
-    if row_tokens == "auto":
-        bytes_of_row = beyond_counted(count, bounds.least)
+    bytes_of_row = beyond_counted(count, bounds.least) if row_tokens == "auto" else count
 
     def sizes_of_row(num_tokens: int) -> Sizes:
         return Sizes.of(model, bytes_of_row(num_tokens), teacher)
