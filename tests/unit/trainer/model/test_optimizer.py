@@ -68,6 +68,6 @@ def test_dropped_gradients_leave_nothing_to_the_next_ones():
     optimizer.rescale(TOKENS)
     optimizer.clip()
     optimizer.drop_gradients()
-    sums = random_sums(optimizer, seed=1)
-    for name, gradient in optimizer.gradients().items():
-        assert torch.equal(gradient.double(), sums[name])
+    for master in optimizer.masters.values():
+        master.grad = torch.ones_like(master)  # as a pass adds it, without a call of `gradients`
+    assert all(gradient.eq(1.0).all() for gradient in optimizer.gradients().values())
