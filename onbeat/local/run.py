@@ -228,8 +228,9 @@ def terminations_as_interrupts() -> Iterator[None]:
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # commands in a script's background ignore Ctrl-C
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
+            interrupt_between_callbacks()
+        else:
+            signal.raise_signal(signal.SIGINT)
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
@@ -239,6 +240,23 @@ def terminations_as_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt_between_callbacks() -> None:
+    """Raise KeyboardInterrupt, in an event loop only between two callbacks: inside one it could leave a lock taken.
+
+    `Popen.poll` has such a lock. While it is taken a process seems to run on, and `Popen.wait` never returns.
+    """
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # none runs
+        interrupt()
+    else:
+        loop.call_soon_threadsafe(interrupt)  # this wakes the loop, too
 
 
 def is_same(job: JobRecord, config: JobConfig) -> bool:

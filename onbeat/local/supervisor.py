@@ -25,6 +25,7 @@ HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a 
 TAIL_LINES = 20
 OOM_S = 15.0  # a service is killed for want of memory this long before its guard is gone, at most
 KILLED = 128 + signal.SIGKILL  # exit code of a guard whose service was killed so
+KILL_S = 5.0  # time for the kernel to end a killed process
 GUARD_S = 7.0  # time for a guard to kill the remaining processes of its service
 # Variables with these prefixes are not inherited: the shell may have them for services elsewhere.
 NOT_INHERITED = (
@@ -99,7 +100,8 @@ class Service:
     def kill_group(self) -> None:
         """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
         kill_group(self.guard.pid)
-        self.guard.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that waits for a disk, or Ctrl-C inside `poll`
+            self.guard.wait(KILL_S)
 
     def schedule_restart(self) -> bool:
         """Schedule a restart after a growing delay. Return False when the service has died too often."""

@@ -172,6 +172,25 @@ def test_interrupted_run_pauses_the_job_and_leaves_nothing(
     assert processes_of(data_dir) == []
 
 
+def test_termination_lets_the_running_callback_end() -> None:
+    """A KeyboardInterrupt in the middle of `Popen.poll` had left its lock taken, and the run never ended."""
+    steps = []
+
+    async def be_terminated() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        steps.append("the callback ends")
+        await asyncio.sleep(60)
+        steps.append("the wait goes on")
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
+    try:
+        with terminations_as_interrupts(), pytest.raises(KeyboardInterrupt):
+            asyncio.run(be_terminated())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == ["the callback ends"]
+
+
 def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], job_file: str, data_dir: Path) -> None:
     process = start([*cli, "run", job_file], data_dir, SCRIPTED_STEP_S="60", STAND_IN_IS_DEAF="1")
     wait_for_job(process)
