@@ -138,7 +138,8 @@ def plan_of(options: StackOptions) -> CorePlan:
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
-    """Return the broker, then trainer and rollouts. All they know comes from these environment variables."""
+    """Return the broker, trainer and rollouts. All they know comes from these environment variables. They need Redis,
+    but none of them another one for its start, most of which is importing."""
     plan = plan_of(options)
     trainer_devices, rollout_devices = device_environments(os.environ, options.num_rollouts)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}

@@ -48,7 +48,7 @@ class StackFailed(OnbeatError):
 class ServiceSpec:
     name: str
     command: Sequence[str]
-    wave: int  # started in ascending order, each wave ready before the next
+    wave: int  # stopped in descending order
     env: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = 10.0
     missing: Callable[[], str] = lambda: ""  # the part that is still missing for readiness; "" when it is ready
@@ -120,7 +120,8 @@ class Service:
 
 
 class Supervisor:
-    """A supervisor of services: call `start` once, `check` about every second, and `stop` in any case.
+    """A supervisor of services: call `start` for those that start together, `check` about every second, and `stop` in
+    any case.
 
     Guards keep `held_fds` open: a lock among them stays taken until the last child is gone, even if we are killed.
     Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts. `on_end`
@@ -143,11 +144,9 @@ class Supervisor:
         self.services: list[Service] = []
 
     def start(self, specs: Sequence[ServiceSpec]) -> None:
-        """Start the services, wave by wave. Raises StackFailed when a service dies or is not ready in time."""
-        for wave in sorted({spec.wave for spec in specs}):
-            started = [self._launch(spec) for spec in specs if spec.wave == wave]
-            for service in started:
-                wait_until_ready(service)
+        """Start the services together. Raises StackFailed when one of them dies or is not ready in time."""
+        for service in [self._launch(spec) for spec in specs]:
+            wait_until_ready(service)
 
     def _launch(self, spec: ServiceSpec) -> Service:
         log_path = self._log_dir / f"{spec.name}.log"

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import closing, nullcontext
+from types import ModuleType
 
 from onbeat.process.extras import require_extra
 
@@ -124,6 +125,7 @@ def serve(
         claimed = background.run(claim_next(settings, ledger, hardware)) if world.is_main else None
         message = world.broadcast_bytes(json.dumps(claimed).encode())
         if (claimed := json.loads(message)) is None:
+            import_session()  # while there is nothing to do
             continue
         job_id, epoch, fields = claimed
         config = JobConfig.of_job({"config": fields})
@@ -206,16 +208,25 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
                 await ledger.lists.remove(job_id, pool)
 
 
+def import_session() -> ModuleType:
+    """Import what trains a job, which takes seconds the first time."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    from services.trainer import session
+
+    return session
+
+
 def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState | None, str]:
     """Run the job. Returns its final state and the reason; the state is None if another trainer is to continue it."""
+    session = import_session()
     from services.trainer.attention import PLANNERS
     from services.trainer.attention.npu import plan_npu
-    from services.trainer.session import run_job
 
     PLANNERS["npu"] = plan_npu
 
     try:
-        run_job(settings, job, world, functools.partial(tracking, LeasedJob(job.lease), job.job_id, job.config))
+        session.run_job(settings, job, world, functools.partial(tracking, LeasedJob(job.lease), job.job_id, job.config))
         return JobState.SUCCEEDED, ""
     except JobCancelled:
         return JobState.CANCELLED, ""
