@@ -46,7 +46,7 @@ from services.trainer.model.model import (
 from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.trial import architecture_name
 from services.trainer.policy import has_old_policies, is_served_in_place
-from services.trainer.row_tokens import Bounds, beyond_counted, bounds_of, longest_row, reserve_of
+from services.trainer.row_length import Bounds, beyond_counted, bounds_of, longest_row, reserve_of
 from services.trainer.settings import Settings
 from services.trainer.supervised import SupervisedRow
 from services.trainer.teacher import Teacher

@@ -34,7 +34,7 @@ from services.trainer.memory_plan import (
 )
 from services.trainer.model.errors import TRIAL_ERRORS
 from services.trainer.policy import Policy
-from services.trainer.row_tokens import BytesOfRow, beyond_counted, bounds_of, longest_row, reserve_of
+from services.trainer.row_length import BytesOfRow, beyond_counted, bounds_of, longest_row, reserve_of
 from services.trainer.world import World
 
 GB = 1e9

@@ -11,7 +11,7 @@ from services.trainer.job import row_tokens
 from services.trainer.job.row_tokens import choose_row_tokens, passes_of, row_for, still_to_come
 from services.trainer.memory_plan import DELTAS, Placement, Sizes, count_pass, empty_model, pass_parts
 from services.trainer.policy import Policy
-from services.trainer.row_tokens import (
+from services.trainer.row_length import (
     LEAST_RESERVE,
     LEAST_TOKENS,
     LONGEST_COUNTED,
