@@ -58,10 +58,9 @@ class GradientControl:
 
     @torch.no_grad()
     def apply(self, gradients: Gradients) -> GacDecision:
-        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing."""
+        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing. Do
+        not call it where the control is off: it would keep a history."""
         decision = GacDecision(GacAction.NONE, None)
-        if not self.is_on:
-            return decision
         if self._history.keys() == gradients.keys():
             dot, square_g, square_h = inner_products(gradients, self._history, self._world)
             decision = decide(dot, square_g**0.5, square_h**0.5, self._config)

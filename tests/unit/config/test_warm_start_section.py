@@ -10,6 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.config.explain import explain_errors
 from onbeat.config.storage import ForkConfig
 from onbeat.contracts.records import RowCounts
+from onbeat.streams.records import following_evaluation
 from services.broker.admission.review import JobRefused, review_reward, reward_uses, sections_of
 from services.broker.admission.warm_start import count_epochs
 from tests.world import job_body
@@ -185,13 +186,27 @@ def test_only_the_first_iterations_are_supervised():
     assert config.decay_ends == [6], "the schedule of the learning rate begins after the warm start"
 
 
-def test_evaluated_versions_are_the_ends_and_every_few():
-    warm = {"warm_start": START | {"num_iterations": 3}, "schedule": {"num_iterations": 7}}
-    config = JobConfig.model_validate(job_body(**warm, evaluation=SCORED | {"every_iterations": 4}))
-    assert [version for version in range(8) if config.is_evaluated(version)] == [0, 3, 4, 7]
-    fork = config.model_copy(update={"fork": ForkConfig(job="parent", iteration=5)})
-    assert fork.is_evaluated(5)
-    assert not JobConfig.model_validate(job_body(**warm)).is_evaluated(0)
+@pytest.mark.parametrize(
+    ("num_supervised", "every", "evaluated"),
+    [(3, 4, [0, 3, 4, 7]), (3, 3, [0, 3, 6, 7]), (3, 1, list(range(8))), (5, 9, [0, 5, 7]), (0, 4, [0, 4, 7])],
+)
+def test_evaluated_versions_are_the_ends_and_every_few(num_supervised, every, evaluated):
+    """The trainer asks whether a version is evaluated, the broker which one is next."""
+    warm = {"warm_start": START | {"num_iterations": num_supervised}} if num_supervised else {}
+    body = job_body(**warm, schedule={"num_iterations": 7}, evaluation=SCORED | {"every_iterations": every})
+    config = JobConfig.model_validate(body)
+    assert [version for version in range(8) if config.is_evaluated(version)] == evaluated
+    opened = [0]
+    while opened[-1] < 7:
+        opened.append(following_evaluation(opened[-1], every, 7, config.num_supervised))
+    assert opened == evaluated
+
+
+def test_the_first_version_of_a_fork_is_evaluated():
+    config = JobConfig.model_validate(job_body(**WARM, evaluation=SCORED | {"every_iterations": 4}))
+    assert config.model_copy(update={"fork": ForkConfig(job="parent", iteration=3)}).is_evaluated(3)
+    assert not config.is_evaluated(3)
+    assert not JobConfig.model_validate(job_body(**WARM)).is_evaluated(0)
 
 
 def test_a_job_without_a_warm_start_has_no_such_key():
