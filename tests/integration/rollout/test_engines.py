@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -304,6 +305,44 @@ async def test_core_gives_memory_back_after_a_load(tmp_path: Path, monkeypatch: 
         assert (tmp_path / "given back").exists()
     finally:
         await engine.stop()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the engine core is not forked, so it is not patched")
+async def test_core_packs_every_packed_layer_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second update on, vLLM's loaders get none of their tensors."""
+    VllmEngine.prepare("cpu", "0", 1)
+    vllm_engine.importing().result()
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from services.rollout.engines.weight_transfer import FileWeightTransferEngine
+
+    log, finish = tmp_path / "updates", FileWeightTransferEngine.finish_weight_update
+
+    def finish_noted(self: Any) -> None:
+        layers = [layer for layer in self.model.modules() if isinstance(layer, LinearBase)]
+        num_known = len(self._linears._layers)
+        finish(self)
+        num_packed = sum(layer.weight.numel() == 0 for layer in layers)
+        with log.open("a", encoding="utf-8") as lines:
+            lines.write(f"{len(layers)} {num_packed} {num_known} {len(self._linears._layers)}\n")
+
+    monkeypatch.setattr(FileWeightTransferEngine, "finish_weight_update", finish_noted)
+    model_dir = write_tied_model(tmp_path / "model")
+    weights = model_dir / "model.safetensors"
+    engine = new_vllm_engine(OWN_DTYPE)
+    await engine.start(model_dir, FIRST_VERSION)
+    try:
+        for version in (FIRST_VERSION + 1, FIRST_VERSION + 2):
+            await engine.load(version, weights, arriving([list(read_shapes(weights))]))
+    finally:
+        await engine.stop()
+    (num_layers, num_packed, *first), (*_, num_known, num_last) = [
+        [int(number) for number in line.split()] for line in log.read_text("utf-8").splitlines()
+    ]
+    assert num_layers == 2 * 4  # in two layers: attention and MLP have two each
+    assert num_packed in (0, num_layers)  # the processor decides whether vLLM packs
+    assert first == [0, num_packed]
+    assert [num_known, num_last] == [num_packed, num_packed]
 
 
 async def test_load_that_fails_half_way_is_repaired_by_a_full_one(subject: Subject) -> None:
