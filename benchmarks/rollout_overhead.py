@@ -3,6 +3,9 @@
 The service (claim, generate, score, submit; Redis, leases, pinned versions) runs a `sync` job: the trainer sleeps while
 it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds and settings, on the same core. The
 learning rate is so small that the weights stay the same in bfloat16: both generate from the same policy.
+
+At last vLLM generates in one process under PyTorch's profiler: the shares of its time by operator, which are printed as
+the table of docs/performance.md. What no operator takes is Python: the scheduler, the model's layers, the outputs.
 """
 
 import argparse
@@ -13,10 +16,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from harness import ROOT, command_line, quickstart_model, run_job, save, start, temporary_folder
 
+NUM_ROUNDS = 3  # of each, in turns
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
+PRODUCTS, ATTENTION, SAMPLING = "matrix products", "attention and its cache", "sampling"
+COPIES, ELEMENTS, REST = "copies and conversions", "norms, SiLU, sums of residuals", "Python and small operators"
+PARTS = {  # part of the time -> operators, by their profiled names
+    PRODUCTS: ("onednn_mm", "weight_packed_linear", "mm", "addmm", "linear"),
+    ATTENTION: (
+        *("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "unified_attention_with_output"),
+        *("unified_kv_cache_update", "get_scheduler_metadata", "rotary_embedding"),
+    ),
+    SAMPLING: ("_softmax", "_log_softmax", "ge", "fused_gumbel_argmax", "exponential_", "argmax", "gather", "random_"),
+    COPIES: ("copy_", "_to_copy", "to", "index_select"),
+    ELEMENTS: ("mul", "silu", "sum", "add", "pow", "div_", "mean", "rsqrt", "rms_norm", "fused_add_rms_norm"),
+}
 
 
 def through_the_service() -> list[float]:
@@ -33,7 +50,7 @@ def through_the_service() -> list[float]:
     return [iteration["response_tokens"] / iteration["generate_s"] for iteration in report["iterations"][WARMUP:]]
 
 
-def plain_vllm(model: str, output: Path) -> None:
+def plain_vllm(model: str, output: Path, is_profiled: bool) -> None:
     """Generate from the same prompts of the same iterations offline, in a process of its own on the rollout's core."""
     os.sched_setaffinity(0, {CORE})
     os.environ |= {
@@ -41,8 +58,10 @@ def plain_vllm(model: str, output: Path) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": str(CORE),
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not is_profiled)),  # the profiler sees one process
     }
     import reasoning_gym
+    from torch.profiler import ProfilerActivity, profile
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
@@ -65,8 +84,9 @@ def plain_vllm(model: str, output: Path) -> None:
         logprobs_mode="processed_logprobs",
         enable_chunked_prefill=False,
     )
-    rates = []
-    for iteration in range(NUM_ITERATIONS):
+
+    def generate(iteration: int) -> tuple[int, float]:
+        """Return the tokens of an iteration, and the seconds that they took."""
         batch = prompts[iteration * NUM_PROMPTS : (iteration + 1) * NUM_PROMPTS]
         params = [
             SamplingParams(n=GROUP_SIZE, temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0, seed=1000 * index)
@@ -74,39 +94,65 @@ def plain_vllm(model: str, output: Path) -> None:
         ]
         started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
-        elapsed_s = time.perf_counter() - started
-        rates.append(sum(len(c.token_ids) for output in outputs for c in output.outputs) / elapsed_s)
+        return sum(len(c.token_ids) for output in outputs for c in output.outputs), time.perf_counter() - started
+
+    if is_profiled:
+        generate(0)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            _, elapsed_s = generate(1)
+        output.write_text(json.dumps(shares(profiled, elapsed_s)))
+        return
+    rates = [num_tokens / elapsed_s for num_tokens, elapsed_s in map(generate, range(NUM_ITERATIONS))]
     output.write_text(json.dumps(rates[WARMUP:]))
+
+
+def shares(profiled: Any, elapsed_s: float) -> dict[str, float]:
+    """Return the share of the time that each part took."""
+    part_of = {name: part for part, names in PARTS.items() for name in names}
+    taken_s = dict.fromkeys(PARTS, 0.0)
+    for operator in profiled.key_averages():
+        if (part := part_of.get(operator.key.rpartition("::")[2])) is not None:
+            taken_s[part] += operator.self_cpu_time_total / 1e6
+    taken_s[REST] = elapsed_s - sum(taken_s.values())
+    return {part: part_s / elapsed_s for part, part_s in taken_s.items()}
+
+
+def run_plain(model: str, *options: str) -> Any:
+    """Run this script as the process of plain vLLM, and return its result."""
+    with temporary_folder() as folder:
+        output = folder / "result.json"
+        script = str(ROOT / "benchmarks" / "rollout_overhead.py")
+        command = [sys.executable, script, "--plain-vllm", model, str(output), *options]
+        subprocess.run(command, check=True, timeout=900)
+        return json.loads(output.read_text())
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--plain-vllm", nargs=2, help=argparse.SUPPRESS)
-    if arguments := start(parser).plain_vllm:
-        plain_vllm(arguments[0], Path(arguments[1]))
+    parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
+    arguments = start(parser)
+    if arguments.plain_vllm:
+        plain_vllm(arguments.plain_vllm[0], Path(arguments.plain_vllm[1]), arguments.profiled)
         return
     model = str(quickstart_model())
     service: list[float] = []
     plain: list[float] = []
-    for _ in range(2):
-        service += through_the_service()
-        with temporary_folder() as folder:
-            output = folder / "rates.json"
-            command = [
-                sys.executable,
-                str(ROOT / "benchmarks" / "rollout_overhead.py"),
-                "--plain-vllm",
-                model,
-                str(output),
-            ]
-            subprocess.run(command, check=True, timeout=900)
-            plain += json.loads(output.read_text())
+    ratios = []
+    for _ in range(NUM_ROUNDS):
+        by_service, by_plain = through_the_service(), run_plain(model)
+        ratios.append(statistics.median(by_service) / statistics.median(by_plain))
+        service += by_service
+        plain += by_plain
+    parts = run_plain(model, "--profiled")
     save(
         "rollout_overhead",
         {
             "tokens_per_s": {"service": statistics.median(service), "plain_vllm": statistics.median(plain)},
-            "ratio": statistics.median(service) / statistics.median(plain),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
             "all": {"service": service, "plain_vllm": plain},
+            "shares_of_plain_vllm": parts,
             "num_prompts": NUM_PROMPTS,
             "num_samples_per_prompt": GROUP_SIZE,
             "max_response_tokens": MAX_TOKENS,
@@ -114,6 +160,7 @@ def main() -> None:
             "core": CORE,
         },
     )
+    print("\n".join(["| part | share |", "|---|---|", *(f"| {part} | {share:.0%} |" for part, share in parts.items())]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import RESULTS, ROOT, command_line, own_dtype, save, start, temporary_folder
-from iteration_cost import FULL, LORA, SHAPES, Shape, compare, load_result, tables
+from iteration_cost import FULL, LORA, MODELS_OF_RATES, SHAPES, Shape, compare, load_result, tables
 from scale_trainer import LEARNING_RATE, NUM_THREADS, PROMPT_TOKENS, job_config
 
 from onbeat.machine.malloc import KEEP_FREED
@@ -107,8 +107,8 @@ def measure(name: str, folder: Path, dtype: str) -> tuple[list[dict[str, Any]], 
         planned = plan(name, kind, dtype)
         needed, available = planned["both_moments_bytes"] + SPARE_BYTES, read_memory().available_bytes
         if available < needed:
-            reason = f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} are available; end other programs"
-            raise SystemExit(f"{name}, {kind} needs {reason}")
+            print(f"{name}, {kind}, is left out: it needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} are available")
+            continue
         case = planned | run("scale_trainer.py", folder, kind)
         cases.append(case | {"planned_to_peak": case["planned_bytes"] / case["peak_bytes"]})
     engine = {"model": name} | run("scale_engine.py", folder)
@@ -143,6 +143,10 @@ def main() -> None:
         "only_planned": [plan(name, kind, dtype) for name, kinds in ONLY_PLANNED.items() for kind in kinds],
     }
     result["took_s"] = sum(engine["model_took_s"] for engine in result["engines"])
+    trained = {case["kind"] for case in result["cases"] if case["model"] in MODELS_OF_RATES}
+    if missing := sorted({FULL, LORA} - trained):  # what was measured is kept
+        save("scale", result, dtype)
+        sys.exit(f"no rates and no tables: no model of the rates was trained {' and '.join(missing)}")
     save("scale", result | compare(result, GOAL), dtype)
     print("\n".join(tables(load_result())))
 
