@@ -120,7 +120,7 @@ $(OTHER)/.setup: requirements/$(PLATFORM).lock requirements/dev.lock
 	touch $@
 
 bench: setup
-	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency lean_layers memory beside_other_load overlap rollout_overhead shared_prompt tree_packing gac_staleness small_part delta_codec memory_plan scale weights_update weights_pull weights_relay ledger_throughput appendfsync waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
+	for name in time_to_reward vs_trl episodes examples_learn idle_environment pass_efficiency optimizer_step lean_layers memory beside_other_load overlap rollout_overhead shared_prompt tree_packing gac_staleness small_part delta_codec memory_plan scale weights_update weights_pull weights_relay ledger_throughput appendfsync waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # For a machine with an NVIDIA GPU, within 9 minutes and without a network: PyTorch, transformers and this checkout are

@@ -115,7 +115,10 @@ def rates_of(result: Measured, kind: str) -> Rates:
     shapes = [SHAPES[engine["model"]] for engine in engines]
     sizes = np.array([(shape.parameters, shape.layers) for shape in shapes])
     for name, seconds in (("load", "load_s"), ("generate", "token_s")):
-        of_parameter, of_layer = np.linalg.lstsq(sizes, np.array([engine[seconds] for engine in engines]))[0]
+        taken = np.array([engine[seconds] for engine in engines])
+        of_parameter, of_layer = np.linalg.lstsq(sizes, taken)[0]
+        if of_layer < 0:  # too little to be told from what the parameters take
+            (of_parameter,), of_layer = np.linalg.lstsq(sizes[:, :1], taken)[0], 0.0
         rates |= {name: float(1 / of_parameter), f"{name}_layer": float(of_layer)}
     return Rates(**rates)
 

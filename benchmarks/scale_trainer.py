@@ -20,6 +20,7 @@ from harness import own_dtype, seconds
 from iteration_cost import LORA, RANK, Row
 
 from onbeat.config import JobConfig
+from onbeat.machine.malloc import give_back_freed
 from onbeat.weights import delta
 from onbeat.weights.wire import DTYPE_BYTES
 from services.trainer.checkpoints.store import TrainState
@@ -93,6 +94,7 @@ def measure(folder: Path, kind: str) -> dict[str, Any]:
     config = job_config(folder, kind, own_dtype())
     policy, reason = load_policy(str(folder), config, ALONE, is_sharded=False)
     assert not reason, reason
+    give_back_freed()  # as a job's session does: loading took the model's size twice
     job = ServedJob(config)
     with tempfile.TemporaryDirectory() as scratch:
         TrainLoop(job, config, policy, TrainState("scale", str(folder)), NoCheckpoints(Path(scratch), keep=1)).run()

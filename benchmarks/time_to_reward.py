@@ -1,7 +1,8 @@
 """Time to reward: seconds until the mean reward of five iterations in a row reaches 0.8, with the quick start's job.
 
-Also what comes out: reward and truncated responses of the held-out prompts before and after, what those prompts cost,
-and the curves that the doctor reads (tests/unit/broker/test_learning.py cuts them after every iteration).
+Also how soon the first group is there, and what comes out: reward and truncated responses of the held-out prompts
+before and after, what those prompts cost, and the curves that the doctor reads (tests/unit/broker/test_learning.py cuts
+them after every iteration).
 
 `--trl-times 8` is another measurement, of 0.1's quick start: TRL's GRPOTrainer gets the same task, model, cores, limits
 of tokens and reward, in the dtype in which it learns this task best. It is stopped once it has had that many times as
@@ -68,6 +69,7 @@ def run_onbeat(job: str, seed: int) -> dict[str, Any]:
         "dtype": report["dtype"],
         "iterations_to_reward": None if first is None else first + 1,
         "seconds_to_reward": None if first is None else ends[first],
+        "seconds_to_first_group": report["iterations"][0]["first_accepted_at"] - started,
         "seconds_to_first_iteration": ends[0],
         "lowest_window_after": None if first is None else lowest_window(rewards, first),
         "last_window": statistics.fmean(rewards[-WINDOW:]),
@@ -112,6 +114,7 @@ def main() -> None:
     result = {
         "goal": f"mean reward of {WINDOW} iterations >= {WANTED}",
         "seconds_to_reward": {"median": median_s, "slowest": max(reached, default=None)},
+        "seconds_to_first_group": statistics.median(run["seconds_to_first_group"] for run in runs),
         "num_seeds_that_reached_it": len(reached),
         "num_seeds_that_stayed": sum((run["lowest_window_after"] or 0.0) >= WANTED for run in runs),
         "onbeat": runs,
