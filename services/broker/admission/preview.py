@@ -50,6 +50,7 @@ class PreviewedPrompt(BaseModel):
     text: str
     num_tokens: int | None
     trials: list[Trial]
+    teacher_text: str | None = None  # the prompt that the teacher reads; None: the same, or there is no teacher
 
 
 class Preview(BaseModel):
@@ -65,7 +66,10 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
     if config.objective.type == SFT:
         examples = [PreviewedPrompt(text=plain_text(item), num_tokens=None, trials=[]) for item in items]
         return Preview(prompts=examples, notes=[OF_EXAMPLES, await describe_memory(config, None)])
-    rendered, problem = await render(config, items)
+    teacher_items = [(number, item) for number, item in enumerate(map(teacher_item, items)) if item is not None]
+    rendered, problem = await render(config, [*items, *(item for _, item in teacher_items)])
+    rendered, of_teacher = rendered[: len(items)], rendered[len(items) :]
+    teacher_texts = {number: prompt["text"] for (number, _), prompt in zip(teacher_items, of_teacher, strict=True)}
     notes = [f"the prompts are shown without the model's template: {problem}"] if problem else []
     cases: list[tuple[int, str, Case]] = []  # number of the prompt, name of the response
     for number, item in enumerate(items):
@@ -87,11 +91,23 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
             for (number, response, (_, texts, place)), answer in zip(chosen, answers, strict=True):
                 trials[number].append(trial_of(reward, response, texts[place], answer))
     prompts = [
-        PreviewedPrompt(text=prompt["text"], num_tokens=prompt["num_tokens"], trials=tried)
-        for prompt, tried in zip(rendered, trials, strict=True)
+        PreviewedPrompt(
+            text=prompt["text"],
+            num_tokens=prompt["num_tokens"],
+            trials=tried,
+            teacher_text=teacher_texts.get(number),
+        )
+        for number, (prompt, tried) in enumerate(zip(rendered, trials, strict=True))
     ]
     counts = [prompt.num_tokens for prompt in prompts if prompt.num_tokens is not None]
     return Preview(prompts=prompts, notes=[*notes, await describe_memory(config, max(counts, default=None))])
+
+
+def teacher_item(item: PromptItem) -> PromptItem | None:
+    """Return the prompt that the teacher reads in place of the policy's, if there is one."""
+    if not item.teacher_messages and not item.teacher_text:
+        return None
+    return PromptItem(messages=item.teacher_messages, text=item.teacher_text, context={})
 
 
 def trial_of(reward: RewardConfig, response: str, text: str, answer: dict[str, Any]) -> Trial:

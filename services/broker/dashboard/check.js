@@ -44,10 +44,15 @@ function rowsOf({ field, path, num_accepted: accepted, num_refused: refused, rea
 const Prompts = ({ prompts, notes }) => html`
   ${notes.map((note) => html`<p class="help">${marked(note)}</p>`)}
   ${prompts.map(
-    ({ text, num_tokens: count, trials }, index) => html`
+    ({ text, num_tokens: count, trials, teacher_text: teacherText }, index) => html`
       <article class="stack previewed" data-testid="previewed">
         <h3>Prompt ${index + 1}${count !== null && html`<span class="help">, ${number(count)} tokens, as the model gets it</span>`}</h3>
         <div class="text of-prompt" tabindex="0" role="group" aria-label="Prompt ${index + 1}">${text}</div>
+        ${
+          teacherText !== null &&
+          html`<p class="help">The teacher reads</p>
+          <div class="text of-prompt" tabindex="0" role="group" aria-label="Prompt ${index + 1} of the teacher">${teacherText}</div>`
+        }
         ${trials.length > 0 && html`<${Trials} trials=${trials} number=${index + 1} />`}
       </article>
     `,

@@ -64,6 +64,18 @@ async def test_prompts_are_those_of_the_model_with_both_rewards(broker, model, t
     assert (await broker.get("/v1/jobs")).json() == jobs_before
 
 
+async def test_prompt_of_the_teacher_is_shown_beside_the_policys(broker, model, tmp_path):
+    rows = [{"prompt": "2 + 2?", "hint": "2 + 2? It is 4.", "answer": "4"}]
+    (tmp_path / "hints.jsonl").write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
+    data, teacher = {"path": "hints.jsonl", "system_prompt": "short"}, {"path": model, "prompt_field": "hint"}
+    (prompt,) = (await ask(broker, model, 1, data=data, teacher=teacher))["prompts"]
+    assert "2 + 2?" in prompt["text"]
+    assert "It is 4." not in prompt["text"]
+    assert prompt["teacher_text"] == prompt["text"].replace("2 + 2?", "2 + 2? It is 4.")
+    (prompt,) = (await ask(broker, model, 1, data=data))["prompts"]
+    assert prompt["teacher_text"] is None
+
+
 async def test_rows_that_cannot_be_read_are_refused_by_field(broker, model, no_transformers):
     answer = await ask(broker, model, status=422, data={"prompt_field": "question"})
     assert [error["field"] for error in answer["errors"]] == ["data.prompt_field"]
@@ -99,7 +111,7 @@ async def test_group_reward_compares_both_responses_to_a_prompt(broker, model, t
 
 async def test_prompts_without_transformers_are_those_of_the_rows(broker, model, no_transformers):
     answer = await ask(broker, model, 1, reward={"name": "http", "options": {"service": "judge"}})
-    assert answer["prompts"] == [{"text": "user: 2 + 2?", "num_tokens": None, "trials": []}]
+    assert answer["prompts"] == [{"text": "user: 2 + 2?", "num_tokens": None, "trials": [], "teacher_text": None}]
     assert [note.partition(":")[0] for note in answer["notes"]] == [
         "the prompts are shown without the model's template",
         "rewards http and judge are not tried",
