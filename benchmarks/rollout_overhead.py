@@ -5,7 +5,8 @@ it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds a
 learning rate is so small that the weights stay the same in bfloat16: both generate from the same policy.
 
 At last vLLM generates in one process under PyTorch's profiler: the shares of its time by operator, which are printed as
-the table of docs/performance.md. What no operator takes is Python: the scheduler, the model's layers, the outputs.
+the table of docs/performance.md. What no listed operator takes is Python (the scheduler, the model's layers, the outputs),
+the profiler itself, and operators that take next to nothing.
 """
 
 import argparse
@@ -20,10 +21,11 @@ from typing import Any
 
 from harness import ROOT, command_line, quickstart_model, run_job, save, start, temporary_folder
 
-NUM_ROUNDS = 3  # of each, in turns
+NUM_ROUNDS = 3
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
 PRODUCTS, ATTENTION, SAMPLING = "matrix products", "attention and its cache", "sampling"
 COPIES, ELEMENTS, REST = "copies and conversions", "norms, SiLU, sums of residuals", "Python and small operators"
+LEAST_LISTED = 0.02  # share of the time from which an operator must have a part
 PARTS = {  # part of the time -> operators, by their profiled names
     PRODUCTS: ("onednn_mm", "weight_packed_linear", "mm", "addmm", "linear"),
     ATTENTION: (
@@ -111,8 +113,11 @@ def shares(profiled: Any, elapsed_s: float) -> dict[str, float]:
     part_of = {name: part for part, names in PARTS.items() for name in names}
     taken_s = dict.fromkeys(PARTS, 0.0)
     for operator in profiled.key_averages():
+        own_s = operator.self_cpu_time_total / 1e6
         if (part := part_of.get(operator.key.rpartition("::")[2])) is not None:
-            taken_s[part] += operator.self_cpu_time_total / 1e6
+            taken_s[part] += own_s
+        elif own_s > LEAST_LISTED * elapsed_s:
+            raise SystemExit(f"{operator.key} takes {own_s / elapsed_s:.1%} of the time: give it a part in PARTS")
     taken_s[REST] = elapsed_s - sum(taken_s.values())
     return {part: part_s / elapsed_s for part, part_s in taken_s.items()}
 

@@ -70,9 +70,9 @@ def write_model(folder: Path, shape: Shape, dtype: str) -> None:
 def plan(name: str, kind: str, dtype: str) -> dict[str, Any]:
     """Return the plan of `onbeat plan memory`, and the exact numbers of parameters.
 
-    The plan has the larger of two moments, pass and publish. The allocator keeps what a pass has freed until the
-    version is made. So the parts of both are there: activations and gradients, and two versions unless they are served
-    in place.
+    The plan has the larger of two moments, pass and publish. Where memory is plentiful, the allocator keeps what a pass
+    has freed. Then the parts of both are there: activations and gradients, and two versions unless they are served in
+    place.
     """
     config = job_config(Path(name), kind, dtype)
     sizes = measure_sizes(config, model_config(SHAPES[name]), Passes(), PROMPT_TOKENS)
@@ -131,7 +131,9 @@ def main() -> None:
     for name in names or TRAINED:
         with temporary_folder() as folder:
             cases, engine = measure(name, folder / "model", dtype)
-        known["cases"] = [case for case in known["cases"] if case["model"] != name] + cases
+        kinds = {case["kind"] for case in cases}
+        kept = [case for case in known["cases"] if case["model"] != name or case["kind"] not in kinds]
+        known["cases"] = kept + cases
         known["engines"] = [other for other in known["engines"] if other["model"] != name] + [engine]
     result: dict[str, Any] = {
         "dtype": dtype,

@@ -20,7 +20,7 @@ from onbeat.process.stacks import OWNER_LOCK, StackState, has_processes, running
 log = logging.getLogger(__name__)
 
 DAEMON_COMMAND = command_of("onbeat.local.daemon")
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0  # a second try at another port included
 STOP_DEADLINE_S = 120.0
 
 
@@ -92,15 +92,18 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     options = StackOptions(**{**given, "data_dir": Path(given["data_dir"])})
     signal.signal(signal.SIGTERM, raise_exit)
+    asked: list[int] = []  # signals; raised within `check`, an exception could leave the lock of a process taken
     try:
         with stack_at_usual_port(options, command="up") as (url, supervisor):
+            signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
             log.info("the stack is up at %s", url)
-            while True:
+            while not asked:
                 supervisor.check()
                 time.sleep(0.5)
     except (OnbeatError, OSError, ValueError) as error:
         log.error("%s", error)
         return 1
+    return 0
 
 
 def raise_exit(*_: object) -> None:

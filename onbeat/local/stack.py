@@ -138,8 +138,10 @@ def plan_of(options: StackOptions) -> CorePlan:
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
-    """Return the broker, trainer and rollouts. All they know comes from these environment variables. They need Redis,
-    but none of them another one for its start, most of which is importing."""
+    """Return the broker, trainer and rollouts. All they know comes from these environment variables.
+
+    They need Redis, and none needs another one to start. So they start together: most of that is importing.
+    """
     plan = plan_of(options)
     trainer_devices, rollout_devices = device_environments(os.environ, options.num_rollouts)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
@@ -161,7 +163,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         wave=1,
         env={**common, **data_dir, "ONBEAT_HOST": HOST, "ONBEAT_PORT": str(port), "ONBEAT_INSTANCE_ID": instance_id},
         missing=partial(missing_answer, f"http://{HOST}:{port}/readyz", instance_id),
-        ready_deadline_s=60.0,
+        ready_deadline_s=120.0,  # PyTorch and vLLM are imported beside it
     )
     if options.is_view:
         return [replace(broker, env={**broker.env, "ONBEAT_IS_READ_ONLY": "true"})]

@@ -1,4 +1,4 @@
-"""Child processes in waves: started in order, restarted when they die, stopped in reverse order with nothing left.
+"""Child processes: started together, restarted when they die, stopped in waves with nothing left.
 
 Each child runs under its own guard (see guard.py) in its own session, with its output in a log file.
 """

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -51,6 +51,10 @@ class LoopThread:
         future = self._submit(coroutine)
         future.add_done_callback(log_failure)
         return future
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call the function in the loop's thread. This takes no lock, so that a handler of signals may do it."""
+        self._loop.call_soon_threadsafe(function)
 
     def _submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
         with self._lock:

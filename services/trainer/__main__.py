@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from types import ModuleType
 
 from onbeat.process.extras import require_extra
@@ -70,10 +70,9 @@ def main() -> int:
     settings = read_settings(Settings, "trainer")
     configure(settings.log_format)
     warn_of_misspelt(settings, "trainer")
-    stop = threading.Event()
+    stop, background = threading.Event(), LoopThread("trainer")
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
-    background = LoopThread("trainer")
+        signal.signal(name, lambda *_: background.call_soon(stop.set))  # this thread may just hold the event's lock
     try:
         if not settings.wire_security().can_serve:
             raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this trainer could not serve weights")
@@ -125,7 +124,8 @@ def serve(
         claimed = background.run(claim_next(settings, ledger, hardware)) if world.is_main else None
         message = world.broadcast_bytes(json.dumps(claimed).encode())
         if (claimed := json.loads(message)) is None:
-            import_session()  # while there is nothing to do
+            with suppress(ImportError, RuntimeError):  # a job will report it
+                import_session()  # while there is nothing to do
             continue
         job_id, epoch, fields = claimed
         config = JobConfig.of_job({"config": fields})
@@ -213,19 +213,17 @@ def import_session() -> ModuleType:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     from services.trainer import session
+    from services.trainer.attention import PLANNERS
+    from services.trainer.attention.npu import plan_npu
 
+    PLANNERS["npu"] = plan_npu
     return session
 
 
 def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState | None, str]:
     """Run the job. Returns its final state and the reason; the state is None if another trainer is to continue it."""
-    session = import_session()
-    from services.trainer.attention import PLANNERS
-    from services.trainer.attention.npu import plan_npu
-
-    PLANNERS["npu"] = plan_npu
-
     try:
+        session = import_session()
         session.run_job(settings, job, world, functools.partial(tracking, LeasedJob(job.lease), job.job_id, job.config))
         return JobState.SUCCEEDED, ""
     except JobCancelled:

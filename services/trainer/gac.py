@@ -58,8 +58,8 @@ class GradientControl:
 
     @torch.no_grad()
     def apply(self, gradients: Gradients) -> GacDecision:
-        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing. Do
-        not call it where the control is off: it would keep a history."""
+        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing."""
+        assert self.is_on
         decision = GacDecision(GacAction.NONE, None)
         if self._history.keys() == gradients.keys():
             dot, square_g, square_h = inner_products(gradients, self._history, self._world)

@@ -97,8 +97,9 @@ class Publisher:
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
         self._job.status.make_version(version)
         with stats.busy("train/snapshot_s"):
-            give_back_if_scarce()  # the version takes memory now, and then rollouts on this machine do
+            give_back_if_scarce()  # the version takes memory now,
             snapshot = self._snapshot()
+            give_back_if_scarce()  # and then rollouts on this machine do
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
         has_signal = stats.has_signal or self._config.teacher is not None
         num_without_signal = 0 if has_signal else self.state.num_without_signal + 1

@@ -45,12 +45,15 @@ class Trial(BaseModel):
 
 
 class PreviewedPrompt(BaseModel):
-    """A prompt, decoded from the token ids that the model gets; `num_tokens` None: without the model's template."""
+    """A prompt, decoded from the token ids that the model gets; `num_tokens` None: without the model's template.
+
+    `teacher_text`: the prompt that the teacher reads in its place; None: the same, or there is no teacher.
+    """
 
     text: str
     num_tokens: int | None
     trials: list[Trial]
-    teacher_text: str | None = None  # the prompt that the teacher reads; None: the same, or there is no teacher
+    teacher_text: str | None = None
 
 
 class Preview(BaseModel):
@@ -99,7 +102,7 @@ async def preview_prompts(config: JobConfig, items: Sequence[PromptItem]) -> Pre
         )
         for number, (prompt, tried) in enumerate(zip(rendered, trials, strict=True))
     ]
-    counts = [prompt.num_tokens for prompt in prompts if prompt.num_tokens is not None]
+    counts = [prompt["num_tokens"] for prompt in [*rendered, *of_teacher] if prompt["num_tokens"] is not None]
     return Preview(prompts=prompts, notes=[*notes, await describe_memory(config, max(counts, default=None))])
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -58,3 +59,15 @@ def test_close_does_not_wait_for_a_coroutine_that_ignores_it(monkeypatch: pytest
     with pytest.raises(TimeoutError):
         thread.close(asyncio.sleep(0))
     assert thread.is_closed
+
+
+def test_handler_of_signals_does_not_wait_for_a_lock_of_its_thread(background: LoopThread) -> None:
+    stop = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: background.call_soon(stop.set))
+    try:
+        with stop._cond:  # as this thread has it for a moment whenever it waits for the event
+            signal.raise_signal(signal.SIGUSR1)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert stop.wait(10)

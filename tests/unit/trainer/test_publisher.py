@@ -197,7 +197,7 @@ def test_version_without_a_step_ends_the_pulls_of_the_one_before(tmp_path, monke
     assert job.events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
 
 
-def test_memory_is_given_back_before_a_version_takes_some(tmp_path, monkeypatch):
+def test_memory_is_given_back_before_and_after_a_version(tmp_path, monkeypatch):
     config, groups = job_config(), recorded_iterations()
     job, take_snapshot = ServingJob(config, groups), Publisher._snapshot
 
@@ -208,7 +208,7 @@ def test_memory_is_given_back_before_a_version_takes_some(tmp_path, monkeypatch)
     monkeypatch.setattr(Publisher, "_snapshot", take_noted)
     monkeypatch.setattr(publisher, "give_back_if_scarce", lambda: job.events.append("given back"))
     train(config, groups, tmp_path, job=job)
-    later = [event for version in (1, 2, 3) for event in ("withdrawn", "given back", "taken", version)]
+    later = [event for version in (1, 2, 3) for event in ("withdrawn", "given back", "taken", "given back", version)]
     assert job.events == ["taken", 0, *later]
 
 
