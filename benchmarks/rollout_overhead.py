@@ -5,8 +5,8 @@ it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds a
 learning rate is so small that the weights stay the same in bfloat16: both generate from the same policy.
 
 At last vLLM generates in one process under PyTorch's profiler: the shares of its time by operator, which are printed as
-the table of docs/performance.md. What no listed operator takes is Python (the scheduler, the model's layers, the outputs),
-the profiler itself, and operators that take next to nothing.
+the table of docs/performance.md. What no listed operator takes is Python (the scheduler, the model's layers, the
+outputs), the profiler itself, and operators that take next to nothing.
 """
 
 import argparse

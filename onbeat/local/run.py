@@ -245,8 +245,8 @@ def terminations_as_interrupts() -> Iterator[None]:
 def interrupt_between_callbacks() -> None:
     """Raise KeyboardInterrupt, in an event loop only between two callbacks: inside one it could leave a lock taken.
 
-    `Popen.poll` has such a lock. While it is taken a process seems to run on, and `Popen.wait` never returns. A callback
-    that waits for ever, as for a reader of its output, is not interrupted.
+    `Popen.poll` has such a lock. While it is taken a process seems to run on, and `Popen.wait` never returns. A
+    callback that waits for ever, as for a reader of its output, is not interrupted.
     """
 
     def interrupt() -> None:
