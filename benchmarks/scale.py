@@ -146,7 +146,7 @@ def main() -> None:
     }
     result["took_s"] = sum(engine["model_took_s"] for engine in result["engines"])
     trained = {case["kind"] for case in result["cases"] if case["model"] in MODELS_OF_RATES}
-    if missing := sorted({FULL, LORA} - trained):  # what was measured is kept
+    if missing := sorted({FULL, LORA} - trained):  # nothing that was measured is lost
         save("scale", result, dtype)
         sys.exit(f"no rates and no tables: no model of the rates was trained {' and '.join(missing)}")
     save("scale", result | compare(result, GOAL), dtype)

@@ -1,4 +1,4 @@
-"""What follows from the sections of a job."""
+"""The values that follow from the sections of a job."""
 
 from onbeat.config.data import DataConfig
 from onbeat.config.evaluation import HeldOutSet

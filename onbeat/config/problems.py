@@ -1,4 +1,4 @@
-"""What must hold between the sections of a job. Each problem names the field, what is wrong with it, and a remedy."""
+"""The rules between the sections of a job. Each problem names the field, what is wrong with it, and a remedy."""
 
 from collections.abc import Iterator
 

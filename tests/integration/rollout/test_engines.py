@@ -309,7 +309,7 @@ async def test_core_gives_memory_back_after_a_load(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the engine core is not forked, so it is not patched")
 async def test_core_packs_every_packed_layer_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second update on, vLLM's loaders get none of their tensors."""
+    """See that vLLM's loaders get none of their tensors from the second update on."""
     VllmEngine.prepare("cpu", "0", 1)
     vllm_engine.importing().result()
     from vllm.model_executor.layers.linear import LinearBase
@@ -339,7 +339,7 @@ async def test_core_packs_every_packed_layer_itself(tmp_path: Path, monkeypatch:
     (num_layers, num_packed, *first), (*_, num_known, num_last) = [
         [int(number) for number in line.split()] for line in log.read_text("utf-8").splitlines()
     ]
-    assert num_layers == 2 * 4  # in two layers: attention and MLP have two each
+    assert num_layers == 2 * 4  # two layers, whose attention and MLP have two each
     assert num_packed in (0, num_layers)  # the processor decides whether vLLM packs
     assert first == [0, num_packed]
     assert [num_known, num_last] == [num_packed, num_packed]

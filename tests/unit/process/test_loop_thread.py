@@ -61,7 +61,7 @@ def test_close_does_not_wait_for_a_coroutine_that_ignores_it(monkeypatch: pytest
     assert thread.is_closed
 
 
-def test_handler_of_signals_does_not_wait_for_a_lock_of_its_thread(background: LoopThread) -> None:
+def test_handler_of_signals_waits_for_no_lock_of_its_thread(background: LoopThread) -> None:
     stop = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: background.call_soon(stop.set))
     try:
