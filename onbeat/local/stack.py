@@ -137,6 +137,17 @@ def plan_of(options: StackOptions) -> CorePlan:
     return plan_cores(physical_cores(allowed), options.num_rollouts, *cores, allowed=allowed, quota=cpu_quota())
 
 
+def worker_environment(data_dir: Path) -> dict[str, str]:
+    """Return the variables that trainer and rollouts share."""
+    return {
+        # Other users of this machine reach the loopback interface, too.
+        "ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24),
+        # By default compiled kernels are temporary files: they would go with the stack.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(data_dir / "torchinductor"),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
+    }
+
+
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
     """Return the broker, trainer and rollouts. All they know comes from these environment variables.
 
@@ -149,13 +160,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
     max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared or trainer_devices else SPLIT_MAX_NUM_SEQS
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
-    workers = {
-        # Other users of this machine reach the loopback interface, too.
-        "ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24),
-        # By default compiled kernels are temporary files: they would go with the stack.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(options.data_dir / "torchinductor"),
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
-    }
+    workers = worker_environment(options.data_dir)
     instance_id = secrets.token_hex(8)
     broker = ServiceSpec(
         "broker",

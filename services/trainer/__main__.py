@@ -124,8 +124,7 @@ def serve(
         claimed = background.run(claim_next(settings, ledger, hardware)) if world.is_main else None
         message = world.broadcast_bytes(json.dumps(claimed).encode())
         if (claimed := json.loads(message)) is None:
-            with suppress(ImportError, RuntimeError):  # a job will report it
-                import_session()  # while there is nothing to do
+            import_beforehand()
             continue
         job_id, epoch, fields = claimed
         config = JobConfig.of_job({"config": fields})
@@ -206,6 +205,13 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
                 yield job_id, existing[job_id]
             else:
                 await ledger.lists.remove(job_id, pool)
+
+
+@functools.cache  # a failed import takes seconds again each time
+def import_beforehand() -> None:
+    """Import what trains a job while there is none, once. A failure is left to the job, which reports it."""
+    with suppress(ImportError, RuntimeError):
+        import_session()
 
 
 def import_session() -> ModuleType:

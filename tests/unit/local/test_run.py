@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -23,6 +24,7 @@ from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
 from onbeat.contracts.errors import OnbeatError
 from onbeat.contracts.states import JobState
+from onbeat.local import daemon
 from onbeat.local.run import INTERRUPTED, JobRun, RunConsole, run_or_pause, terminations_as_interrupts
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.process.stacks import has_processes, running_stack, state_path
@@ -189,6 +191,23 @@ def test_termination_lets_the_running_callback_end() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert steps == ["the callback ends"]
+
+
+def test_daemon_that_is_asked_to_stop_ends_its_check_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps = []
+
+    def check() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        steps.append("the check ends")
+
+    monkeypatch.setattr(daemon, "stack_at_usual_port", lambda *_, **__: nullcontext(("http://here", Mock(check=check))))
+    monkeypatch.setattr(sys, "argv", ["daemon", json.dumps({"data_dir": str(tmp_path)})])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert daemon.main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert steps == ["the check ends"]
 
 
 def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], job_file: str, data_dir: Path) -> None:
