@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from onbeat.process.loop_thread import LoopThread
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -62,12 +64,13 @@ def test_close_does_not_wait_for_a_coroutine_that_ignores_it(monkeypatch: pytest
 
 
 def test_handler_of_signals_waits_for_no_lock_of_its_thread(background: LoopThread) -> None:
-    stop = threading.Event()
-    before = signal.signal(signal.SIGUSR1, lambda *_: background.call_soon(stop.set))
+    lock, taken = threading.Lock(), []  # as that of an event, which a thread has for a moment whenever it waits for it
+    take = functools.partial(lock.acquire, timeout=10)
+    before = signal.signal(signal.SIGUSR1, lambda *_: background.call_soon(lambda: taken.append(take())))
     try:
-        with stop._cond:  # as this thread has it for a moment whenever it waits for the event
+        with lock:
             signal.raise_signal(signal.SIGUSR1)
-            assert not stop.is_set()
+            assert taken == []
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert stop.wait(10)
+    wait_until(lambda: taken == [True], "the loop's thread has it")
