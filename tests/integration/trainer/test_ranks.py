@@ -6,6 +6,7 @@ take one job of their pool after the other: starting takes longer than training.
 
 import asyncio
 import functools
+import json
 import os
 import random
 import signal
@@ -37,6 +38,7 @@ from tests.waiting import eventually
 
 CORES = available_cores()
 NUM_ITERATIONS, NUM_GROUPS = 4, 5
+LEAST_OF_LONG_GROUP = 52 + 3  # tokens: prompt and a token of each response
 PERIODIC = {"mode": "periodic", "num_iterations": NUM_ITERATIONS}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": NUM_ITERATIONS}
 JOBS = {
@@ -56,6 +58,7 @@ JOBS = {
         "model": {"dtype": "bfloat16"},
     },
 }
+AUTO = {"schedule": PERIODIC, "training": {"max_tokens_per_micro_batch": "auto"}}
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,14 @@ def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
     return config.model_copy(update={"pool": pool})
 
 
-def group_of(task: PromptTask):
-    """Unequal groups, the same in every run."""
+def group_of(task: PromptTask, config: JobConfig):
+    """Unequal groups, the same in every run. `auto` chooses rows by the first iteration's prompts: the later ones are
+    longer then, so that no two groups share a row."""
     rng = random.Random(task.group_id)
     lengths = [rng.randrange(1, 9) for _ in range(3)]
-    group = make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
+    is_long = config.training.max_tokens_per_micro_batch == "auto" and task.iteration > 0
+    prompt_length = rng.randrange(52, 60) if is_long else rng.randrange(1, 12)
+    group = make_group(task.group_id, prompt_length, lengths, version=task.policy_version)
     group.worker_id = "w"  # the worker that has claimed it
     return group
 
@@ -129,7 +135,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group, on_
 
     async def submit(iteration) -> None:
         for index, claim in enumerate(claimed[iteration]):
-            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task))
+            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task, config))
             if after_group is not None:
                 await after_group(iteration, index)
 
@@ -172,6 +178,18 @@ async def train(ledger, model, trainer: Trainer, sections, after_group=None, on_
         raise
     taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
+
+
+async def assert_rows_are_of_one_choice(ledger, job_id: str) -> None:
+    """Assert that a trainer chose once, for an update of the first iteration, and that later groups need a row each."""
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "job.row_tokens"]
+    assert "as many as an update has" in event.message
+    fields = await ledger.jobs.fields(job_id)
+    assert fields["max_tokens_per_micro_batch"] == event.data["max_tokens_per_micro_batch"]
+    assert int(fields["max_tokens_per_micro_batch"]) < 2 * LEAST_OF_LONG_GROUP
+    for iteration in range(1, NUM_ITERATIONS):
+        metrics = json.loads((await ledger.iterations.fields(job_id, iteration))["metrics"])
+        assert metrics["train/passes"] >= NUM_GROUPS
 
 
 def exported_weights(checkpoint):
@@ -237,16 +255,13 @@ async def test_ranks_train_rows_of_the_same_chosen_tokens(kind, ledger, model, t
     async def note(job_id, version) -> None:
         jobs.append(job_id)
 
-    sections = {"schedule": PERIODIC, "training": {"max_tokens_per_micro_batch": "auto"}}
     (weights, taken), (expected, _) = await asyncio.gather(
-        train(ledger, model, trainers[kind], sections, on_version=note),
-        train(ledger, model, trainers["alone"], sections),
+        train(ledger, model, trainers[kind], AUTO, on_version=note),
+        train(ledger, model, trainers["alone"], AUTO),
     )
     assert_each_group_once(taken)
     assert_same_weights(weights, expected)
-    (event,) = [event for event in await ledger.event_log.read(jobs[0]) if event.kind == "job.row_tokens"]
-    assert int((await ledger.jobs.fields(jobs[0]))["max_tokens_per_micro_batch"]) > 0
-    assert "as many as an update has" in event.message
+    await assert_rows_are_of_one_choice(ledger, jobs[0])
 
 
 class Follower:
@@ -324,9 +339,15 @@ def restarted_trainers(redis_url, tmp_path) -> Iterator[list[Trainer]]:
         yield [ddp, fsdp]
 
 
+@pytest.mark.parametrize("name", ["two updates with kl", "rows of chosen tokens"])
 async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
-    ledger, model, trainers, restarted_trainers, weights_of_one
+    name, ledger, model, trainers, restarted_trainers, weights_of_one
 ):
+    sections, job_ids = JOBS.get(name, AUTO), set()
+
+    async def note(job_id, version) -> None:
+        job_ids.add(job_id)
+
     def kill_rank_1(process):
         async def after_group(iteration, index):
             if (iteration, index) == (2, 2):
@@ -336,15 +357,17 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
 
         return after_group
 
-    name = "two updates with kl"
     if name not in weights_of_one:
-        weights_of_one[name], _ = await train(ledger, model, trainers["alone"], JOBS[name])
+        weights_of_one[name], _ = await train(ledger, model, trainers["alone"], sections)
     both = await asyncio.gather(
         *(
-            train(ledger, model, restarted, JOBS[name], kill_rank_1(restarted.process))
+            train(ledger, model, restarted, sections, kill_rank_1(restarted.process), note)
             for restarted in restarted_trainers
         )
     )
     for weights, taken in both:
         assert_each_group_once(taken)
         assert_same_weights(weights, weights_of_one[name])
+    if sections is AUTO:
+        for job_id in job_ids:
+            await assert_rows_are_of_one_choice(ledger, job_id)
