@@ -71,6 +71,8 @@ def test_times_to_reward_are_named_with_their_seeds(name: str) -> None:
     (shown,) = [line for line in text_of("docs/performance.md").splitlines() if f"`{name}.json`" in line]
     assert f" {trl_s} s, one seed" in shown
     assert f" {onbeat_s} s, median of five seeds" in shown
+    job_s = median(run["job_s"] for run in measured["onbeat"])
+    assert f"| {job_s:.0f} s (median of five seeds, `{name}.json`) |" in text_of("docs/platforms.md")
     if name == "time_to_reward_trl":
         assert f"| {onbeat_s} s; TRL" in row("0.1's quick start")
         assert row("0.1's quick start").endswith(f"one seed: {trl_s} s |")
