@@ -24,7 +24,7 @@ OTHER_PYTHON ?= $(or $(shell requirements/find-python.sh 3.13),$(PYTHON312))
 OTHER := .venv-other-python
 NEEDED_GB ?= $(if $(filter cuda,$(PLATFORM)),12,5)# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
-# ISA=avx2 or ISA=avx512: use no newer instructions than these, to imitate an older processor.
+# ISA=avx2, ISA=avx512 or ISA=avx512_bf16: use no newer instructions than these, to imitate an older processor.
 ISA ?=
 ifeq ($(ISA),avx2)
 export ATEN_CPU_CAPABILITY := avx2
@@ -34,8 +34,12 @@ else ifeq ($(ISA),avx512)
 export ATEN_CPU_CAPABILITY := avx512
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE
 export MKL_ENABLE_INSTRUCTIONS := AVX512
+else ifeq ($(ISA),avx512_bf16)
+export ATEN_CPU_CAPABILITY := avx512
+export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
+export MKL_ENABLE_INSTRUCTIONS := AVX512_E3
 else ifneq ($(ISA),)
-$(error ISA=$(ISA): use avx2 or avx512)
+$(error ISA=$(ISA): use avx2, avx512 or avx512_bf16)
 endif
 
 .PHONY: setup images engine wheel run check test test-all test-rest test-avx2 test-other-python lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean version

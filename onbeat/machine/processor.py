@@ -16,10 +16,14 @@ Bfloat16 = Literal["native", "emulated", "missing"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
-# The variables limit PyTorch and oneDNN to the instructions of an older processor: see ISA in the Makefile.
+# The variables limit PyTorch and oneDNN to the instructions of an older processor: see ISA in the Makefile. A limit
+# that forbids AVX-512 forbids bfloat16, too, and one that forbids bfloat16 forbids AMX.
 ATEN_LIMIT, ONEDNN_LIMIT = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"
 NO_AVX512 = {ATEN_LIMIT: {"DEFAULT", "AVX2"}, ONEDNN_LIMIT: {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"}}
-NO_BFLOAT16 = {ONEDNN_LIMIT: {"AVX512_CORE", "AVX512_CORE_VNNI"}}
+NO_BFLOAT16 = NO_AVX512 | {ONEDNN_LIMIT: NO_AVX512[ONEDNN_LIMIT] | {"AVX512_CORE", "AVX512_CORE_VNNI"}}
+LIMITS_WITH_BFLOAT16 = {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"}
+NO_AMX = NO_BFLOAT16 | {ONEDNN_LIMIT: NO_BFLOAT16[ONEDNN_LIMIT] | LIMITS_WITH_BFLOAT16}
+HIDDEN_FLAGS = ((NO_AVX512, ("avx512",)), (NO_BFLOAT16, ("avx512_bf16", "avx512_fp16")), (NO_AMX, ("amx",)))
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,8 @@ def read_fields(cpuinfo: Path) -> dict[str, str]:
 
 def allowed_flags(flags: set[str], environment: Mapping[str, str]) -> set[str]:
     """Leave out the instruction sets that the variables of PyTorch and oneDNN forbid."""
-    if is_limited(environment, NO_AVX512):
-        return {flag for flag in flags if not flag.startswith(("avx512", "amx"))}
-    if is_limited(environment, NO_BFLOAT16):
-        return {flag for flag in flags if flag not in ("avx512_bf16", "avx512_fp16") and not flag.startswith("amx")}
-    return flags
+    hidden = [prefix for limits, prefixes in HIDDEN_FLAGS if is_limited(environment, limits) for prefix in prefixes]
+    return {flag for flag in flags if not flag.startswith(tuple(hidden))}
 
 
 def is_limited(environment: Mapping[str, str], limits: Mapping[str, set[str]]) -> bool:

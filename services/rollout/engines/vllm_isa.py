@@ -7,19 +7,22 @@ It is an entry point of `vllm.platform_plugins`, because those are called in eac
 
 import os
 
-from onbeat.machine.processor import NO_AVX512, NO_BFLOAT16, is_limited
+from onbeat.machine.processor import NO_AMX, NO_AVX512, NO_BFLOAT16, is_limited
 
-AVX512_PROBES = ("_is_avx512_supported", "_is_vnni_supported")
-BFLOAT16_PROBES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
+HIDDEN_PROBES = (
+    (NO_AVX512, ("_is_avx512_supported", "_is_vnni_supported")),
+    (NO_BFLOAT16, ("_is_avx512_bf16_supported",)),
+    (NO_AMX, ("_is_amx_tile_supported", "_is_amx_fp16_supported")),
+)
 
 
 def register() -> None:
-    has_no_avx512 = is_limited(os.environ, NO_AVX512)
-    if not has_no_avx512 and not is_limited(os.environ, NO_BFLOAT16):
+    hidden = [probe for limits, probes in HIDDEN_PROBES if is_limited(os.environ, limits) for probe in probes]
+    if not hidden:
         return
     import torch
 
-    for probe in BFLOAT16_PROBES + (AVX512_PROBES if has_no_avx512 else ()):
+    for probe in hidden:
         setattr(torch.cpu, probe, is_forbidden)
 
 

@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from onbeat.machine.processor import read_processor
+from services.rollout.engines import vllm_isa
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,8 @@ def test_processors_differ_in_bfloat16(tmp_path, flags, instructions, bfloat16):
         ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2, no bfloat16"),
         ({"ONEDNN_MAX_CPU_ISA": "avx2"}, "AVX2, no bfloat16"),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX-512 without bfloat16"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "AVX-512 with bfloat16"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "AVX-512 and AMX with bfloat16"),
         ({"ATEN_CPU_CAPABILITY": "avx512"}, "AVX-512 and AMX with bfloat16"),
     ],
 )
@@ -67,12 +71,17 @@ def test_this_processor_is_as_pytorch_sees_it():
     assert [str(read.bfloat16 == "native"), str("AVX-512" in read.instructions)] == answer
 
 
-def test_vllm_chooses_its_kernels_below_the_limits():
-    question = (
-        "import services.rollout.engines.vllm_isa as isa; isa.register(); from torch import cpu;"
-        "print(cpu._is_avx512_bf16_supported(), cpu._is_avx512_supported(), cpu._is_amx_tile_supported())"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", question], env={"ONEDNN_MAX_CPU_ISA": "AVX2"}, capture_output=True, text=True, check=True
-    )
-    assert answer.stdout.split() == ["False", "False", "False"]
+@pytest.mark.parametrize(
+    ("limit", "num_kept"), [("AVX2", 0), ("AVX512_CORE", 2), ("AVX512_CORE_BF16", 3), ("AVX512_CORE_AMX", 5)]
+)
+def test_vllm_chooses_its_kernels_below_the_limits(monkeypatch, limit, num_kept):
+    """On a processor that has everything."""
+    names = ("avx512", "vnni", "avx512_bf16", "amx_tile", "amx_fp16")
+    probes = [f"_is_{name}_supported" for name in names]
+    for probe in probes:
+        monkeypatch.setattr(torch.cpu, probe, lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    vllm_isa.register()
+    kept = [name for name, probe in zip(names, probes, strict=True) if getattr(torch.cpu, probe)()]
+    assert kept == list(names[:num_kept])
