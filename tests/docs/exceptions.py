@@ -54,12 +54,13 @@ NOT_A_JOB: dict[tuple[str, str], str] = {
 SAME_BY_CHANCE = {
     "0.25 ms": "of a group, and of a submission without a file",
     "0.43 s": "of a page of the dashboard, and of a delta on a link",
+    "1.13 times": "of overlapped work, and of an error on a GPU",
     "1.4 GB": "of NeMo-Gym on disk, and of a plan",
     "11.3 s": "of the import of vLLM in a container, and of a step of 0.1's quick start",
     "2.2 s": "of a broker's container, a step on a GPU, and a killed rollout",
-    "2.8 s": "of rows of an iteration, and of a killed Redis",
     "24 GB": "sizes of a card and of a machine",
     "3.4 s": "of a killed trainer, and of weights on a link",
     "37 %": "of vLLM's time, and of answers in a warning that is an example",
-    "4.3 s": "of rows of an iteration, and of weights on a link",
+    "3.8 s": "of rows of an iteration, and of a rollout that joins",
+    "6.5 s": "of work without overlap, and of weights on a link",
 }

@@ -90,7 +90,8 @@ def test_overlap_is_measured_within_each_round(monkeypatch: pytest.MonkeyPatch) 
 
     def iterations(wall_s: float, overlap_frac: float | None) -> list[dict[str, Any]]:
         times = dict.fromkeys(overlap.TIMES, 0.0) | {"wall_s": wall_s, "generate_s": 4.0, "first_group_s": 1.0}
-        return [times | {"num_groups": 8, "overlap_frac": overlap_frac, "metrics": {"train/micro_batches_s": 8.0}}]
+        metrics = {"train/micro_batches_s": 8.0, "train/passes": 4}
+        return [times | {"num_groups": 8, "overlap_frac": overlap_frac, "metrics": metrics}]
 
     rounds = [
         {"sync": iterations(14.0, 0.0), "periodic": iterations(10.0, 0.75)},
@@ -99,5 +100,6 @@ def test_overlap_is_measured_within_each_round(monkeypatch: pytest.MonkeyPatch) 
     summary = overlap.summary_of(rounds)
     assert (summary["ratio"], summary["overlap_frac"], summary["is_met"]) == (1.4, 0.625, True)
     assert summary["num_iterations"] == {"sync": 2, "periodic": 3}
+    assert summary["num_rows"] == {"sync": 4, "periodic": 4}
     assert summary["parts_of_sync_s"]["barrier"] == 21.0 - 4.0 - 8.0
     assert overlap.bound_of(overlap.parts_of(rounds[0]["sync"])) == 14.0 / (9.0 + 2.0)  # training, and the first group
