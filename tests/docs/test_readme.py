@@ -93,13 +93,14 @@ def test_peak_memory_is_that_of_the_named_instructions() -> None:
         plenty.append(f"{measured['with_plenty']['peak'] / 1000:.1f} GB")
     shown = row("peak memory of 0.1's quick start, in bfloat16, and in float32 with AVX2 alone")
     assert f"| {scarce[0]} in bfloat16 (Intel with AMX), {scarce[1]} in float32; " in shown
-    assert shown.endswith(f"{plenty[0]}, {plenty[1]} |")
+    assert shown.endswith(f"{plenty[0]} and {plenty[1]} |")
 
 
 def test_speed_of_periodic_stands_beside_its_bound() -> None:
-    measured = results("overlap")
+    measured, longer = results("overlap"), results("overlap_auto")
     assert row("overlapped").endswith(
-        f"{measured['ratio']:.2f} times the speed; the bound, from the times of `sync`: {measured['bound']:.2f} |"
+        f"{measured['ratio']:.2f} times the speed; the bound, from the times of `sync`: {measured['bound']:.2f}; "
+        f"in rows as long as memory allows {longer['ratio']:.2f} and {longer['bound']:.2f} |"
     )
 
 
