@@ -75,7 +75,7 @@ def test_this_processor_is_as_pytorch_sees_it():
     ("limit", "num_kept"), [("AVX2", 0), ("AVX512_CORE", 2), ("AVX512_CORE_BF16", 3), ("AVX512_CORE_AMX", 5)]
 )
 def test_vllm_chooses_its_kernels_below_the_limits(monkeypatch, limit, num_kept):
-    """On a processor that has everything."""
+    """Let PyTorch see a processor that has everything."""
     names = ("avx512", "vnni", "avx512_bf16", "amx_tile", "amx_fp16")
     probes = [f"_is_{name}_supported" for name in names]
     for probe in probes:
